@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tpengine.llm import LLM
     from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
     from tpengine.sampling_params import RequestOutputKind, SamplingParams
+    from tpengine.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -55,6 +57,7 @@ _HOMES = {
     "tpengine.llm": "LLM",
     "tpengine.outputs": "CompletionOutput Logprob RequestOutput",
     "tpengine.sampling_params": "RequestOutputKind SamplingParams",
+    "tpengine.structured_outputs": "StructuredOutputsParams",
 }
 
 envs.tune_openmp_spinning()

@@ -41,7 +41,7 @@ MODULES = {
     "tpengine.inputs": "",
     "tpengine.inputs.data": "tpengine.inputs",
     "tpengine.lora.request": "tpengine.inputs",
-    "tpengine.model_executor.guided_decoding.guided_fields": "",
+    "tpengine.model_executor.guided_decoding.guided_fields": "tpengine.structured_outputs",
     "tpengine.model_executor.layers.quantization": "",
     "tpengine.model_executor.models": "",
     "tpengine.model_executor.parallel_utils.parallel_state": "tpengine.aliases",
@@ -50,7 +50,7 @@ MODULES = {
     "tpengine.outputs": "",
     "tpengine.pooling_params": "",
     "tpengine.prompt_adapter.request": "",
-    "tpengine.sampling_params": "tpengine.inputs",
+    "tpengine.sampling_params": "tpengine.inputs tpengine.structured_outputs",
     "tpengine.sequence": "tpengine.outputs",
     "tpengine.transformers_utils.tokenizer": "tpengine.engine.tokenizer",
     "tpengine.usage.usage_lib": "tpengine.aliases",
@@ -61,9 +61,7 @@ MODULES = {
 
 REFUSED = {
     "AdapterRequest": "import LoRARequest, which has no base class",
-    "DecodingConfig GuidedDecodingRequest LLMGuidedOptions": (
-        "no grammars are served; use allowed_token_ids or logits_processors"
-    ),
+    "DecodingConfig": "leave it out; llguidance holds every grammar",
     "EmbeddingOutput EmbeddingRequestOutput PoolingParams": (
         "no embedding models are served; use generate"
     ),

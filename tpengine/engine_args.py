@@ -162,7 +162,7 @@ class EngineArgs(Options):
     scheduler_delay_factor: float = option(0.0, refused=cfg.NO_DELAY)
     enable_chunked_prefill: bool | None = option(True)
     """Compute long prompts over more than one step, together with decodes."""
-    guided_decoding_backend: str = option("outlines", refused=cfg.NO_GRAMMARS)
+    guided_decoding_backend: str = option("outlines", refused=cfg.NO_BACKENDS)
     speculative_model: str | None = option(None, refused=cfg.NO_DRAFTS)
     speculative_draft_tensor_parallel_size: int | None = option(
         None, refused=cfg.NO_DRAFTS, short="-spec-draft-tp"

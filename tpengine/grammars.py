@@ -103,7 +103,7 @@ class Vocabulary:
 
 def reason(matcher: LLMatcher) -> str:
     """Why a matcher is in its state of error: the library's text, and the limit that it names."""
-    text = matcher.get_error().partition("\n<")[0].strip()
+    text: str = matcher.get_error().partition("\n<")[0].strip()
     limit = next((limit for part, limit in _LIMITS.items() if part in text), None)
     text = text[:_MAX_REASON]
     if limit is None:

@@ -32,7 +32,6 @@ PromptInputs = str | TextPrompt | TokensPrompt
 _NOT_SERVED = {
     "trace_headers": "leave it out; AsyncLLMEngine logs the times of each request",
     "prompt_adapter_request": "put the instruction into the prompt",
-    "guided_options_request": "use allowed_token_ids or logits_processors of SamplingParams",
 }
 """Argument: what to do without it."""
 

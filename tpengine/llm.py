@@ -41,6 +41,7 @@ from tpengine.model_defaults import recommended_sampling
 from tpengine.model_files import read_generation_config
 from tpengine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.structured_outputs import guided_options
 
 logger = init_logger(__name__)
 
@@ -114,7 +115,7 @@ class LLM(RefusesNames):
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         prompt_adapter_request: None = None,
-        guided_options_request: None = None,
+        guided_options_request: Any = None,
         priority: int | Sequence[int] | None = None,
         *,
         on_error: str = "raise",
@@ -131,7 +132,9 @@ class LLM(RefusesNames):
             use_tqdm: show a progress bar, with prompts and tokens.
             lora_request: the adapter, one for all, or a list with one or None per prompt; needs
                 `enable_lora`.
-            prompt_adapter_request, guided_options_request: only None.
+            prompt_adapter_request: only None.
+            guided_options_request: what all outputs must look like, in the form of vLLM 0.5.4;
+                `structured_outputs` of the parameters is the present one.
             priority: one for all, or a list with one per prompt; lower is served first; needs
                 scheduling_policy "priority".
             on_error: what a prompt that does not pass its checks does. raise: no prompt is
@@ -151,7 +154,7 @@ class LLM(RefusesNames):
             KeyboardInterrupt: on Ctrl-C; the engine has aborted the prompts and can be used again.
         """
         self._finished = []
-        check_not_served(None, prompt_adapter_request, guided_options_request)
+        check_not_served(None, prompt_adapter_request)
         pairs = pair_prompts(prompts, prompt_token_ids)
         params = _params_of_each(sampling_params, len(pairs))
         priorities = one_per_prompt("priority", 0 if priority is None else priority, len(pairs))
@@ -162,6 +165,9 @@ class LLM(RefusesNames):
                 pairs, params, priorities, adapters, strict=True
             )
         ]
+        if guided_options_request is not None:
+            held = {"structured_outputs": guided_options(guided_options_request)}
+            requests = [replace(one, params=_changed(one.params, **held)) for one in requests]
         return self._serve(requests, on_error, use_tqdm)
 
     def _serve(
@@ -171,7 +177,7 @@ class LLM(RefusesNames):
         if on_error not in ("raise", "return"):
             raise RequestError(f"on_error must be 'raise' or 'return', got {on_error!r}")
         kind = RequestOutputKind.FINAL_ONLY
-        requests = [replace(one, params=_reported(one.params, kind)) for one in requests]
+        requests = [replace(one, params=_changed(one.params, output_kind=kind)) for one in requests]
         request_ids = [self._new_request_id() for _ in requests]
         done: dict[str, RequestOutput] = {}
 
@@ -345,7 +351,7 @@ class LLM(RefusesNames):
                 f"{params.num_sequences}; use generate, or ask for one"
             )
         request_id = self._new_request_id()
-        request = replace(request, params=_reported(params, RequestOutputKind.DELTA))
+        request = replace(request, params=_changed(params, output_kind=RequestOutputKind.DELTA))
         self.llm_engine.add_checked(request_id, self.llm_engine.check_request(request))
         outputs = self._inbox[request_id] = []
         finished = False
@@ -433,10 +439,10 @@ def _params_of_each(given: Any, num_prompts: int) -> list[Any]:
     return one_per_prompt("sampling_params", given, num_prompts)
 
 
-def _reported(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:
-    """The same parameters with another `output_kind`. The user's own object stays as it is."""
+def _changed(params: SamplingParams, **fields: Any) -> SamplingParams:
+    """The same parameters with other values of some. The user's own object stays as it is."""
     params = copy.copy(params)
-    params.output_kind = kind
+    vars(params).update(fields)
     return params
 
 

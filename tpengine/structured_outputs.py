@@ -14,6 +14,9 @@ THINK_OPENING, THINK_CLOSING = "<think>", "</think>"
 """The tags around a model's reasoning, which comes before its answer."""
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _NAME = "structured_outputs"
+_WHITESPACE = r"( |\n[ \t]{0,32})"
+"""White space between the parts of JSON: one space, or a line break and an indentation. With any
+number of them a model may write nothing else."""
 
 
 class Thinking(enum.Enum):
@@ -38,8 +41,9 @@ class StructuredOutputsParams:
         structural_tag: free text with tagged parts, as `{"structures": [{"begin": ..., "schema":
             ..., "end": ...}], "triggers": [...]}` or its text; the part after a `begin` follows
             the schema. Each `begin` starts with one of the triggers.
-        disable_any_whitespace: JSON without white space outside strings.
-        whitespace_pattern: a regular expression for the white space in JSON instead.
+        disable_any_whitespace: JSON without white space outside strings. By default there may be a
+            space, or a line break and an indentation, between its parts.
+        whitespace_pattern: a regular expression for that white space instead.
 
     Raises:
         InvalidSamplingParamsError: none or several of them are given, or one has a wrong type.
@@ -99,6 +103,11 @@ class StructuredOutputsParams:
             )
         return cls(**given)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the constraint as JSON."""
+        return len(json.dumps(vars(self)))
+
     def to_grammar(self, thinking: Thinking, special_tokens: Sequence[str]) -> str:
         """Returns the constraint in the JSON that llguidance compiles.
 
@@ -122,9 +131,9 @@ class StructuredOutputsParams:
         from llguidance.gbnf_to_lark import any_to_lark
 
         if self.json is not None or self.json_object:
-            options: Any = {"whitespace_flexible": not self.disable_any_whitespace}
-            if self.whitespace_pattern is not None:
-                options = {"whitespace_pattern": self.whitespace_pattern}
+            options: Any = {"whitespace_pattern": self.whitespace_pattern or _WHITESPACE}
+            if self.disable_any_whitespace:
+                options = {"whitespace_flexible": False}
             schema = {"type": "object"} if self.json is None else self.json
             return _parsed(LLMatcher.grammar_from_json_schema(schema, defaults=options))
         if self.regex is not None:
@@ -249,11 +258,12 @@ def _read_object(name: str, given: Any) -> dict[str, Any]:
     """A JSON object, given as such or as text."""
     try:
         read = json.loads(given) if isinstance(given, str) else given
-        if not isinstance(read, Mapping):
-            _refuse_type(name, read)
-        return dict(json.loads(json.dumps(read, allow_nan=False)))
+        plain = json.loads(json.dumps(read, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidSamplingParamsError(f"{_NAME}.{name} is no JSON: {error!s:.200}") from None
+    if not isinstance(plain, dict):
+        _refuse_type(name, plain)
+    return dict(plain)
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:

@@ -51,6 +51,7 @@ ANOTHER: dict[str, Any] = {
     "allowed_token_ids": [4, 5],
     "bad_words": ["no"],
     "bad_words_token_ids": [[1, 2], [3]],
+    "structured_outputs": {"json": '{"type": "integer"}', "disable_any_whitespace": True},
 }
 BEAMS = {"use_beam_search": True, "best_of": 3, "temperature": 0.0}
 WRONG: dict[str, Any] = {
@@ -77,6 +78,7 @@ WRONG: dict[str, Any] = {
     "bad_words": [" "],
     "bad_words_token_ids": [[]],
     "truncate_prompt_tokens": 0,
+    "structured_outputs": {"disable_any_whitespace": True},
 }
 """For each field a value that is refused; an explicit 0 where 0 is invalid."""
 HARMLESS = {

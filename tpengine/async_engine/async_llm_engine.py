@@ -82,7 +82,7 @@ class AsyncLLMEngine(RefusesNames):
         "is_tracing_enabled": "read the metrics of the outputs; there is no tracing",
         "encode": "no embedding models are served; use generate",
         "engine_step run_engine_loop": "call health(); the engine's thread runs its steps",
-        "get_decoding_config": "use allowed_token_ids or logits_processors",
+        "get_decoding_config": "leave it out; llguidance holds every grammar",
     }
 
     def __init__(

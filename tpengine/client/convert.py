@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import reprlib
 import time
@@ -23,6 +24,7 @@ from tpengine.inputs import TextPrompt, TokensPrompt
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.structured_outputs import StructuredOutputsParams
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message] | TextPrompt | TokensPrompt
@@ -256,6 +258,7 @@ def _to_sampling(given: Sampling) -> pb.SamplingParams:
         seed=_to_signed(params.seed),
         allowed_token_ids=_to_ids(params.allowed_token_ids),
         bad_words_token_ids=[_to_ids(ids) for ids in params.bad_words_token_ids],
+        structured_outputs=_to_structured(params.structured_outputs),
     )
     if params.max_tokens is None:
         sampling.max_tokens = _MOST
@@ -263,6 +266,19 @@ def _to_sampling(given: Sampling) -> pb.SamplingParams:
         for name in sampling.DESCRIPTOR.fields_by_name.keys() - given.keys():
             sampling.ClearField(name)
     return sampling
+
+
+def _to_structured(given: StructuredOutputsParams | None) -> dict[str, Any] | None:
+    """The fields of a `StructuredOutputs`."""
+    if given is None:
+        return None
+    fields: dict[str, Any] = {name: one for name, one in vars(given).items() if one is not None}
+    for name in ("json", "structural_tag"):
+        if name in fields:
+            fields[name] = json.dumps(fields[name])
+    if "choice" in fields:
+        fields["choice"] = {"texts": fields["choice"]}
+    return fields
 
 
 def _at_most(count: int | None) -> int | None:

@@ -43,10 +43,11 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, GroupLostError, InvalidPromptError, RefusesNames
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
+from tpengine.grammars import Vocabulary
 from tpengine.host import DeferredInterrupt
 from tpengine.inputs import LoRARequest, PromptInputs, check_not_served
 from tpengine.logger import init_logger
-from tpengine.messages import StepOutput
+from tpengine.messages import StepInput, StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
@@ -74,7 +75,7 @@ class LLMEngine(RefusesNames):
         "remove_lora pin_lora": "leave it out; slots go to the adapters that requests name",
         "add_prompt_adapter remove_prompt_adapter list_prompt_adapters": "extend the prompt",
         "get_tokenizer_group get_tokenizer_for_seq": "use get_tokenizer",
-        "get_decoding_config decoding_config": "use allowed_token_ids or logits_processors",
+        "get_decoding_config decoding_config": "leave it out; llguidance holds every grammar",
         "is_tracing_enabled do_tracing create_trace_span": "read the metrics of the outputs",
         "has_unfinished_requests_for_virtual_engine": "use has_unfinished_requests",
         "model_executor stop_remote_worker_execution_loop": "call shutdown() to end the ranks",
@@ -110,6 +111,7 @@ class LLMEngine(RefusesNames):
         self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
         self._stepping = threading.Lock()
+        self._sent_vocabulary: tuple[int, Vocabulary] | None = None
         self.last_step: StepStats | None = None
 
     @classmethod
@@ -479,10 +481,20 @@ class LLMEngine(RefusesNames):
         if scheduled.is_empty:
             return None
         try:
+            self._send_vocabulary(scheduled.step_input)
             return self._executor.execute_model(scheduled.step_input)
         except GroupLostError as error:
             self._report(self._recovery.begin(error.loss, scheduled))
             return None
+
+    def _send_vocabulary(self, step: StepInput) -> None:
+        """Sends a group of ranks the vocabulary before its first sequence with a grammar."""
+        params = [one.sampling_params.structured_outputs for one in step.new_sequences]
+        if any(params) and self.tokenizer is not None:
+            vocabulary, epoch = self.tokenizer.vocabulary(self._config.model), self._executor.epoch
+            if self._sent_vocabulary != (epoch, vocabulary):
+                self._executor.load_vocabulary(vocabulary)
+                self._sent_vocabulary = epoch, vocabulary
 
     def _report(self, requests: Iterable[Request]) -> None:
         """Builds the outputs of these requests; `step` returns them."""

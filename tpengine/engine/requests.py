@@ -33,6 +33,7 @@ from tpengine.sampling_params import (
     SamplingParams,
     load_logits_processor,
 )
+from tpengine.structured_outputs import THINK_CLOSING, THINK_OPENING, Thinking
 
 _MAX_PICKLED_BYTES = 1 << 20
 """Of a request's logits processors. So a step can hold those of 256 new sequences."""
@@ -89,7 +90,7 @@ class CheckedRequest:
 
     Attributes:
         prompt: the text, also that of messages; None where only ids were given.
-        params: as `read_sampling_params` returns them.
+        params: as `read_sampling_params` returns them; `structured_outputs` as a grammar.
         end_token_ids: ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`.
         num_candidates: beam search: continuations of each beam to look at after every token.
         adapter: its adapter, as its folder holds it now.
@@ -155,6 +156,8 @@ def check_request(
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
     adapter = adapters.check(request.lora_request)
     text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
+    is_chat = request.messages is not None
+    params.structured_outputs = _read_grammar(params, text, is_chat, model, tokenizer)
     urgency, owner = request.priority, request.owner
     return CheckedRequest(
         text, token_ids, params, urgency, end_token_ids, candidates, adapter, owner
@@ -366,14 +369,42 @@ def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
 def _end_token_ids(
     params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None
 ) -> frozenset[int]:
-    if params.ignore_eos:
+    # Where a grammar is complete only an end token may follow, and nothing may follow that.
+    if params.ignore_eos and params.structured_outputs is None:
         return frozenset(params.stop_token_ids)
-    own = model.end_token_ids
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        own |= {tokenizer.eos_token_id}
-    # Some configurations name ids that the model does not have.
-    known = frozenset(i for i in own if i < model.vocab_size)
-    return known | frozenset(params.stop_token_ids)
+    if tokenizer is None:
+        own = frozenset(i for i in model.end_token_ids if i < model.vocab_size)
+    else:
+        own = tokenizer.end_token_ids(model)
+    return own | frozenset(params.stop_token_ids)
+
+
+def _read_grammar(
+    params: SamplingParams, prompt: str | None, is_chat: bool, model: ModelConfig, tokenizer: Any
+) -> str | None:
+    """Returns the grammar of the outputs, compiled once to check it; None: they have none.
+
+    Args:
+        prompt: its text, if it has one.
+
+    Raises:
+        InvalidSamplingParamsError: there is no tokenizer, or the library refuses the grammar.
+    """
+    if params.structured_outputs is None:
+        return None
+    if tokenizer is None:
+        raise InvalidSamplingParamsError(
+            "structured_outputs needs a tokenizer, and the model has none; name one"
+        )
+    thinking, end = Thinking.NONE, (prompt or "").rstrip()
+    if is_chat and end.endswith(THINK_OPENING):
+        thinking = Thinking.BEGUN
+    elif is_chat and THINK_OPENING in str(tokenizer.hf.chat_template):
+        thinking = Thinking.NONE if end.endswith(THINK_CLOSING) else Thinking.ALLOWED
+    special = [tokenizer.token_text(one) for one in tokenizer.special_token_ids]
+    grammar: str = params.structured_outputs.to_grammar(thinking, special)
+    tokenizer.vocabulary(model).matcher(grammar)
+    return grammar
 
 
 def _check_sequences(

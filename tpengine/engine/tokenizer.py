@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
@@ -15,8 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.config import ModelConfig
-from tpengine.errors import ConfigError, InvalidPromptError, ModelLoadError
+from tpengine.errors import (
+    ConfigError,
+    InvalidPromptError,
+    InvalidSamplingParamsError,
+    ModelLoadError,
+)
 from tpengine.gguf_file import is_gguf, open_gguf
+from tpengine.grammars import Vocabulary
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -120,6 +127,39 @@ class Tokenizer:
         self._plain_backend: Any = self.fast_backend if _decodes_plainly(hf) else None
         if self._plain_backend is not None:
             self.byte_table = _build_byte_table(self._plain_backend, self.special_token_ids)
+        self._vocabulary: Vocabulary | None = None
+
+    def vocabulary(self, model: ModelConfig) -> Vocabulary:
+        """Returns what grammars need; made at the first call, which may take tenths of a second.
+
+        Raises:
+            InvalidSamplingParamsError: it is written in Python, or there is no end token.
+        """
+        if self._vocabulary is None:
+            if self.fast_backend is None:
+                raise InvalidSamplingParamsError(
+                    "structured_outputs needs a tokenizer of the library tokenizers, and this "
+                    "model's is written in Python"
+                )
+            end_ids = self.end_token_ids(model)
+            if not end_ids:
+                raise InvalidSamplingParamsError(
+                    "structured_outputs needs an end token, and the model names none; set "
+                    "eos_token_id in its config.json"
+                )
+            backend = copy.copy(self.fast_backend)
+            backend.no_padding()
+            backend.no_truncation()
+            self._vocabulary = Vocabulary(backend.to_str(), model.vocab_size, sorted(end_ids))
+        return self._vocabulary
+
+    def end_token_ids(self, model: ModelConfig) -> frozenset[int]:
+        """Returns the ids that end a sequence of this model, the tokenizer's own too."""
+        own = model.end_token_ids
+        if self.eos_token_id is not None:
+            own |= {self.eos_token_id}
+        # Some configurations name ids that the model does not have.
+        return frozenset(i for i in own if i < model.vocab_size)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`, with the special tokens that the model expects around it.

@@ -14,6 +14,7 @@ from typing import Any
 from tpengine.adapters import AdapterChecks
 from tpengine.config import LoRAConfig
 from tpengine.errors import EngineError, RankLoss
+from tpengine.grammars import Vocabulary
 from tpengine.messages import MemoryLedger, StepInput, StepOutput
 
 
@@ -70,6 +71,10 @@ class Executor(ABC):
         """On CPU: writes to the first blocks, so that the kernel provides their memory before the
         first prompts. Not called after a recovery, when streams wait."""
         self._run_workers("populate_cache")
+
+    def load_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Sends the present group what it needs before the first sequence with a grammar."""
+        self._run_workers("load_vocabulary", vocabulary)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank; returns rank 0's answer.

@@ -1,4 +1,4 @@
-"""What a request may do to its logits before sampling: processors, biases, bans, penalties.
+"""What a request may do to its logits before sampling: processors, biases, masks, bans, penalties.
 
 Each stage is one vectorised edit of the entries that it concerns, over all rows that ask for it; a
 row that asks for nothing is not touched.
@@ -12,6 +12,7 @@ sequence, not with the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,8 @@ from tpengine.sampling_params import LoadedProcessor
 
 MAX_ENTRIES = 1 << 20
 """Entries that penalties process at a time; bounds their temporary tensors to about 32 MiB."""
+_MASK_S = 60.0
+"""Longest wait for masks; a grammar of the largest allowed size takes about a second."""
 _NO_ROW = -1
 _NO_TOKEN = -1
 _FIRST_ROWS = 8
@@ -90,6 +93,31 @@ class ProcessorCall:
     output_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class FilledMasks:
+    """The allowed tokens of some sequences.
+
+    Attributes:
+        bits: int32 `[num_masks, ceil(vocab_size / 32)]`, a bit for each token, the lowest first.
+        errors: by index of the mask, why there is none.
+    """
+
+    bits: npt.NDArray[np.int32]
+    errors: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Rows, int64 `[num_masks]`, in ascending order, that may sample only what their masks allow.
+
+    Attributes:
+        filling: makes the masks while the model runs.
+    """
+
+    rows: npt.NDArray[np.int64]
+    filling: Future[FilledMasks]
+
+
 @dataclass(slots=True)
 class LogitEdits:
     """The edits of one step, in the order in which they are applied.
@@ -98,19 +126,22 @@ class LogitEdits:
         processors: functions of the users, one row each.
         bias: entries, each once, and the values added to them, float32 `[num_entries]`.
         allowed: of rows that may sample only certain tokens.
+        masks: of rows whose output follows a grammar.
         banned: entries that become minus infinity.
     """
 
     processors: list[ProcessorCall] = field(default_factory=list)
     bias: tuple[Entries, torch.Tensor] | None = None
     allowed: AllowedTokens | None = None
+    masks: TokenMasks | None = None
     banned: list[Entries] = field(default_factory=list)
     penalties: Penalties | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether no logit changes."""
-        return not (self.processors or self.bias or self.allowed or self.banned or self.penalties)
+        stages = (self.processors, self.bias, self.allowed, self.masks, self.banned, self.penalties)
+        return not any(stages)
 
 
 def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
@@ -120,7 +151,7 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
         logits: float32 `[num_rows, vocab_size]`.
 
     Returns:
-        For each row whose processor failed, the reason.
+        For each row whose processor failed, or whose grammar cannot be followed, the reason.
     """
     errors = _run_processors(logits, edits.processors)
     if edits.bias is not None:
@@ -131,11 +162,28 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
         kept = logits[at]
         logits.index_fill_(0, edits.allowed.rows, -torch.inf)
         logits[at] = kept
+    if edits.masks is not None:
+        errors |= _apply_masks(logits, edits.masks)
     for banned in edits.banned:
         logits[banned.rows, banned.ids] = -torch.inf
     if edits.penalties is not None:
         apply_penalties(logits, edits.penalties)
     return errors
+
+
+def _apply_masks(logits: torch.Tensor, masks: TokenMasks) -> dict[int, str]:
+    """Bans what the masks do not allow; returns the errors by row."""
+    filled = masks.filling.result(_MASK_S)
+    bits = upload(filled.bits.view(np.uint8), logits.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    banned = bits.unsqueeze(2).bitwise_right_shift(shifts).bitwise_and_(1).eq_(0).bool()
+    banned = banned.flatten(1)[:, : logits.shape[1]]
+    if len(masks.rows) == len(logits):
+        logits.masked_fill_(banned, -torch.inf)
+    else:
+        rows = upload(masks.rows, logits.device)
+        logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
+    return {int(masks.rows[place]): error for place, error in filled.errors.items()}
 
 
 def find_lost_rows(
@@ -154,6 +202,8 @@ def find_lost_rows(
         ruled[entries.rows] = True
     if edits.allowed is not None:
         ruled[edits.allowed.rows] = True
+    if edits.masks is not None:
+        ruled[upload(edits.masks.rows, logits.device)] = True
     if edits.processors:
         rows = np.array([call.row for call in edits.processors], np.int64)
         ruled[upload(rows, logits.device)] = True
@@ -165,8 +215,8 @@ def find_lost_rows(
 def _reasons(arrays: Sequence[Array]) -> dict[int, str]:
     is_empty, is_nan = arrays
     reason = (
-        "no token can be sampled: allowed_token_ids, bad_words, min_tokens and logits processors "
-        "together rule all of them out"
+        "no token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and "
+        "logits processors together rule all of them out"
     )
     broken = "its logits are NaN; the model or a logits processor made them so"
     lost = np.flatnonzero(is_empty | is_nan).tolist()

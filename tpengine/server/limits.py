@@ -60,6 +60,8 @@ class Limits:
         max_word_ids: ids of all bad words together, and UTF-8 bytes of those that are texts.
         max_logprob_entries: candidates of all tokens of a request, which stay in memory until the
             client has read them.
+        max_grammar_bytes: of `structured_outputs`, for all sequences of a request together: each
+            has a matcher of its own.
         max_chat_messages: of a conversation.
         max_calls: open calls, without those of health and those that may wait in the queue.
         max_connection_calls: the same, of one connection.
@@ -87,6 +89,7 @@ class Limits:
     max_rule_entries: int = 1 << 19
     max_word_ids: int = 1 << 16
     max_logprob_entries: int = 1 << 16
+    max_grammar_bytes: int = 1 << 18
     max_chat_messages: int = 4096
     max_calls: int = _MAX_CALLS
     max_connection_calls: int = 1024
@@ -359,6 +362,10 @@ def check_sampling(
         ("UTF-8 bytes of bad_words", "ids of bad_words_token_ids"), sizes, strict=True
     ):
         at_most(f"the {what}, all together,", size, limits.max_word_ids)
+    if params.structured_outputs is not None:
+        size = params.structured_outputs.num_bytes * num_sequences
+        what = f"the bytes of structured_outputs, times {num_sequences} sequences,"
+        at_most(what, size, limits.max_grammar_bytes)
     for name in ("logit_bias", "allowed_token_ids"):
         count = len(getattr(params, name) or ())
         if count * num_sequences > limits.max_rule_entries:

@@ -18,6 +18,7 @@ import torch
 
 from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState
+from tpengine.grammars import Vocabulary
 from tpengine.layers.attention import AttentionMetadata, keep_rows
 from tpengine.layers.device_values import Array, Pending, known, together, upload
 from tpengine.layers.sampler import (
@@ -144,6 +145,10 @@ class ModelRunner:
             num_kept_tokens=config.num_kept_tokens,
             processed=self._processed,
         )
+
+    def use_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Takes the vocabulary that grammars need; before the first sequence with one."""
+        self._batch.sampling.grammars.vocabulary = vocabulary
 
     def drop_recording(self) -> None:
         """Destroys what was recorded; later steps run op by op."""

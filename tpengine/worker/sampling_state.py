@@ -28,6 +28,7 @@ from tpengine.layers.logit_edits import (
 from tpengine.layers.sampler import Filters, SamplingBatch
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import LoadedProcessor, LogitsProcessor, load_logits_processor
+from tpengine.worker.grammar_slots import GrammarSlots
 
 _NO_LOGPROBS = -1
 _ID_BYTES = 4
@@ -43,6 +44,7 @@ class SamplingSlots:
 
     Attributes:
         num_prompt_logprobs: likeliest tokens to report per prompt position; -1: not asked for.
+        grammars: of the slots whose output follows one.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device, processed: bool = False) -> None:
@@ -65,6 +67,7 @@ class SamplingSlots:
         self._counts = TokenCounts(max_num_seqs, device)
         self._rules = TokenRules(device)
         self._processors: dict[int, list[LoadedProcessor]] = {}
+        self.grammars = GrammarSlots()
 
     def write(self, slot: int, sequence: NewSequence, noise_key: np.uint64) -> None:
         """Writes the parameters of a sequence that enters."""
@@ -82,6 +85,7 @@ class SamplingSlots:
         self.presence_penalty[slot] = params.presence_penalty
         self.has_penalties[slot] = params.has_penalties
         self._rules.write(slot, sequence)
+        self.grammars.write(slot, sequence)
         self._processors.pop(slot, None)
         if params.logits_processors:
             self._processors[slot] = [_load(one) for one in params.logits_processors]
@@ -95,7 +99,7 @@ class SamplingSlots:
         one to report, see `SamplingBatch.num_logprobs`."""
         if not self._processed:
             edited = self.has_penalties[slot] or slot in self._processors
-            return not (edited or slot in self._rules)
+            return not (edited or slot in self._rules or slot in self.grammars)
         temperature, top_k, top_p, min_p = (float(one[slot]) for one in self.filters)
         return temperature == 0 or (temperature, top_k, top_p, min_p) == (1, 0, 1, 0)
 
@@ -153,6 +157,7 @@ class SamplingSlots:
         self.noise_key[child_slot] = noise_key
         self._counts.fork(parent_slot, child_slot)
         self._rules.fork(parent_slot, child_slot)
+        self.grammars.fork(parent_slot, child_slot)
         self._processors.pop(child_slot, None)
         if parent_slot in self._processors:
             self._processors[child_slot] = self._processors[parent_slot]
@@ -163,6 +168,7 @@ class SamplingSlots:
         self.num_prompt_logprobs[slot] = _NO_LOGPROBS
         self._counts.clear(slot)
         self._rules.clear(slot)
+        self.grammars.clear(slot)
         self._processors.pop(slot, None)
 
     def gather(self, slots: Int64, positions: Int32, token_ids: Int32) -> SamplingBatch:
@@ -187,9 +193,11 @@ class SamplingSlots:
         )
 
     def _edits(self, slots: Int64, positions: Int32, token_ids: Int32) -> LogitEdits | None:
-        if self._rules.is_empty and self._counts.is_empty and not self._processors:
+        has_objects = self._processors or not self.grammars.is_empty
+        if self._rules.is_empty and self._counts.is_empty and not has_objects:
             return None
         edits = self._rules.edits(slots, positions, token_ids)
+        edits.masks = self.grammars.begin_masks(slots, positions, token_ids)
         edits.penalties = self._penalties(slots)
         if self._processors:
             edits.processors = self._processor_calls(slots, positions, token_ids)

@@ -16,6 +16,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import RendezvousStore
 from tpengine.distributed.shared_memory import SharedMemoryCollectives
 from tpengine.errors import CacheSizeError, counted, is_device_fault
+from tpengine.grammars import Vocabulary
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import Weights
@@ -215,6 +216,12 @@ class Worker:
         """See `CacheEngine.populate`."""
         assert self._runner is not None, "populate before init_cache_engine"
         self._runner.cache_engine.populate(device.populate_bytes(self._num_local_ranks))
+
+    def load_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Takes the vocabulary that grammars need; rank 0 follows them."""
+        assert self._runner is not None, "vocabulary before init_cache_engine"
+        if self._parallel.tp_rank == 0:
+            self._runner.use_vocabulary(vocabulary)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step."""

@@ -132,6 +132,14 @@ def _read_early_stopping(value: int) -> bool | str:
     return _EARLY_STOPPING[value]
 
 
+def _read_structured(message: pb.StructuredOutputs) -> dict[str, Any]:
+    """The fields that are set, of `StructuredOutputsParams`."""
+    given = {field.name: value for field, value in message.ListFields()}
+    if "choice" in given:
+        given["choice"] = list(message.choice.texts)
+    return given
+
+
 _ALL_BITS = 2**64 - 1
 """As a seed the same as -1, which `SamplingParams` takes for no seed."""
 _EARLY_STOPPING: Mapping[int, bool | str] = {
@@ -149,6 +157,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "allowed_token_ids": lambda value: list(value.ids),
     "bad_words": list,
     "bad_words_token_ids": lambda value: [list(word.ids) for word in value],
+    "structured_outputs": _read_structured,
 }
 """Conversions of the fields whose type in the protocol is not that of `SamplingParams`."""
 

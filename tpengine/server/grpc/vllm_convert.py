@@ -12,7 +12,7 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from tpengine.engine.requests import GenerateRequest
-from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
+from tpengine.errors import InvalidPromptError
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.limits import Limits, at_most, check_sampling, last_ids, most_tokens_of_text
@@ -69,10 +69,13 @@ def read_sampling_params(
     Raises:
         InvalidSamplingParamsError: a value is out of its range, or is not offered.
     """
+    fields: dict[str, Any] = {"max_tokens": None}
     constraint = message.WhichOneof("constraint")
     if constraint is not None:
-        raise InvalidSamplingParamsError(f"{constraint} is not offered; leave it out")
-    fields: dict[str, Any] = {"max_tokens": None}
+        given = getattr(message, constraint)
+        name = "json" if constraint == "json_schema" else constraint
+        value = list(given.choices) if name == "choice" else given
+        fields["structured_outputs"] = {name: value}
     for name, read in LISTS.items():
         if value := getattr(message, name):  # it has room for millions of entries
             at_most(f"the number of entries of {name}", len(value), limits.max_entries()[name])

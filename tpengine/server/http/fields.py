@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from tpengine.errors import RequestError, did_you_mean
+from tpengine.errors import InvalidSamplingParamsError, RequestError, did_you_mean
 from tpengine.server.limits import at_most
+from tpengine.structured_outputs import StructuredOutputsParams
 
 Value = TypeVar("Value")
 
@@ -23,7 +24,6 @@ NO_EFFECT: Mapping[str, Sequence[Any] | None] = {
     "tools functions documents logits_processors": ([],),
     "tool_choice function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
 }
 REFUSED: Mapping[str, str] = {
     # fields: what to do instead
@@ -31,9 +31,7 @@ REFUSED: Mapping[str, str] = {
     "store": "answers are not stored",
     "tools tool_choice functions function_call": "leave it out; this server calls no tools yet",
     "tool_calls tool_call_id": "give its text as content; this server calls no tools yet",
-    "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar": (
-        "leave it out; this server does not constrain the output yet"
-    ),
+    "guided_json guided_regex guided_choice guided_grammar": "give structured_outputs instead",
     "reasoning_effort thinking_token_budget": "use the template's own chat_template_kwargs",
     "include_reasoning": "leave it out; reasoning has a field of its own",
     "verbosity": "ask for it in a message",
@@ -153,3 +151,47 @@ def read_bias(given: object) -> object:
         return {int(one): bias for one, bias in given.items()} if isinstance(given, dict) else given
     except ValueError:
         raise FieldError("logit_bias", "must have ids as keys, in decimal digits") from None
+
+
+def read_constraint(fields: Fields) -> StructuredOutputsParams | None:
+    """What the output must look like, by `response_format` or `structured_outputs`; None: anything.
+
+    Raises:
+        FieldError: both are given, or one is no constraint.
+    """
+    given: Any = fields.take("structured_outputs", dict, {})
+    form = Fields(fields.take("response_format", dict, {"type": "text"}), "response_format.")
+    kind = form.take("type", str, "")
+    name = "structured_outputs"
+    if kind != "text" and given:
+        raise FieldError(name, "and response_format are given; leave one of them out")
+    if kind != "text":
+        name = "response_format"
+        given = _read_format(form, kind)
+    if not given:
+        return None
+    try:
+        return StructuredOutputsParams.read(given)
+    except InvalidSamplingParamsError as error:
+        raise FieldError(name, f"cannot be used: {error}") from None
+
+
+def _read_format(form: Fields, kind: str) -> dict[str, Any]:
+    """The fields of `StructuredOutputsParams` for a `response_format` that is not text."""
+    if kind == "json_object":
+        form.end()
+        return {"json_object": True}
+    if kind == "structural_tag":
+        return {"structural_tag": {"type": kind, **form.left}}
+    if kind != "json_schema":
+        known = "text, json_object, json_schema or structural_tag"
+        raise form.error("type", f"must be {known}, got {kind[:80]!r}")
+    inner = Fields(form.take("json_schema", dict, {}), "response_format.json_schema.")
+    form.end()
+    for name, about in (("name", str), ("description", str), ("strict", bool)):
+        inner.take(name, about, about())  # the schema is always held
+    if "schema" not in inner.left:
+        raise inner.error("schema", "is missing")
+    schema = inner.take("schema", dict, {})
+    inner.end()
+    return {"json": schema}

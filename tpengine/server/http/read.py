@@ -15,7 +15,13 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPriorityError, InvalidPromptError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.http.calls import HttpCall
-from tpengine.server.http.fields import FieldError, Fields, check_shape, read_bias
+from tpengine.server.http.fields import (
+    FieldError,
+    Fields,
+    check_shape,
+    read_bias,
+    read_constraint,
+)
 from tpengine.server.http.write import Style
 from tpengine.server.limits import (
     Limits,
@@ -31,7 +37,8 @@ COMPLETION_TOKENS = 16
 _SAMPLING = [
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if field.name not in ("bad_words_token_ids", "logits_processors", "output_kind")
+    if field.name
+    not in ("bad_words_token_ids", "logits_processors", "output_kind", "structured_outputs")
 ]
 READ_BY_COMPLETION = ("prompt", "echo")
 READ_BY_CHAT = (
@@ -40,7 +47,7 @@ READ_BY_CHAT = (
 )  # fmt: skip
 READ_BY_BOTH = (
     "model", "stream", "stream_options", "request_id", "priority", "add_special_tokens",
-    "return_token_ids", *_SAMPLING,
+    "return_token_ids", "response_format", "structured_outputs", *_SAMPLING,
 )  # fmt: skip
 
 
@@ -176,6 +183,7 @@ class BodyReader:
         given = {name: fields.left.pop(name) for name in _SAMPLING if name in fields.left}
         for name, value in given.items():
             check_shape(name, value, bounds.get(name, 0))
+        given["structured_outputs"] = read_constraint(fields)
         if "logit_bias" in given:
             given["logit_bias"] = read_bias(given["logit_bias"])
         if given.get("logprobs") is False:

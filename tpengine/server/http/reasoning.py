@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 
-OPENING, CLOSING = "<think>", "</think>"
+from tpengine.structured_outputs import THINK_CLOSING as CLOSING
+from tpengine.structured_outputs import THINK_OPENING as OPENING
+
 _MAX_SPACE = 64
 """Characters of white space before the opening tag; after more the answer is content."""
 

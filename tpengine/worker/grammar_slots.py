@@ -1,0 +1,148 @@
+"""The grammars that the outputs of some slots follow, and their masks of allowed tokens.
+
+Only rank 0, which samples, makes masks. They are made in a thread while the layers run. A matcher
+lags behind its sequence: it takes a token only when the mask after it is made. By then the driver
+has replaced the tokens that it replaces (beam search), so no matcher ever goes back. After a
+preemption or a loss it takes all output tokens that the sequence returns with.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tpengine.errors import InvalidSamplingParamsError
+from tpengine.grammars import Vocabulary, reason
+from tpengine.layers.logit_edits import FilledMasks, TokenMasks
+from tpengine.messages import NewSequence
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+
+@dataclass(slots=True)
+class _Followed:
+    """The grammar of one sequence.
+
+    Attributes:
+        grammar: see `StructuredOutputsParams.to_grammar`.
+        num_taken: tokens of the sequence that the matcher has behind it, those of the prompt too.
+        matcher: None: no mask has been made yet.
+    """
+
+    grammar: str
+    num_taken: int
+    matcher: LLMatcher | None = None
+
+    def take(self, token_ids: list[int], vocabulary: Vocabulary) -> LLMatcher:
+        """Takes the tokens that follow; returns the matcher, whose error may say that one of them
+        is not allowed.
+
+        Raises:
+            InvalidSamplingParamsError: this rank cannot compile what the driver could.
+        """
+        if self.matcher is None:
+            self.matcher = vocabulary.matcher(self.grammar)
+        self.matcher.consume_tokens(token_ids)
+        self.num_taken += len(token_ids)
+        return self.matcher
+
+
+class GrammarSlots:
+    """The slots whose output follows a grammar.
+
+    Attributes:
+        vocabulary: set before the first mask; None: the driver has not sent it.
+    """
+
+    def __init__(self) -> None:
+        self.vocabulary: Vocabulary | None = None
+        self._followed: dict[int, _Followed] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no output follows a grammar."""
+        return not self._followed
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._followed
+
+    def write(self, slot: int, sequence: NewSequence) -> None:
+        """Writes the grammar of a sequence that enters, if it has one."""
+        self.clear(slot)
+        grammar = sequence.sampling_params.structured_outputs
+        if isinstance(grammar, str):
+            self._followed[slot] = _Followed(grammar, sequence.num_prompt_tokens)
+
+    def fork(self, parent_slot: int, child_slot: int) -> None:
+        """Gives a child the grammar of its parent, at the same place."""
+        self.clear(child_slot)
+        parent = self._followed.get(parent_slot)
+        if parent is not None:
+            matcher = None if parent.matcher is None else parent.matcher.deep_copy()
+            self._followed[child_slot] = replace(parent, matcher=matcher)
+
+    def clear(self, slot: int) -> None:
+        """Removes a slot's grammar."""
+        self._followed.pop(slot, None)
+
+    def begin_masks(
+        self,
+        slots: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int32],
+    ) -> TokenMasks | None:
+        """Begins to make the masks of one step's samples; None: none follows a grammar. See
+        `SamplingSlots.gather` for the arguments."""
+        rows, work = [], []
+        for row, slot in enumerate(slots.tolist()):
+            one = self._followed.get(slot)
+            if one is not None:
+                rows.append(row)
+                work.append((one, token_ids[slot, one.num_taken : positions[row]].tolist()))
+        if not rows:
+            return None
+        assert self.vocabulary is not None, "the driver sends it before the first grammar"
+        return TokenMasks(np.array(rows, np.int64), self._submit(work, self.vocabulary))
+
+    def _submit(
+        self, work: list[tuple[_Followed, list[int]]], vocabulary: Vocabulary
+    ) -> Future[FilledMasks]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        try:
+            return self._thread.submit(self._fill, work, vocabulary)
+        except RuntimeError:  # the system has no thread left: the step waits for the masks
+            self._thread = None
+            filled: Future[FilledMasks] = Future()
+            filled.set_result(self._fill(work, vocabulary))
+            return filled
+
+    def _fill(self, work: list[tuple[_Followed, list[int]]], vocabulary: Vocabulary) -> FilledMasks:
+        """Makes the masks. An error leaves the mask empty; the library would allow the end."""
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        if self._executor is None:
+            self._executor = LLExecutor()
+        bits = np.zeros((len(work), -(-vocabulary.size // 32)), np.int32)
+        errors: dict[int, str] = {}
+        ready: list[tuple[LLMatcher, int]] = []
+        for place, (one, token_ids) in enumerate(work):
+            try:
+                ready.append((one.take(token_ids, vocabulary), place))
+            except InvalidSamplingParamsError as error:
+                errors[place] = str(error)
+        if ready:
+            fill_next_token_bitmask_par(self._executor, ready, bits)
+        for matcher, place in ready:
+            if matcher.is_error():
+                bits[place] = 0
+                errors[place] = f"structured_outputs cannot be followed: {reason(matcher)}"
+        return FilledMasks(bits, errors)
