@@ -105,7 +105,7 @@ class Answer:
             for place, request in enumerate(self.requests):
                 first = place * request.params.n
                 writers.append(AnswerWriter(self.style, self.head, tokenizer, first))
-                with naming_field(self.style.is_chat):
+                with naming_field(self.style.is_chat, self.style.tools):
                     boxes.append(await stack.enter_async_context(self.state.open(request)))
             if self.style.streams:
                 await self._send_stream(boxes, writers, send)

@@ -44,11 +44,14 @@ class Tools:
         """A parser of one answer."""
         return ToolParser(self.form, self.names)
 
-    def apply(self, params: SamplingParams) -> None:
+    def apply(self, params: SamplingParams, max_grammar_bytes: int) -> None:
         """Changes the parameters of a request so that calls are found in its text.
 
+        Args:
+            max_grammar_bytes: see `Limits`.
+
         Raises:
-            FieldError: a parameter contradicts the tools.
+            FieldError: a parameter contradicts the tools, or the grammar is too large.
         """
         if params.structured_outputs is not None:
             raise FieldError(
@@ -60,6 +63,13 @@ class Tools:
             raise FieldError("detokenize", "must be true: calls of tools are found in the text")
         params.visible_token_ids = list(self.visible_token_ids)
         if self.grammar is not None:
+            size = len(self.grammar) * params.num_sequences
+            if size > max_grammar_bytes:
+                raise FieldError(
+                    "tools",
+                    f"need a grammar of {size} bytes, for {params.num_sequences} sequences, and it "
+                    f"may have {max_grammar_bytes}; send fewer tools, or shorter schemas",
+                )
             params.structured_outputs = StructuredOutputsParams(grammar=self.grammar)
 
 
@@ -84,6 +94,51 @@ class _Function:
         return {"type": "function", "function": function}
 
 
+def read_calls(fields: Fields, place: str) -> list[dict[str, Any]]:
+    """The calls in a message of the assistant, with arguments as text.
+
+    Args:
+        place: of the message.
+
+    Raises:
+        FieldError: they are no calls of functions.
+    """
+    calls = []
+    for index, one in enumerate(fields.take("tool_calls", list, [])):
+        where = f"{place}.tool_calls[{index}]"
+        if not isinstance(one, dict):
+            raise FieldError(where, f"must be an object, got {type(one).__name__}")
+        call = Fields(one, f"{where}.")
+        call.take("index", int, 0)  # from a stream; the order says it
+        kind = call.take("type", str, "function")
+        if kind != "function":
+            raise call.error("type", f"must be 'function', got {kind!r:.80}")
+        function = Fields(call.take("function", dict, {}), f"{where}.function.")
+        about = {name: function.take(name, str, "") for name in ("name", "arguments")}
+        if NAME.fullmatch(about["name"]) is None:
+            raise function.error("name", f"is no name of a function: {about['name']!r:.80}")
+        calls.append({"id": call.take("id", str, ""), "type": kind, "function": about})
+        function.end()
+        call.end()
+    return calls
+
+
+def arguments_as_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The calls with arguments as objects, which templates write as JSON. Text that is no JSON
+    object stays text."""
+    changed = []
+    for call in calls:
+        function = dict(call["function"])
+        try:
+            arguments = json.loads(function["arguments"])
+        except (ValueError, RecursionError):
+            arguments = None
+        if isinstance(arguments, dict):
+            function["arguments"] = arguments
+        changed.append({**call, "function": function})
+    return changed
+
+
 def template_text(tokenizer: Tokenizer | None, has_tools: bool) -> str:
     """The chat template that is used; empty: there is none."""
     found = None if tokenizer is None else tokenizer.hf.chat_template
@@ -101,6 +156,10 @@ def read_tools(fields: Fields, tokenizer: Tokenizer | None) -> Tools | None:
     given = fields.take("tools", list, [])
     if len(given) > MAX_TOOLS:
         raise fields.error("tools", f"must be at most {MAX_TOOLS}, got {len(given)}; send fewer")
+    try:
+        json.dumps(given)
+    except RecursionError:
+        raise fields.error("tools", "is nested too deeply; send simpler schemas") from None
     functions = [_read_function(f"tools[{place}]", one) for place, one in enumerate(given)]
     names = [one.name for one in functions]
     for place, name in enumerate(names):
@@ -156,9 +215,9 @@ def _read_function(place: str, given: object) -> _Function:
     return _Function(name, description or None, parameters, is_strict)
 
 
-def _read_choice(given: object, names: Sequence[str]) -> tuple[str, Sequence[str]]:
+def _read_choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
     """The choice as auto, none or required; and the functions that may be called."""
-    name = None
+    name: str | None = None
     match given:
         case None | "auto" | "none":
             return str(given or "auto"), names
