@@ -23,13 +23,7 @@ from tpengine.server.http.fields import (
     read_bias,
     read_constraint,
 )
-from tpengine.server.http.tools import (
-    Tools,
-    arguments_as_objects,
-    read_calls,
-    read_tools,
-    template_text,
-)
+from tpengine.server.http.tools import Tools, read_calls, read_tools, template_text
 from tpengine.server.http.write import Style
 from tpengine.server.limits import (
     Limits,
@@ -120,12 +114,13 @@ class BodyReader:
             params.prompt_logprobs = max(params.prompt_logprobs or 0, params.logprobs)
         tools = read_tools(fields, self._tokenizer) if self._is_chat else None
         if tools is not None:
-            tools.apply(params, self._limits.max_grammar_bytes)
+            tools.apply(params)
         style = dataclasses.replace(style, logprobs=params.logprobs, tools=tools)
         given: list[Any]
         given = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
         fields.end((*READ_BY_BOTH, *(READ_BY_CHAT if self._is_chat else READ_BY_COMPLETION)))
-        self._check_sampling(params, given)
+        with naming_field(self._is_chat, tools):
+            self._check_sampling(params, given)
         if not self._is_chat:
             given = [await self._prompt(one, params, special, style.echo) for one in given]
         own_id = self._call.request_id
@@ -303,15 +298,13 @@ class BodyReader:
         check_conversation((), len(given), self._limits)
         messages = [_read_message(f"messages[{place}]", one) for place, one in enumerate(given)]
         check_conversation((one["role"] for one in messages), len(given), self._limits)
-        self._state.check_text("messages", (text for one in messages for text in _texts(one)))
+        self._state.check_text("messages", (text for one in given for text in _texts(one)))
         for place, one in enumerate(messages):
             if one["role"] == "developer" and "developer" not in template:
                 one["role"] = "system"  # the older name
-            if "tool_calls" in one:
-                if "tool_calls" not in template:
-                    problem = "is not written by the model's chat template; give content alone"
-                    raise FieldError(f"messages[{place}].tool_calls", problem)
-                one["tool_calls"] = arguments_as_objects(one["tool_calls"])
+            if "tool_calls" in one and "tool_calls" not in template:
+                problem = "is not written by the model's chat template; give content alone"
+                raise FieldError(f"messages[{place}].tool_calls", problem)
         return messages
 
 
@@ -346,5 +339,6 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
     found = [*message.values()]
     if isinstance(parts, list):
         found += [part.get("text") for part in parts if isinstance(part, dict)]
-    found += [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    calls = message.get("tool_calls") or ()
+    found += [call["function"].get("arguments") for call in calls if "function" in call]
     return (text for text in found if isinstance(text, str))

@@ -3,170 +3,134 @@
 from __future__ import annotations
 
 import enum
+import functools
 import re
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Of a function."""
-_SPACE = re.compile(r"[ \t\r\n]*")
+NAME = r"[A-Za-z0-9_-]{1,64}"
+"""Of a function, as a regular expression."""
 _SHORT_ID = 9
-_Pattern: TypeAlias = Sequence[str | re.Pattern[str]]
+_PARTS = {" ": r"[ \t\r\n]*", "NAME": f"({NAME})", "WORD": NAME}
 
 
-def _patterns(*texts: str) -> list[_Pattern]:
-    """Patterns of texts in which a space stands for any white space, and NAME for a name."""
-    kinds = {" ": _SPACE, "NAME": NAME}
-    return [[kinds.get(one, one) for one in re.split("( |NAME)", text) if one] for text in texts]
+class Pattern:
+    """One of several texts, in which a space stands for any white space, NAME for the name of a
+    function, and WORD for another one.
+
+    Attributes:
+        whole: matches the text; its only group is the name.
+        begun: matches the text, or any beginning of it.
+    """
+
+    def __init__(self, *texts: str) -> None:
+        split = [re.findall("NAME|WORD|.", text) for text in texts]
+        parts = [[_PARTS.get(one, re.escape(one)) for one in text] for text in split]
+        self.whole = re.compile("|".join(map("".join, parts)))
+        self.begun = re.compile("|".join(map(_optional, parts)))
 
 
-def _json_calls(key: str, *befores: str) -> list[_Pattern]:
-    """Patterns of a call in JSON, up to the brace that opens its arguments.
+def _optional(parts: list[str]) -> str:
+    """An expression of which each part may be missing, with all that follow."""
+    return functools.reduce(lambda rest, part: f"(?:{part}{rest})?", reversed(parts), "")
+
+
+def _name_in(match: re.Match[str]) -> str | None:
+    """The name of the function, if the text has one."""
+    return None if match.lastindex is None else match[match.lastindex]
+
+
+def _calls(key: str, *befores: str) -> tuple[str, ...]:
+    """The beginning of a call in JSON, for `Pattern`.
 
     Args:
         key: of the arguments.
-        befores: what stands before it.
+        befores: what may stand before it.
     """
     rest = f'"name" : "NAME" , "{key}" : {{'
     kinds = ("{ ", '{ "type" : "function" , ')
-    return _patterns(*(before + kind + rest for before in befores for kind in kinds))
+    return tuple(before + kind + rest for before in befores for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A form of calls.
 
-    A grammar writes the texts `begin`, `call`, `between` and `end`, which are those of the models'
-    templates; NAME and ARGUMENTS in `call` stand for those. The parser follows the
-    patterns, which allow more. The pattern of a call ends with the brace that opens its arguments.
+    A grammar writes the four texts, which are those of the models' templates. The parser follows
+    the patterns, which allow more.
 
     Attributes:
         about: for people.
         sign: is found in the templates of models that write this form.
         markers: texts around calls, which are special tokens in many tokenizers. In the middle of
             an answer a call begins with the first one.
-        begin, between, end: before, between and after calls. If `begin` is empty, an answer that is
-            a call has no marker, and a grammar allows one call.
-        call: one call.
-        first: patterns of the first call.
-        following: patterns of a further call, and of what may stand after the last one.
-        closing: patterns of what follows the arguments.
+        begin, call, between, end: what is before the calls, each of them, between and after them.
+            NAME and ARGUMENTS in `call` stand for those. If `begin` is empty, an answer that is a
+            call has no marker, and a grammar allows one call.
+        first: the first call, up to the brace that opens its arguments.
+        following: the same of a further call; or what may stand after the last one.
+        closing: what follows the arguments.
         has_short_ids: whether the template wants ids of nine letters and digits.
     """
 
     about: str
-    sign: re.Pattern[str]
-    markers: Sequence[str]
+    sign: str
+    markers: tuple[str, ...]
     begin: str
     call: str
     between: str
     end: str
-    first: Sequence[_Pattern]
-    following: Sequence[_Pattern]
-    closing: Sequence[_Pattern]
+    first: Pattern
+    following: Pattern
+    closing: Pattern
     has_short_ids: bool = False
 
 
-_MISTRAL = ("[TOOL_CALLS] NAME [ARGS] {", "[TOOL_CALLS] NAME [CALL_ID] NAME [ARGS] {")
 _TAG = "<|python_tag|>"
+_BEFORE = (" ", f" {_TAG} ")
+_TAGGED = Pattern(*_calls("arguments", " <tool_call> "))
+_NAMED = Pattern(" [TOOL_CALLS] NAME [ARGS] {", " [TOOL_CALLS] NAME [CALL_ID] WORD [ARGS] {")
 FORMATS = (
     ToolFormat(
         '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (Hermes, Qwen)',
         # Other models write XML or pairs between the same tags.
-        re.compile(r"(?s)\A(?!.*(?:<function=|<arg_key>)).*<tool_call>"),
+        r"\A(?!.*(?:<function=|<arg_key>)).*<tool_call>",
         ("<tool_call>", "</tool_call>"),
-        begin="<tool_call>",
-        call='\n{"name": "NAME", "arguments": ARGUMENTS}\n',
-        between="</tool_call>\n<tool_call>",
-        end="</tool_call>",
-        first=_json_calls("arguments", " <tool_call> "),
-        following=_json_calls("arguments", " <tool_call> "),
-        closing=_patterns(" } </tool_call>"),
+        *("<tool_call>", '\n{"name": "NAME", "arguments": ARGUMENTS}\n'),
+        *("</tool_call>\n<tool_call>", "</tool_call>"),
+        *(_TAGGED, _TAGGED, Pattern(" } </tool_call>")),
     ),
     ToolFormat(
         f'{{"name": ..., "parameters": {{...}}}}, alone or after {_TAG} (Llama 3)',
-        re.compile(r'(?s)(?=.*"parameters\\?":).*(?:ipython|<\|python_tag\|>)'),
+        r'(?=.*"parameters\\?":).*(?:ipython|<\|python_tag\|>)',
         (_TAG,),
-        begin="",
-        call='{"name": "NAME", "parameters": ARGUMENTS}',
-        between="",
-        end="",
-        first=_json_calls("parameters", " ", f" {_TAG} "),
-        following=_json_calls("parameters", " ", " ; ", f" {_TAG} ", f" ; {_TAG} "),
-        closing=_patterns(" }"),
+        *("", '{"name": "NAME", "parameters": ARGUMENTS}', "", ""),
+        Pattern(*_calls("parameters", *_BEFORE)),
+        Pattern(*_calls("parameters", *_BEFORE, *(f" ;{one}" for one in _BEFORE))),
+        Pattern(" }"),
     ),
     ToolFormat(
         "[TOOL_CALLS]name[ARGS]{...} (Mistral since 2025)",
-        re.compile(r"(?s)(?=.*\[ARGS\]).*\[TOOL_CALLS\]"),
+        r"(?=.*\[ARGS\]).*\[TOOL_CALLS\]",
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        begin="[TOOL_CALLS]",
-        call="NAME[ARGS]ARGUMENTS",
-        between="[TOOL_CALLS]",
-        end="",
-        first=_patterns(*(f" {one}" for one in _MISTRAL)),
-        following=_patterns(*(f" {one}" for one in _MISTRAL)),
-        closing=_patterns(""),
+        *("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", "[TOOL_CALLS]", ""),
+        *(_NAMED, _NAMED, Pattern("")),
         has_short_ids=True,
     ),
     ToolFormat(
         '[TOOL_CALLS][{"name": ..., "arguments": {...}}] (Mistral)',
-        re.compile(r"\[TOOL_CALLS\]"),
+        r"\[TOOL_CALLS\]",
         ("[TOOL_CALLS]",),
-        begin="[TOOL_CALLS][",
-        call='{"name": "NAME", "arguments": ARGUMENTS}',
-        between=", ",
-        end="]",
-        first=_json_calls("arguments", " [TOOL_CALLS] [ "),
-        following=[*_json_calls("arguments", " , "), *_patterns(" ]")],
-        closing=_patterns(" }", ' , "id" : "NAME" }'),
+        *("[TOOL_CALLS][", '{"name": "NAME", "arguments": ARGUMENTS}', ", ", "]"),
+        Pattern(*_calls("arguments", " [TOOL_CALLS] [ ")),
+        Pattern(*_calls("arguments", " , "), " ]"),
+        Pattern(" }", ' , "id" : "WORD" }'),
         has_short_ids=True,
     ),
 )
 """The known forms. A model's is the first one whose sign its template has."""
-
-
-class _Fit(enum.IntEnum):
-    """How much of a pattern a text has."""
-
-    NO = 0
-    BEGINS = 1
-    """The text ends within the pattern."""
-    WHOLE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """How a text fits a pattern.
-
-    Attributes:
-        start, end: where the pattern begins in the text and, if it is whole, ends.
-        name: the first name in it; None: it has none.
-    """
-
-    fit: _Fit
-    start: int = 0
-    end: int = 0
-    name: str | None = None
-
-
-def _follow(pattern: _Pattern, text: str, start: int) -> _Found:
-    name, at = None, start
-    for part in pattern:
-        if isinstance(part, str):
-            if not text.startswith(part, at):
-                begins = part.startswith(text[at : at + len(part)])
-                return _Found(_Fit.BEGINS if begins else _Fit.NO, start)
-            at += len(part)
-            continue
-        match = part.match(text, at)
-        if match is None:
-            return _Found(_Fit.BEGINS if at == len(text) else _Fit.NO, start)
-        if part is NAME and name is None:
-            name = match[0]
-        at = match.end()
-    return _Found(_Fit.WHOLE, start, at, name)
 
 
 class _Place(enum.Enum):
@@ -224,20 +188,20 @@ class ToolParser:
                 self._gain(gains, text[:end])
                 text = text[end:]
                 continue
-            found = self._find(text)
-            if found.fit is _Fit.WHOLE:
-                content += text[: found.start]
-                text = text[found.end :]
-                if found.name is None or self._place is _Place.CLOSING:
-                    self._place = _Place.AFTER
-                else:
+            at, match = self._find(text)
+            if match is not None:
+                content += text[:at]
+                text = text[match.end() :]
+                self._place = _Place.AFTER
+                name = _name_in(match)
+                if name is not None:
                     self._place = _Place.ARGUMENTS
-                    self._begin(gains, found.name)
+                    self._begin(gains, name)
                     text = "{" + text
-            elif found.fit is _Fit.BEGINS and not is_last:
-                content += text[: found.start]
-                self._held, text = text[found.start :], ""
-            elif found.fit is _Fit.NO and self._place is not _Place.TEXT:
+            elif at < len(text) and not is_last:
+                content += text[:at]
+                text, self._held = "", text[at:]
+            elif at == len(text) and self._place is not _Place.TEXT:
                 self._place = _Place.TEXT  # look again, for a call in the middle
             else:
                 is_space = self._place is _Place.AFTER and text.isspace()
@@ -246,32 +210,34 @@ class ToolParser:
                 text = ""
         return content, gains
 
-    def _find(self, text: str) -> _Found:
-        """The first place that fits what may come."""
-        form = self._form
-        patterns = {_Place.CLOSING: form.closing, _Place.AFTER: form.following}
-        if self._place is not _Place.TEXT:
-            return self._fit(patterns.get(self._place, form.first), text, 0)
-        at = text.find(form.markers[0][0])
-        while at >= 0:
-            found = self._fit(form.first, text, at)
-            if found.fit is not _Fit.NO:
-                return found
-            at = text.find(form.markers[0][0], at + 1)
-        return _Found(_Fit.NO)
+    def _find(self, text: str) -> tuple[int, re.Match[str] | None]:
+        """Looks for what may come next.
 
-    def _fit(self, patterns: Sequence[_Pattern], text: str, start: int) -> _Found:
-        found = max((_follow(one, text, start) for one in patterns), key=lambda one: one.fit)
-        is_call = found.name is not None and self._place is not _Place.CLOSING
-        return _Found(_Fit.NO) if is_call and found.name not in self._names else found
+        Returns:
+            Where it begins, and the match; None: all of it, or the rest, is not there.
+        """
+        form, is_inside = self._form, self._place is _Place.TEXT
+        patterns = {_Place.CLOSING: form.closing, _Place.AFTER: form.following}
+        pattern, marker = patterns.get(self._place, form.first), form.markers[0][0]
+        at = text.find(marker) if is_inside else 0
+        while at >= 0:
+            match = pattern.whole.match(text, at)
+            if match is None and pattern.begun.fullmatch(text, at):
+                return at, None
+            # A call of an unknown function is text.
+            if match is not None and (
+                match.lastindex is None or match[match.lastindex] in self._names
+            ):
+                return at, match
+            at = text.find(marker, at + 1) if is_inside else -1
+        return len(text), None
 
     def _begin(self, gains: list[dict[str, Any]], name: str) -> None:
         own_id = uuid.uuid4().hex
         own_id = own_id[:_SHORT_ID] if self._form.has_short_ids else f"call_{own_id}"
         function = {"name": name, "arguments": ""}
-        gains.append(
-            {"index": self._num_calls, "id": own_id, "type": "function", "function": function}
-        )
+        about = {"id": own_id, "type": "function", "function": function}
+        gains.append({"index": self._num_calls, **about})
         self._num_calls += 1
 
     def _gain(self, gains: list[dict[str, Any]], arguments: str) -> None:
