@@ -12,7 +12,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):
     """The weather of a city."""
 
     city: str = Field(max_length=8)

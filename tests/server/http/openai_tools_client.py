@@ -21,7 +21,7 @@ class Weather(BaseModel):
 def plain(message):
     """A message's calls, without their ids."""
     assert message.content is None
-    return [one.function.to_dict() for one in message.tool_calls]
+    return [[one.function.name, one.function.arguments] for one in message.tool_calls]
 
 
 def main(address, key, model, *_):
@@ -46,6 +46,7 @@ def main(address, key, model, *_):
     call = whole.message.tool_calls[0]
     answer = {"role": "tool", "tool_call_id": call.id, "content": "wet"}
     talk = [*asked["messages"], whole.message, answer]
+    form = chats.parse(**asked, response_format=Weather)
     found = {
         "whole": plain(whole.message),
         "streamed": plain(streamed.message),
@@ -54,9 +55,7 @@ def main(address, key, model, *_):
         "events": kinds,
         "parsed": [one.function.parsed_arguments.model_dump() for one in (parsed, last)],
         "after": chats.create(**{**held, "messages": talk}).choices[0].finish_reason,
-        "form": chats.parse(**asked, response_format=Weather)
-        .choices[0]
-        .message.parsed.model_dump(),
+        "form": form.choices[0].message.parsed.model_dump(),
     }
     print(json.dumps(found))
 
