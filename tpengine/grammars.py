@@ -15,12 +15,12 @@ from tpengine.errors import InvalidSamplingParamsError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_LEXER_STATES = 25_000
-"""Of one sequence. A state takes 1 to 2 kB, and the library's own limit of 250,000 is memory for
-one user alone."""
+LIMITS = {"max_lexer_states": 25_000}
+"""Limits of `LLParserLimits` for each sequence that are not the library's own. A state of the lexer
+takes 1 to 2 kB; its own limit of 250,000 suits a process that serves one user."""
 _MAX_COMPILED = 64
 _MAX_REASON = 300
-_LIMITS = {
+_LIMIT_OF = {
     # part of an error's text: the limit in LLParserLimits
     "initial lexer configuration": "initial_lexer_fuel",
     "too many expressions": "step_lexer_fuel",
@@ -78,7 +78,7 @@ class Vocabulary:
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(**LIMITS, verbose_errors=False)
         matcher = LLMatcher(self._load_tokens(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidSamplingParamsError(f"structured_outputs is refused: {reason(matcher)}")
@@ -104,7 +104,7 @@ class Vocabulary:
 def reason(matcher: LLMatcher) -> str:
     """Why a matcher is in its state of error: the library's text, and the limit that it names."""
     text: str = matcher.get_error().partition("\n<")[0].strip()
-    limit = next((limit for part, limit in _LIMITS.items() if part in text), None)
+    limit = next((limit for part, limit in _LIMIT_OF.items() if part in text), None)
     text = text[:_MAX_REASON]
     if limit is None:
         return text

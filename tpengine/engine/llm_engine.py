@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from tpengine.engine.grammars import VocabularySender
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.engine.recovery import Recovery
 from tpengine.engine.requests import (
@@ -43,11 +44,10 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, GroupLostError, InvalidPromptError, RefusesNames
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
-from tpengine.grammars import Vocabulary
 from tpengine.host import DeferredInterrupt
 from tpengine.inputs import LoRARequest, PromptInputs, check_not_served
 from tpengine.logger import init_logger
-from tpengine.messages import StepInput, StepOutput
+from tpengine.messages import StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
@@ -107,11 +107,10 @@ class LLMEngine(RefusesNames):
         self.stat_loggers: dict[str, StatLoggerBase] = {}
         self._failed_loggers: set[str] = set()
         self._preemption_log = PreemptionLog(config)
-        self._num_requests = 0
-        self._num_sequences = 0
+        self._num_requests = self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
         self._stepping = threading.Lock()
-        self._sent_vocabulary: tuple[int, Vocabulary] | None = None
+        self._vocabulary_sender = VocabularySender(executor, config.model)
         self.last_step: StepStats | None = None
 
     @classmethod
@@ -290,11 +289,10 @@ class LLMEngine(RefusesNames):
         """
         check_not_served(trace_headers, prompt_adapter_request)
         check_request_id(request_id, lambda one: self._scheduler.get_request(one) is not None)
-        params = SamplingParams() if params is None else params
         request = GenerateRequest(
             inputs,
             prompt_token_ids,
-            params=params,
+            params=SamplingParams() if params is None else params,
             arrival_time=arrival_time,
             priority=priority,
             lora_request=lora_request,
@@ -481,20 +479,11 @@ class LLMEngine(RefusesNames):
         if scheduled.is_empty:
             return None
         try:
-            self._send_vocabulary(scheduled.step_input)
+            self._vocabulary_sender.send_for(scheduled.step_input, self.tokenizer)
             return self._executor.execute_model(scheduled.step_input)
         except GroupLostError as error:
             self._report(self._recovery.begin(error.loss, scheduled))
             return None
-
-    def _send_vocabulary(self, step: StepInput) -> None:
-        """Sends a group of ranks the vocabulary before its first sequence with a grammar."""
-        params = [one.sampling_params.structured_outputs for one in step.new_sequences]
-        if any(params) and self.tokenizer is not None:
-            vocabulary, epoch = self.tokenizer.vocabulary(self._config.model), self._executor.epoch
-            if self._sent_vocabulary != (epoch, vocabulary):
-                self._executor.load_vocabulary(vocabulary)
-                self._sent_vocabulary = epoch, vocabulary
 
     def _report(self, requests: Iterable[Request]) -> None:
         """Builds the outputs of these requests; `step` returns them."""

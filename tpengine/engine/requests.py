@@ -16,6 +16,7 @@ from typing import Any
 from tpengine.adapters import Adapter, AdapterChecks
 from tpengine.config import MAX_PRIORITY, EngineConfig, ModelConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
+from tpengine.engine.grammars import read_grammar
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import (
     DuplicateRequestError,
@@ -33,7 +34,6 @@ from tpengine.sampling_params import (
     SamplingParams,
     load_logits_processor,
 )
-from tpengine.structured_outputs import THINK_CLOSING, THINK_OPENING, Thinking
 
 _MAX_PICKLED_BYTES = 1 << 20
 """Of a request's logits processors. So a step can hold those of 256 new sequences."""
@@ -157,10 +157,9 @@ def check_request(
     adapter = adapters.check(request.lora_request)
     text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
     is_chat = request.messages is not None
-    params.structured_outputs = _read_grammar(params, text, is_chat, model, tokenizer)
-    urgency, owner = request.priority, request.owner
+    params.structured_outputs = read_grammar(params, text, is_chat, model, tokenizer)
     return CheckedRequest(
-        text, token_ids, params, urgency, end_token_ids, candidates, adapter, owner
+        text, token_ids, params, request.priority, end_token_ids, candidates, adapter, request.owner
     )
 
 
@@ -372,39 +371,10 @@ def _end_token_ids(
     # Where a grammar is complete only an end token may follow, and nothing may follow that.
     if params.ignore_eos and params.structured_outputs is None:
         return frozenset(params.stop_token_ids)
-    if tokenizer is None:
-        own = frozenset(i for i in model.end_token_ids if i < model.vocab_size)
-    else:
+    own = frozenset(i for i in model.end_token_ids if i < model.vocab_size)
+    if tokenizer is not None:
         own = tokenizer.end_token_ids(model)
     return own | frozenset(params.stop_token_ids)
-
-
-def _read_grammar(
-    params: SamplingParams, prompt: str | None, is_chat: bool, model: ModelConfig, tokenizer: Any
-) -> str | None:
-    """Returns the grammar of the outputs, compiled once to check it; None: they have none.
-
-    Args:
-        prompt: its text, if it has one.
-
-    Raises:
-        InvalidSamplingParamsError: there is no tokenizer, or the library refuses the grammar.
-    """
-    if params.structured_outputs is None:
-        return None
-    if tokenizer is None:
-        raise InvalidSamplingParamsError(
-            "structured_outputs needs a tokenizer, and the model has none; name one"
-        )
-    thinking, end = Thinking.NONE, (prompt or "").rstrip()
-    if is_chat and end.endswith(THINK_OPENING):
-        thinking = Thinking.BEGUN
-    elif is_chat and THINK_OPENING in str(tokenizer.hf.chat_template):
-        thinking = Thinking.NONE if end.endswith(THINK_CLOSING) else Thinking.ALLOWED
-    special = [tokenizer.token_text(one) for one in tokenizer.special_token_ids]
-    grammar: str = params.structured_outputs.to_grammar(thinking, special)
-    tokenizer.vocabulary(model).matcher(grammar)
-    return grammar
 
 
 def _check_sequences(

@@ -11,6 +11,7 @@ sequence, not with the vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from tpengine.layers.device_values import Array, Pending, upload
 from tpengine.sampling_params import LoadedProcessor
@@ -174,16 +176,23 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
 def _apply_masks(logits: torch.Tensor, masks: TokenMasks) -> dict[int, str]:
     """Bans what the masks do not allow; returns the errors by row."""
     filled = masks.filling.result(_MASK_S)
-    bits = upload(filled.bits.view(np.uint8), logits.device)
-    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    banned = bits.unsqueeze(2).bitwise_right_shift(shifts).bitwise_and_(1).eq_(0).bool()
-    banned = banned.flatten(1)[:, : logits.shape[1]]
+    # Eight tokens at a time: single bits would take three to four times as long.
+    table = upload(_byte_penalties(), logits.device)
+    taken = upload(filled.bits.view(np.uint8), logits.device).int()
+    penalties = F.embedding(taken, table).flatten(1)[:, : logits.shape[1]]
     if len(masks.rows) == len(logits):
-        logits.masked_fill_(banned, -torch.inf)
+        logits += penalties
     else:
-        rows = upload(masks.rows, logits.device)
-        logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
+        logits[upload(masks.rows, logits.device)] += penalties
     return {int(masks.rows[place]): error for place, error in filled.errors.items()}
+
+
+@functools.cache
+def _byte_penalties() -> npt.NDArray[np.float32]:
+    """What each byte of a mask adds to eight logits: 0 where a bit is set, else minus infinity;
+    `[256, 8]`."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(bits == 1, np.float32(0), np.float32(-np.inf))
 
 
 def find_lost_rows(

@@ -179,3 +179,64 @@ def test_a_body_has_the_size_that_the_length_of_the_model_leaves(door: Door) -> 
     status, error = door.refused("completions", {"prompt": "a" * (700 << 10)})
     assert (status, error["code"]) == (413, "request_too_large")
     assert str((512 << 10) + 64 * MODEL_LENGTH) in error["message"]
+
+
+COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
+NAMED_COLOUR = {"name": "colour", "strict": True, "schema": COLOUR}
+COLOUR |= {"required": ["colour"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": COLOUR},
+            }
+        },
+        {"structured_outputs": {"json": COLOUR}},
+        {"structured_outputs": {"regex": r'\{"colour": ?"(red|blue)"\}'}},
+        {"structured_outputs": {"choice": ['{"colour":"red"}', '{"colour":"blue"}']}},
+        {"structured_outputs": {"grammar": 'root ::= "{\\"colour\\":\\"red\\"}"'}},
+    ],
+    ids=str,
+)
+def test_an_answer_is_held(door: Door, fields: dict[str, Any]) -> None:
+    """By every form of a constraint, as a stream too, for each choice."""
+    for path, base in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "Which colour?"}]}),
+        ("completions", {"prompt": "It is "}),
+    ):
+        body = {**base, "max_tokens": 60, "temperature": 1.0, "n": 2, "seed": 4, **fields}
+        for answer in (door.whole(path, body), door.streamed(path, body)):
+            for choice in answer["choices"]:
+                text = choice["message"]["content"] if "message" in choice else choice["text"]
+                assert choice["finish_reason"] == "stop"
+                assert json.loads(text)["colour"] in ("red", "blue")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema or structural"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema.schema", "is missing"),
+        ({"response_format": {"type": "text", "a": 1}}, "response_format.a", "not a field"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs", "must be a JSON schema"),
+        ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs", "Invalid type: x"),
+        ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs", "at most 262144"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "and response_format are given",
+        ),
+    ],
+    ids=lambda one: str(one)[:50],
+)
+def test_a_constraint_that_cannot_be_held(
+    door: Door, fields: dict[str, Any], param: str, told: str
+) -> None:
+    status, error = door.refused("completions", {"prompt": "a", "max_tokens": 1, **fields})
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert told in error["message"]
+    assert error["param"].endswith(param)

@@ -12,11 +12,12 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from tpengine.engine.requests import GenerateRequest
-from tpengine.errors import InvalidPromptError
+from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.limits import Limits, at_most, check_sampling, last_ids, most_tokens_of_text
 from tpengine.server.stream_sender import CandidateTurns, Positions
+from tpengine.structured_outputs import StructuredOutputsParams
 
 REFUSED = (
     "mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json",
@@ -75,7 +76,10 @@ def read_sampling_params(
         given = getattr(message, constraint)
         name = "json" if constraint == "json_schema" else constraint
         value = list(given.choices) if name == "choice" else given
-        fields["structured_outputs"] = {name: value}
+        try:
+            fields["structured_outputs"] = StructuredOutputsParams.read({name: value})
+        except InvalidSamplingParamsError as error:
+            raise InvalidSamplingParamsError(f"{constraint}: {error}") from None
     for name, read in LISTS.items():
         if value := getattr(message, name):  # it has room for millions of entries
             at_most(f"the number of entries of {name}", len(value), limits.max_entries()[name])

@@ -166,11 +166,12 @@ def read_constraint(fields: Fields) -> StructuredOutputsParams | None:
     form = Fields(fields.take("response_format", dict, {"type": "text"}), "response_format.")
     kind = form.take("type", str, "")
     name = "structured_outputs"
-    if kind != "text" and given:
+    if kind == "text":
+        form.end()
+    elif given:
         raise FieldError(name, "and response_format are given; leave one of them out")
-    if kind != "text":
-        name = "response_format"
-        given = _read_format(form, kind)
+    else:
+        name, given = "response_format", _read_format(form, kind)
     if not given:
         return None
     try:

@@ -1,0 +1,358 @@
+"""Outputs that follow a schema, an expression, a choice or a grammar; through the offline API."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from executor.ray_engines import executor_of
+from support.byte_llama import clear_prompts, make_engine, run, write
+from support.json_suite import closed, suite_schemas
+from support.step_log import log_steps
+from tpengine.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
+from transformers import LlamaForCausalLM
+
+from tpengine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, grammars
+from tpengine.errors import InvalidSamplingParamsError
+from tpengine.structured_outputs import Thinking
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+TAG = {
+    "structures": [{"begin": "<f=1>", "schema": {"const": 5}, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(dtype="float32", cpu_kv_cache_space=0.05) as made:
+        yield made
+
+
+def generate(llm: LLM, count: int = 1, **params: Any) -> list[RequestOutput]:
+    given = {"temperature": 1.0, "seed": 3, "max_tokens": 200, **params}
+    return llm.generate(["Once upon"] * count, SamplingParams(**given), use_tqdm=False)
+
+
+def is_valid(text: str, schema: dict[str, Any]) -> bool:
+    jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"regex": "[a-c]{3,5}-x"}, "[a-c]{3,5}-x"),
+        ({"choice": ["yes", 'n"o\\', "été"]}, '(yes|n"o\\\\|été)'),
+        ({"grammar": 'start: "a" B\nB: /[0-9]{1,4}/'}, "a[0-9]{1,4}"),
+        ({"grammar": 'root ::= "a" [b-d]{1,4}'}, "a[b-d]{1,4}"),
+        ({"json": '{"enum": [1, [true]]}'}, r"(1|\[\s?\s*true\s?\s*\])"),
+        ({"json": {"const": [1, 2]}, "disable_any_whitespace": True}, r"\[1,2\]"),
+        ({"json": {"const": [1, 2]}, "whitespace_pattern": "_"}, r"\[_?1_?,_?2_?\]"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"n": 3, "logprobs": 1},
+        {"best_of": 3, "use_beam_search": True, "temperature": 0.0, "seed": None},
+        {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "logit_bias": {5: 5.0}},
+        {"ignore_eos": True, "top_k": 3},
+    ],
+    ids=str,
+)
+def test_each_output_matches(
+    llm: LLM, constraint: dict[str, Any], pattern: str, others: dict[str, Any]
+) -> None:
+    (output,) = generate(llm, structured_outputs=constraint, **others)
+    for one in output.outputs:
+        assert one.finish_reason == "stop"
+        assert re.fullmatch(pattern, one.text), one.text
+
+
+def test_any_object_and_tagged_text(llm: LLM) -> None:
+    (output,) = generate(llm, structured_outputs=StructuredOutputsParams(json_object=True))
+    text = output.outputs[0].text
+    assert text.startswith("{")
+    if output.outputs[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+    opens = {llm.get_tokenizer().encode("<")[0]: 30.0, llm.get_tokenizer().encode("f")[0]: 29.0}
+    (output,) = generate(
+        llm, structured_outputs={"structural_tag": TAG}, logit_bias=opens, max_tokens=40
+    )
+    tagged = re.findall("<f=[^<]*</f>", output.outputs[0].text)
+    assert set(tagged) <= {"<f=1>5</f>", "<f=1> 5</f>"}
+
+
+def test_an_output_cut_by_its_length_is_a_beginning(llm: LLM) -> None:
+    engine = llm.llm_engine
+    assert engine.tokenizer is not None
+    params = StructuredOutputsParams(json=PERSON)
+    for length in range(1, 12):
+        (output,) = generate(llm, structured_outputs=params, max_tokens=length)
+        assert output.outputs[0].finish_reason == "length"
+        matcher = engine.tokenizer.vocabulary(engine.model_config).matcher(
+            params.to_grammar(Thinking.NONE, [])
+        )
+        assert matcher.consume_tokens(list(output.outputs[0].token_ids))
+        assert not matcher.is_accepting()
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_detours_change_no_token(mode: str) -> None:
+    """Preemption, chunks and the beginnings of others that run at the same time."""
+    kinds = [
+        {"json": PERSON, "disable_any_whitespace": True},
+        {"regex": "([a-z]{2,9} ){4}"},
+        {"choice": ["one long answer of several words", "two"]},
+    ]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=60, structured_outputs=kinds[i % 3])
+        for i in range(18)
+    ]
+    prompts = [f"Number {i}: " + "very " * (7 * i % 40) for i in range(18)]
+    args: dict[str, Any] = {"dtype": "float32", "max_model_len": 192, "block_size": 8}
+    with LLM(**args) as llm:
+        calm = llm.generate(prompts, params, use_tqdm=False)
+    args |= {"max_num_batched_tokens": 16, "preemption_mode": mode, "max_num_seqs": 16}
+    with log_steps() as log, LLM(**args, num_device_blocks_override=26) as llm:
+        tight = llm.generate(prompts, params, use_tqdm=False)
+    log.assert_only(mode, at_least=3)
+    for before, after in zip(calm, tight, strict=True):
+        assert before.outputs[0].token_ids == after.outputs[0].token_ids
+    whole = [one.outputs[0] for one in tight[::3] if one.outputs[0].finish_reason == "stop"]
+    assert len(whole) >= 3
+    assert all(is_valid(one.text, PERSON) for one in whole)
+
+
+def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -> None:
+    """The oracle looks at every token: it may follow if a choice begins with the text then."""
+    folder = write(tmp_path_factory.mktemp("grammar"))
+    choices = ["xyz", "xq", "zebr", "zoo", "zoology"]
+    with make_engine(folder) as engine:
+        tokenizer = engine.tokenizer
+        assert tokenizer is not None
+        texts = [tokenizer.token_text(i) for i in range(engine.model_config.vocab_size)]
+        (end_id,) = tokenizer.end_token_ids(engine.model_config)
+
+        def only_choices(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            text = "".join(texts[i] for i in ids[length:] if i != end_id)
+            edited = torch.full_like(logits, -torch.inf)
+            for i, piece in enumerate(texts):
+                is_text = i not in tokenizer.special_token_ids and piece != ""
+                if (i == end_id and text in choices) or (
+                    is_text and any(one.startswith(text + piece) for one in choices)
+                ):
+                    edited[i] = logits[i]
+            return edited
+
+        oracle = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for length in (3, 20, 40):
+            for seed in range(3):
+                (found,) = clear_prompts(oracle, [length], 1, only_choices, seed)
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=20, structured_outputs={"choice": choices}
+                )
+                (output,) = run(engine, [(found[0], params)])
+                ids, wanted = list(output.outputs[0].token_ids), list(found[0])
+                with torch.inference_mode():
+                    while wanted[-1] != end_id:
+                        logits = oracle(torch.tensor([wanted])).logits[0, -1]
+                        wanted.append(int(only_choices(wanted, logits).argmax()))
+                assert ids == wanted[length:]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "exactly one of json, .* got none of them"),
+        ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
+        ({"regx": "a"}, r"no field \['regx'\]; its fields are json"),
+        ({"regex": 5}, "structured_outputs.regex must be a text, got 5"),
+        ({"regex": "(a"}, "refused: .*unclosed group"),
+        ({"json": "{"}, "structured_outputs.json is no JSON"),
+        ({"json": [1]}, "structured_outputs.json must be a JSON schema: an object"),
+        ({"json": {"type": "foo"}}, "refused: Invalid type: foo"),
+        ({"json": {"not": {}}}, r'refused: Unimplemented keys: \["not"\]'),
+        ({"choice": "ab"}, "structured_outputs.choice must be a list of texts"),
+        ({"choice": ["a", ""]}, "texts that are not empty"),
+        ({"grammar": "start: foo"}, 'refused: .*unknown name: "foo"'),
+        ({"grammar": "root ::= ("}, "structured_outputs.grammar is no GBNF"),
+        ({"structural_tag": {"format": {}}}, "the field format, which is not served"),
+        ({"structural_tag": {**TAG, "triggers": ["g"]}}, "each begin starts with one"),
+        ("a", "structured_outputs must be StructuredOutputsParams or a dict"),
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_a_bad_constraint_is_an_error_of_its_request(llm: LLM, given: Any, told: str) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=f"(?s){told}"):
+        generate(llm, structured_outputs=given)
+    assert generate(llm, max_tokens=2)[0].finished
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "constraint"),
+    [
+        ("initial_lexer_fuel", 100, {"json_object": True}),
+        ("max_grammar_size", 20, {"json": PERSON}),
+        ("max_lexer_states", 60, {"regex": "[a-z]*[aeiou][a-z ]{12}!"}),
+        ("step_max_items", 5, {"json": PERSON}),
+        ("max_items_in_row", 1, {"json_object": True}),
+    ],
+)
+def test_a_limit_is_named_and_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int, constraint: dict[str, Any]
+) -> None:
+    params = [
+        SamplingParams(max_tokens=100, seed=1, structured_outputs=one)
+        for one in (constraint, {"regex": "[ab]{3}"})
+    ]
+    with LLM(dtype="float32", cpu_kv_cache_space=0.05) as llm:
+        generate(llm, structured_outputs=params[1].structured_outputs)
+        monkeypatch.setattr(grammars, "LIMITS", {limit: value})
+        hard, easy = llm.generate(["Hello"] * 2, params, use_tqdm=False, on_error="return")
+        (short,) = generate(llm, max_tokens=20, min_tokens=9, allowed_token_ids=[0])
+    assert hard.outputs[0].finish_reason == "error"
+    assert f"(limit {limit} of llguidance); give a smaller" in (hard.error or "")
+    assert re.fullmatch("[ab]{3}", easy.outputs[0].text)
+    assert "structured_outputs, allowed_token_ids, bad_words, min_tokens" in (short.error or "")
+
+
+def test_grammars_are_compiled_once_and_the_latest_are_kept(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile_one = grammars.Vocabulary._compile
+
+    def count(self: grammars.Vocabulary, grammar: str) -> Any:
+        compiled.append(grammar)
+        return compile_one(self, grammar)
+
+    monkeypatch.setattr(grammars.Vocabulary, "_compile", count)
+    for _ in range(3):
+        generate(llm, structured_outputs={"regex": "once"})
+    assert len(compiled) == 1
+    for number in range(64):
+        generate(llm, structured_outputs={"regex": f"other{number}"})
+    generate(llm, structured_outputs={"regex": "other0"})
+    assert len(compiled) == 65
+    generate(llm, structured_outputs={"regex": "once"})
+    assert len(compiled) == 66
+
+
+@pytest.mark.parametrize("special", [[], ["<|user|>"]])
+def test_the_grammar_starts_after_the_reasoning(llm: LLM, special: list[str]) -> None:
+    tokenizer = llm.llm_engine.tokenizer
+    assert tokenizer is not None
+    vocabulary = tokenizer.vocabulary(llm.llm_engine.model_config)
+    params = StructuredOutputsParams(regex="yes|no")
+    for thinking, text, fits in (
+        (Thinking.NONE, "yes", True),
+        (Thinking.NONE, "<think>a</think>yes", False),
+        (Thinking.ALLOWED, "yes", True),
+        (Thinking.ALLOWED, "<think>no, </thi\n or yes</think>no", True),
+        (Thinking.ALLOWED, "<think>no", False),
+        (Thinking.BEGUN, "yes", False),
+        (Thinking.BEGUN, "so be it</think>yes", True),
+    ):
+        matcher = vocabulary.matcher(params.to_grammar(thinking, special))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        took_all = matcher.try_consume_tokens(ids) == len(ids)
+        assert (took_all and matcher.is_accepting()) == fits, (thinking, text)
+
+
+def test_a_chat_with_a_model_that_reasons(llm: LLM) -> None:
+    """Tags in the template let the answer begin with reasoning; a prompt that ends with one has
+    begun it."""
+    hf = llm.get_tokenizer()
+    template, question = hf.chat_template, [{"role": "user", "content": "Is it so?"}]
+    held = SamplingParams(max_tokens=60, temperature=0.0, structured_outputs={"choice": ["yes"]})
+    bias = dict.fromkeys(hf.encode("<think>", add_special_tokens=False), 40.0)
+    free = SamplingParams(**{**vars(held), "logit_bias": bias, "max_tokens": 2})
+    try:
+        hf.chat_template = template + "{# <think> #}"
+        assert llm.chat(question, held, use_tqdm=False)[0].outputs[0].text == "yes"
+        assert llm.chat(question, free, use_tqdm=False)[0].outputs[0].text.startswith("<")
+        hf.chat_template = template + "<think>"
+        text = llm.chat(question, held, use_tqdm=False)[0].outputs[0].text
+        assert text.partition("</think>")[2] in ("", "yes")
+        assert text != "yes"
+    finally:
+        hf.chat_template = template
+
+
+def test_the_request_of_vllm_0_5_4(llm: LLM) -> None:
+    wanted = {"guided_choice": ["left", "right"], "guided_decoding_backend": "outlines"}
+    for given in (wanted, GuidedDecodingRequest(**wanted)):
+        params = SamplingParams(temperature=1.0, seed=2)
+        (output,) = llm.generate("Turn ", params, guided_options_request=given, use_tqdm=False)
+        assert output.outputs[0].text in ("left", "right")
+        assert params.structured_outputs is None
+
+
+@pytest.mark.check
+def test_a_hundred_schemas_of_the_suite() -> None:
+    """Two ranks, one of them killed, a cache so small that sequences are preempted, temperature 1:
+    each output that ends with stop is valid."""
+    schemas, refused = {}, {}
+    args: dict[str, Any] = {"dtype": "float32", "tensor_parallel_size": 2, "executor": "processes"}
+    with LLM(**args, block_size=8, num_device_blocks_override=130, max_model_len=1024) as llm:
+        for name, schema in suite_schemas():
+            one = closed(schema)
+            key = json.dumps(one, sort_keys=True)
+            if key not in schemas and key not in refused and len(schemas) < 100:
+                try:
+                    generate(llm, max_tokens=1, structured_outputs={"json": one})
+                    schemas[key] = name
+                except InvalidSamplingParamsError as error:
+                    refused[key] = f"{name}: {str(error).partition('refused: ')[2][:80]}"
+        print(f"{len(refused)} schemas are refused:", *refused.values(), sep="\n")
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                seed=seed,
+                max_tokens=800,
+                structured_outputs={"json": json.loads(key), "disable_any_whitespace": True},
+            )
+            for seed, key in enumerate(schemas)
+        ]
+        engine = llm.llm_engine
+        for i, one in enumerate(params):
+            engine.add_request(str(i), "Here is one: ", one)
+        last: dict[str, RequestOutput] = {}
+        victims = [executor_of(engine).places[1].pid]
+        with log_steps() as log:
+            while engine.has_unfinished_requests():
+                if len(last) >= 30 and victims:
+                    os.kill(victims.pop(), signal.SIGKILL)
+                for output in engine.step():
+                    if output.finished:
+                        last[output.request_id] = output
+        assert engine.recoveries
+    assert log.num_preemptions >= 5
+    ends = [last[str(i)].outputs[0] for i in range(100)]
+    valid = [
+        is_valid(end.text, json.loads(key))
+        for end, key in zip(ends, schemas, strict=True)
+        if end.finish_reason == "stop"
+    ]
+    print(f"{len(valid)} of 100 end with stop")
+    assert len(valid) >= 95
