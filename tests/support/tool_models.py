@@ -67,6 +67,7 @@ MISTRAL_2025 = _MISTRAL.replace(
     """{% for call in message.tool_calls %}[TOOL_CALLS]{{ call.function.name
 }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}""",
 )
+_QWEN3 = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TEMPLATES = {
     # name: template, its special tokens, and added ones that are none
     "hermes": (HERMES, (), ("<tool_call>", "</tool_call>")),
@@ -74,6 +75,7 @@ TEMPLATES = {
     "llama3": (LLAMA3, ("<|python_tag|>",), ()),
     "mistral": (MISTRAL, ("[TOOL_CALLS]", "[TOOL_RESULTS]"), ()),
     "mistral 2025": (MISTRAL_2025, ("[TOOL_CALLS]", "[ARGS]"), ()),
+    "thinking": (HERMES.replace("A: {% endif", "A: <think>\n{% endif"), (), _QWEN3),
 }
 
 

@@ -88,7 +88,8 @@ class ByteTable:
 def _visible_pieces(table: ByteTable, token_ids: tuple[int, ...]) -> list[str | bytes]:
     pieces = list(table.visible_pieces)
     for token_id in token_ids:
-        pieces[token_id] = table.pieces[token_id]
+        if token_id < len(pieces):
+            pieces[token_id] = table.pieces[token_id]
     return pieces
 
 

@@ -18,7 +18,7 @@ from tpengine.server.http.tools import choice_grammar, find_form
 from tpengine.structured_outputs import StructuredOutputsParams, Thinking
 
 HERMES, LLAMA3, MISTRAL_2025, MISTRAL = FORMATS
-FORMS = dict(zip(TEMPLATES, (HERMES, HERMES, LLAMA3, MISTRAL, MISTRAL_2025), strict=True))
+FORMS = dict(zip(TEMPLATES, (HERMES, HERMES, LLAMA3, MISTRAL, MISTRAL_2025, HERMES), strict=True))
 ONE, TWO = '{"city": "a}\\"{"}', "{}"
 F, G = ("f", ONE), ("g_2", TWO)
 CUT = '\n<tool_call>\n{"name": "f'

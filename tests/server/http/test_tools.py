@@ -6,6 +6,8 @@ import asyncio
 import functools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -68,15 +70,20 @@ def form_fixture(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture(name="tooled", scope="module")
-def tooled_fixture(form: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+@contextmanager
+def served(folder: Path, form: str) -> Iterator[Door]:
     """A server of a random model that knows tools in one form."""
-    folder = tmp_path_factory.mktemp("tools")
     options = ["--model", str(write(folder, form)), "--dtype", "float32", "--http-port", "0"]
     options += ["--cpu-kv-cache-space", "0.05", "--max-model-len", "4096"]
     with ServerProcess(*options, log=folder / "log") as process:
         yield Door(process.http_address)
     assert "Traceback" not in (folder / "log").read_text()
+
+
+@pytest.fixture(name="tooled", scope="module")
+def tooled_fixture(form: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    with served(tmp_path_factory.mktemp("tools"), form) as door:
+        yield door
 
 
 @pytest.fixture(name="state", scope="module")
@@ -118,6 +125,19 @@ def test_a_choice_is_held(tooled: Door, form: str, choice: Any, names: set[str])
             ]
             assert functions[0] == functions[1]
             assert len(functions[0]) == 1
+
+
+def test_a_choice_is_held_after_a_thought(tmp_path: Path) -> None:
+    with served(tmp_path, "thinking") as door:
+        with door.open("/tokenize", {"prompt": "</think>", "add_special_tokens": False}) as answer:
+            (closing,) = json.load(answer)["tokens"]
+        body = {**SAMPLED, "tool_choice": NAMED, "parallel_tool_calls": False, "seed": 1}
+        body["logit_bias"] = {str(closing): 5.0}  # thoughts end by themselves, and are not long
+        for answered in (door.whole, door.streamed):
+            (one,) = answered(CHAT, body)["choices"]
+            assert len(one["message"]["reasoning_content"]) > 1
+            assert one["finish_reason"] == "tool_calls"
+            check_calls(one["message"], {"get-rain"}, "thinking")
 
 
 def test_several_calls_or_a_part(tooled: Door, form: str) -> None:
