@@ -268,7 +268,6 @@ def read_sampling_params(
     params.check()
     for name, token_ids in (
         ("stop_token_ids", params.stop_token_ids),
-        ("visible_token_ids", params.visible_token_ids),
         ("logit_bias", params.logit_bias or ()),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         *(("bad_words_token_ids", word) for word in params.bad_words_token_ids),
