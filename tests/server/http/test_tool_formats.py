@@ -56,6 +56,7 @@ def written(form: ToolFormat, *calls: tuple[str, str]) -> str:
         (HERMES, f"Well.\n{written(HERMES, F)}\nSo.", ("Well.\n", [F], "\nSo.")),
         (HERMES, "a < b", ("a < b", [])),
         (HERMES, "  ", ("  ", [])),
+        (HERMES, "<tool_call>" + " " * 65 + "{", None),
         (HERMES, "<tool_call>\n{'name': 'f'}\n</tool_call>", None),
         (HERMES, written(HERMES, ("unknown", TWO)), None),
         (HERMES, "<<tool_call>" + written(HERMES, G), ("<<tool_call>", [G])),

@@ -13,11 +13,12 @@ from typing import Any
 NAME = r"[A-Za-z0-9_-]{1,64}"
 """Of a function, as a regular expression."""
 _SHORT_ID = 9
-_PARTS = {" ": r"[ \t\r\n]*", "NAME": f"({NAME})", "WORD": NAME}
+_PARTS = {" ": r"[ \t\r\n]{0,64}", "NAME": f"({NAME})", "WORD": NAME}
+"""Of a pattern. White space is bounded, and so is what is held back."""
 
 
 class Pattern:
-    """One of several texts, in which a space stands for any white space, NAME for the name of a
+    """One of several texts, in which a space stands for some white space, NAME for the name of a
     function, and WORD for another one.
 
     Attributes:
