@@ -19,6 +19,7 @@ BENCHMARKS = {
     "doors": "what a token costs over HTTP and over gRPC: throughput, CPU time, first token",
     "engines": "decode and prefill beside llama.cpp, OpenVINO GenAI and vLLM on CPU",
     "fairness": "what a client loses beside one that floods the engine, by owner and without",
+    "grammars": "what grammars cost streams that all follow one",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "lora": "what adapters add to the linear layers of a decode step on CPU",
     "passing": "what a request that waits for slots loses to those that pass it, and these gain",
