@@ -138,6 +138,8 @@ class SamplingParams:
         bad_words: texts that are not generated, with and without a space before them: the token
             that would complete one is never sampled, also if the text begins in the prompt.
         bad_words_token_ids: the same, each text as a sequence of ids.
+        visible_token_ids: special tokens that `skip_special_tokens` does not leave out. A server
+            sets it to find calls of tools; it is not in the protocols.
         structured_outputs: what each output must look like: a JSON schema, a regular expression, a
             choice or a grammar; or a dict of its fields. The model's end tokens end the output
             where the constraint is complete, also with `ignore_eos`. An output that ends so
@@ -180,6 +182,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | Any = None
     bad_words: list[str] | Any = ()
     bad_words_token_ids: list[list[int]] | Any = ()
+    visible_token_ids: list[int] | Any = ()
     structured_outputs: StructuredOutputsParams | Any = None
 
     __hash__ = object.__hash__  # by identity, as in vLLM, because attributes change
@@ -364,6 +367,7 @@ class SamplingParams:
         self.bad_words_token_ids = [_ids("bad_words_token_ids", word) for word in words]
         if [] in self.bad_words_token_ids:
             raise InvalidSamplingParamsError("bad_words_token_ids holds an empty sequence")
+        self.visible_token_ids = _ids("visible_token_ids", self.visible_token_ids)
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.read(self.structured_outputs)
 

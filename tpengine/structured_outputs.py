@@ -151,6 +151,14 @@ class StructuredOutputsParams:
         return _parsed(made) if made.startswith("{") else _lark(made)
 
 
+def schema_fault(schema: Mapping[str, Any]) -> str:
+    """Why llguidance refuses a JSON schema, in its own words; empty: it takes it."""
+    from llguidance import LLMatcher
+
+    fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    return str(fault)
+
+
 def guided_options(given: Any) -> StructuredOutputsParams:
     """Reads `guided_options_request` of vLLM 0.5.4: a dict with the fields of
     `GuidedDecodingRequest`, or such an object.

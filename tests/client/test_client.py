@@ -125,6 +125,8 @@ def test_errors_are_those_of_the_engine(
             await client.generate("\ud800")
         with pytest.raises(InvalidSamplingParamsError, match="logits_processors"):
             await client.generate(PROMPT, SamplingParams(logits_processors="os:getcwd"))
+        with pytest.raises(InvalidSamplingParamsError, match="visible_token_ids"):
+            await client.generate(PROMPT, SamplingParams(visible_token_ids=[1]))
         for _ in range(5):  # said by the server: it does not merely win a race
             with pytest.raises(DeadlineExceededError) as late:
                 await client.generate(PROMPT, LONG, timeout_s=0.05)

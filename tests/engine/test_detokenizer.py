@@ -215,6 +215,18 @@ def test_both_streams_agree_on_real_text(prompt: str, answer: str, tokenizer: To
     assert texts[0] == texts[1] == oracle(tokenizer, prompt_ids, output, True)
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE, SLOW])
+def test_some_special_tokens_stay_visible(tokenizer: Tokenizer) -> None:
+    shown, hidden = sorted(tokenizer.special_token_ids)[-2:]
+    output = [*tokenizer.encode("a", False), shown, hidden, *tokenizer.encode("b", False)]
+    params = SamplingParams(visible_token_ids=[shown])
+    text = stream_all(Detokenizer(tokenizer, [hidden], params), output)[0]
+    assert tokenizer.token_text(shown) in text
+    assert tokenizer.token_text(hidden) not in text
+    text = stream_all(Detokenizer(tokenizer, [], SamplingParams()), output)[0]
+    assert text == oracle(tokenizer, [], output, True)
+
+
 def test_slow_tokenizer() -> None:
     assert SLOW.fast_backend is None
     assert SLOW.special_token_ids == set(SLOW.hf.all_special_ids) != set()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from support import small_llamas
@@ -24,12 +24,12 @@ Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
 def write(path: Path) -> Path:
     """A random Llama and its tokenizer."""
     write_llama(path, 4, 2, 16, 2, VOCAB_SIZE, seed=11)
-    _write_tokenizer(path)
+    write_tokenizer(path)
     return path
 
 
-def _write_tokenizer(path: Path) -> None:
-    """Byte-level BPE that knows "ab" and, apart from it, " ab"."""
+def write_tokenizer(path: Path, *added: AddedToken, chat_template: str | None = None) -> None:
+    """Byte-level BPE that knows "ab" and, apart from it, " ab"; and added tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = ["<pad>", "<s>", "</s>"]
     vocab = {token: i for i, token in enumerate([*specials, *alphabet, "ab", "Ġab"])}
@@ -37,9 +37,12 @@ def _write_tokenizer(path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(specials)
-    PreTrainedTokenizerFast(
+    backend.add_tokens(list(added))
+    hf = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    ).save_pretrained(path)
+    )
+    hf.chat_template = chat_template
+    hf.save_pretrained(path)
 
 
 def make_engine(folder: Path, **kwargs: Any) -> LLMEngine:

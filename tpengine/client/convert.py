@@ -244,6 +244,11 @@ def _to_sampling(given: Sampling) -> pb.SamplingParams:
             f"logits_processors = {params.logits_processors!r} are code that the server would run; "
             "they work offline only"
         )
+    if params.visible_token_ids:
+        raise InvalidSamplingParamsError(
+            f"visible_token_ids = {params.visible_token_ids} are not in the protocol; set "
+            "skip_special_tokens = False, or leave them out"
+        )
     sampling = pb.SamplingParams(early_stopping=_EARLY_STOPPING[params.early_stopping])
     put(
         sampling,

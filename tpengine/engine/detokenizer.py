@@ -36,9 +36,15 @@ class ByteStream:
     __slots__ = ("_drop", "_pending", "_pieces")
 
     def __init__(
-        self, table: ByteTable, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+        self,
+        table: ByteTable,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        visible_token_ids: Sequence[int] = (),
     ) -> None:
-        self._pieces = table.visible_pieces if skip_special_tokens else table.pieces
+        self._pieces = table.pieces
+        if skip_special_tokens:
+            self._pieces = table.visible_pieces_with(tuple(visible_token_ids))
         self._pending = b""
         # A first character that does not belong to the output: U+FFFD for the prompt's unfinished
         # character, or the space that the tokenizer removes from the start of a whole text.
@@ -95,25 +101,30 @@ class WindowStream:
     decodes of a few tokens for each token, however long the text is.
     """
 
-    __slots__ = ("_context", "_context_length", "_held", "_skip_special_tokens", "_tokenizer")
+    __slots__ = ("_context", "_context_length", "_held", "_hidden", "_tokenizer")
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        visible_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._hidden = hidden.difference(visible_token_ids)
         self._held: list[int] = []
         self._context: list[int] = []
         for token_id in reversed(prompt_token_ids):
             if len(self._context) == _CONTEXT_TOKENS:
                 break
-            if not self._skips(token_id):
+            if token_id not in self._hidden:
                 self._context.append(token_id)
         self._context.reverse()
         self._context_length = len(self._decode(self._context))
 
     def push(self, token_id: int) -> str:
-        if self._skips(token_id):
+        if token_id in self._hidden:
             return ""
         self._held.append(token_id)
         text = self._decode(self._context + self._held)
@@ -133,20 +144,21 @@ class WindowStream:
         self._context_length = len(self._decode(self._context))
         return new
 
-    def _skips(self, token_id: int) -> bool:
-        return self._skip_special_tokens and token_id in self._tokenizer.special_token_ids
-
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+        return self._tokenizer.decode(token_ids, False)
 
 
 def open_stream(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    skip_special_tokens: bool,
+    visible_token_ids: Sequence[int] = (),
 ) -> ByteStream | WindowStream:
     """Returns the cheapest stream that is correct for `tokenizer`."""
+    shown = (prompt_token_ids, skip_special_tokens, visible_token_ids)
     if tokenizer.byte_table is not None:
-        return ByteStream(tokenizer.byte_table, prompt_token_ids, skip_special_tokens)
-    return WindowStream(tokenizer, prompt_token_ids, skip_special_tokens)
+        return ByteStream(tokenizer.byte_table, *shown)
+    return WindowStream(tokenizer, *shown)
 
 
 class Detokenizer:
@@ -178,7 +190,9 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        self._stream = open_stream(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._stream = open_stream(
+            tokenizer, prompt_token_ids, params.skip_special_tokens, params.visible_token_ids
+        )
         self._stops = tuple(sorted(params.stop))
         self._cut_stop = not params.include_stop_str_in_output
         self._min_tokens = params.min_tokens

@@ -34,8 +34,9 @@ def read_grammar(
             "structured_outputs needs a tokenizer, and the model has none; name one"
         )
     thinking = _thinking(prompt or "", tokenizer) if is_chat else Thinking.NONE
-    special = [tokenizer.token_text(one) for one in tokenizer.special_token_ids]
-    grammar: str = params.structured_outputs.to_grammar(thinking, special)
+    # For the library no text matches an added token, special or not, as the think tags of Qwen.
+    added = list(tokenizer.hf.get_added_vocab())
+    grammar: str = params.structured_outputs.to_grammar(thinking, added)
     tokenizer.vocabulary(model).matcher(grammar)
     return grammar
 

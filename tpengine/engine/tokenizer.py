@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import re
@@ -77,6 +78,19 @@ class ByteTable:
     pieces: list[str | bytes]
     visible_pieces: list[str | bytes]
     strips_first_space: bool
+
+    def visible_pieces_with(self, token_ids: tuple[int, ...]) -> list[str | bytes]:
+        """`visible_pieces`, in which these special tokens are not empty."""
+        return _visible_pieces(self, token_ids) if token_ids else self.visible_pieces
+
+
+@functools.lru_cache(4)  # a list of a large vocabulary takes 1 MB; a model asks for one
+def _visible_pieces(table: ByteTable, token_ids: tuple[int, ...]) -> list[str | bytes]:
+    pieces = list(table.visible_pieces)
+    for token_id in token_ids:
+        if token_id < len(pieces):
+            pieces[token_id] = table.pieces[token_id]
+    return pieces
 
 
 class Tokenizer:

@@ -122,12 +122,26 @@ def _add(known: dict[str, Any], delta: dict[str, Any]) -> None:
     for name, value in delta.items():
         name = "message" if name == "delta" else name
         old = known.get(name)
-        if name == "role" or old is None or value is None or name == "index":
+        if name == "tool_calls":
+            _add_calls(known.setdefault(name, []), value)
+        elif name == "role" or old is None or value is None or name == "index":
             known[name] = old if value is None else value
         elif isinstance(value, dict):
             _add(old, value)
         else:
             known[name] = old + value
+
+
+def _add_calls(known: list[dict[str, Any]], deltas: list[dict[str, Any]]) -> None:
+    """Adds to calls by their index; the first delta of each has its id and its name."""
+    for delta in deltas:
+        begins = delta.pop("index") == len(known)
+        assert begins == ("id" in delta) == ("name" in delta["function"])
+        if begins:
+            known.append(delta)
+        else:
+            assert delta.keys() == {"function"}
+            known[-1]["function"]["arguments"] += delta["function"]["arguments"]
 
 
 def mixed(count: int, seed: int, max_tokens: int = 24) -> list[tuple[str, dict[str, Any]]]:

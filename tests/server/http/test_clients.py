@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import third_party
+from support import third_party, tool_models
 from support.server_process import ServerProcess
 from support.system_packages import require
 
+from server.http.openai_door import Door
 from tpengine import LLM, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
 
@@ -69,10 +70,12 @@ def _run(*command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
-def _script(name: str, packages: str, server: ServerProcess, **environment: str) -> dict[str, Any]:
+def _script(
+    name: str, packages: str, server: ServerProcess, kind: str = "", **environment: str
+) -> dict[str, Any]:
     python = third_party.programs(name, packages) / "python"
     words = (server.http_address, KEY, MODEL, PROMPT, str(NUM_TOKENS))
-    shown = _run(python, "-I", HERE / f"{name}_client.py", *words, **environment)
+    shown = _run(python, "-I", HERE / f"{name}{kind}_client.py", *words, **environment)
     found: dict[str, Any] = json.loads(shown.splitlines()[-1])
     return found
 
@@ -137,6 +140,52 @@ def test_langchain(server: ServerProcess, answers: dict[str, Any]) -> None:
     found = _script("langchain", "langchain-openai>=0.3", server)
     assert (set(found["chats"]), set(found["texts"])) == ({answers["chat"]}, {answers["text"]})
     assert set(found["num_tokens"]) == {answers["num_chat_tokens"]}
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with a key, and a random model that knows tools."""
+    folder = tmp_path_factory.mktemp("tools")
+    options = ["--model", str(tool_models.write(folder, "hermes")), "--dtype", "float32"]
+    options += ["--http-port", "0", "--cpu-kv-cache-space", "0.05", "--max-model-len", "4096"]
+    options += ["--served-model-name", MODEL, "--api-key", KEY]
+    with ServerProcess(*options, log=folder / "log") as process:
+        yield process
+    assert "Traceback" not in (folder / "log").read_text()
+
+
+def test_tools_of_openai(tool_server: ServerProcess) -> None:
+    found = _script("openai", "openai>=2", tool_server, "_tools")
+    ((name, arguments),) = found["whole"]
+    assert name == "Weather"
+    assert found["streamed"] == found["whole"]
+    assert found["pieces"] == [name, arguments]
+    assert found["reasons"] == ["tool_calls"] * 2
+    assert "tool_calls.function.arguments.done" in found["events"]
+    assert found["parsed"] == [json.loads(arguments)] * 2
+    assert found["after"] == "tool_calls"
+    assert set(found["form"]) == {"city", "days"}
+
+
+def test_tools_of_langchain(tool_server: ServerProcess) -> None:
+    found = _script("langchain", "langchain-openai>=0.3", tool_server, "_tools")
+    whole, streamed, _ = found["calls"]
+    assert whole == streamed
+    assert whole[0] == "Weather"
+    assert [set(form) for form in found["forms"]] == [{"city", "days"}] * 2
+
+
+def test_smollm2_knows_no_tools(tmp_path: Path) -> None:
+    """Its template reads no tools, and the server says so."""
+    options = ["--model", str(third_party.smollm2()), "--max-model-len", "512", "--http-port", "0"]
+    options += ["--cpu-kv-cache-space", "0.1"]
+    tool = {"type": "function", "function": {"name": "f"}}
+    messages = [{"role": "user", "content": "a"}]
+    with ServerProcess(*options, log=tmp_path / "log") as process:
+        body = {"messages": messages, "tools": [tool]}
+        status, error = Door(process.http_address).refused("chat/completions", body)
+    assert (status, error["param"]) == (400, "tools")
+    assert "does not read tools" in error["message"]
 
 
 def test_llm(server: ServerProcess, answers: dict[str, Any], tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_mistake_is_told_what_is_right(door: Door, capsys: pytest.CaptureFixtu
         ("/detokenize", {"tokens": [5, 10**9]}, "tokens[1] = 1000000000 "),
         (TEXT, {"messages": []}, "a field of /v1/chat/completions"),
         (CHAT, {"prompt": "a"}, "a field of /v1/completions"),
-        (CHAT, {"messages": [{"role": "tool", "tool_call_id": "a"}]}, "calls no tools"),
+        (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id is missing"),
     ):
         assert words in door.refused(path, body)[1]["message"]
     assert main(["client", "health", "--target", door.host]) == 1

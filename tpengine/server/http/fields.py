@@ -16,21 +16,24 @@ Value = TypeVar("Value")
 
 NO_EFFECT: Mapping[str, Sequence[Any] | None] = {
     # fields: the values that change nothing here; None: all
-    "user metadata safety_identifier service_tier parallel_tool_calls": None,
+    "user metadata safety_identifier service_tier": None,
     "prompt_cache_key prompt_cache_options prompt_cache_retention": None,
     "store return_tokens_as_token_ids return_token_strs": (False,),
     "include_reasoning": (True,),
     "suffix": ("",),
     "tools functions documents logits_processors": ([],),
     "tool_choice function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
 }
 REFUSED: Mapping[str, str] = {
     # fields: what to do instead
     "suffix": "put the text before the gap into prompt",
     "store": "answers are not stored",
-    "tools tool_choice functions function_call": "leave it out; this server calls no tools yet",
-    "tool_calls tool_call_id": "give its text as content; this server calls no tools yet",
+    "tools tool_choice parallel_tool_calls": "it is for /v1/chat/completions",
+    "functions function_call": "give tools and tool_choice instead",
+    "tool_calls": "it is a field of messages of the role assistant",
+    "tool_call_id": "it is a field of messages of the role tool",
     "guided_json guided_regex guided_choice guided_grammar": "give structured_outputs instead",
     "reasoning_effort thinking_token_budget": "use the template's own chat_template_kwargs",
     "include_reasoning": "leave it out; reasoning has a field of its own",

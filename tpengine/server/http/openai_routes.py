@@ -182,7 +182,7 @@ class Answer(_EventStream):
         for place, request in enumerate(self.requests):
             first = place * request.params.n
             writers.append(AnswerWriter(self.style, self.head, tokenizer, first))
-            with naming_field(self.style.is_chat):
+            with naming_field(self.style.is_chat, self.style.tools):
                 boxes.append(await stack.enter_async_context(self.state.open(request)))
         return boxes, writers
 

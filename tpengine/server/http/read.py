@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from tpengine.engine.requests import GenerateRequest
-from tpengine.errors import InvalidPriorityError, InvalidPromptError
+from tpengine.errors import InvalidPriorityError, InvalidPromptError, InvalidSamplingParamsError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.http.calls import HttpCall
 from tpengine.server.http.fields import (
@@ -22,6 +23,7 @@ from tpengine.server.http.fields import (
     read_bias,
     read_constraint,
 )
+from tpengine.server.http.tools import Tools, read_calls, read_tools, template_text
 from tpengine.server.http.write import Style
 from tpengine.server.limits import (
     Limits,
@@ -37,13 +39,14 @@ COMPLETION_TOKENS = 16
 _SAMPLING = [
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if field.name
-    not in ("bad_words_token_ids", "logits_processors", "output_kind", "structured_outputs")
+    if field.name not in ("bad_words_token_ids", "logits_processors", "output_kind")
+    and field.name not in ("structured_outputs", "visible_token_ids")
 ]
 READ_BY_COMPLETION = ("prompt", "echo")
 READ_BY_CHAT = (
     "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
-    "continue_final_message", "chat_template_kwargs",
+    "continue_final_message", "chat_template_kwargs", "tools", "tool_choice",
+    "parallel_tool_calls",
 )  # fmt: skip
 READ_BY_BOTH = (
     "model", "stream", "stream_options", "request_id", "priority", "add_special_tokens",
@@ -52,8 +55,12 @@ READ_BY_BOTH = (
 
 
 @contextmanager
-def naming_field(is_chat: bool) -> Iterator[None]:
-    """Adds the field to errors of the engine, which does not know a body's fields."""
+def naming_field(is_chat: bool, tools: Tools | None = None) -> Iterator[None]:
+    """Adds the field to errors of the engine, which does not know a body's fields.
+
+    Args:
+        tools: of the request, which the engine knows only by their grammar.
+    """
     try:
         yield
     except (InvalidPriorityError, InvalidPromptError) as error:
@@ -61,6 +68,10 @@ def naming_field(is_chat: bool) -> Iterator[None]:
         field = "messages" if is_chat else "prompt"
         vars(error)["param"] = word if word in ("priority", "request_id") else field
         raise
+    except InvalidSamplingParamsError as error:
+        if tools is None or "structured_outputs" not in str(error):
+            raise
+        raise FieldError("tools", f"cannot be held by a grammar: {error}") from None
 
 
 class BodyReader:
@@ -77,6 +88,7 @@ class BodyReader:
         self._limits = limits
         self._engine = state.loaded_engine()
         self._max_model_len = self._engine.model_config.max_model_len
+        self._tokenizer = self._engine.llm_engine.tokenizer
         self._fields = Fields(call.body)
 
     async def read(self) -> tuple[list[GenerateRequest], Style]:
@@ -100,10 +112,15 @@ class BodyReader:
         params = self._read_params(style)
         if style.echo and params.logprobs is not None:
             params.prompt_logprobs = max(params.prompt_logprobs or 0, params.logprobs)
-        style = dataclasses.replace(style, logprobs=params.logprobs)
-        given: list[Any] = [self._read_chat(special)] if self._is_chat else self._read_prompts()
+        tools = read_tools(fields, self._tokenizer) if self._is_chat else None
+        if tools is not None:
+            tools.apply(params)
+        style = dataclasses.replace(style, logprobs=params.logprobs, tools=tools)
+        given: list[Any]
+        given = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
         fields.end((*READ_BY_BOTH, *(READ_BY_CHAT if self._is_chat else READ_BY_COMPLETION)))
-        self._check_sampling(params, given)
+        with naming_field(self._is_chat, tools):
+            self._check_sampling(params, given)
         if not self._is_chat:
             given = [await self._prompt(one, params, special, style.echo) for one in given]
         own_id = self._call.request_id
@@ -131,7 +148,7 @@ class BodyReader:
         self._state.check_open(fields.take("model", str, self._state.model))
         special = fields.take("add_special_tokens", bool, not self._is_chat)
         if self._is_chat:
-            chat = self._read_chat(special)
+            chat = self._read_chat(special, read_tools(fields, self._tokenizer))
             fields.end(READ_BY_CHAT)
             return await self._engine.chat_token_ids(chat["messages"], **chat["chat_options"])
         if "prompt" not in fields.left:
@@ -252,21 +269,25 @@ class BodyReader:
             text = await self._engine.detokenize(given, params.skip_special_tokens)
         return {"prompt": text, "prompt_token_ids": given}
 
-    def _read_chat(self, special: bool) -> dict[str, Any]:
+    def _read_chat(self, special: bool, tools: Tools | None) -> dict[str, Any]:
         """The fields of `GenerateRequest` for a conversation."""
         if special:
             raise FieldError("add_special_tokens", "must be false: the template adds them")
-        fields, tokenizer = self._fields, self._engine.llm_engine.get_tokenizer()
+        fields = self._fields
         continues = fields.take("continue_final_message", bool, False)
         adds = fields.take("add_generation_prompt", bool, not continues)
         options = fields.take("chat_template_kwargs", dict, {})
-        if options and tokenizer is not None:
+        if options and self._tokenizer is not None:
             # Names of the server's own arguments to Python's functions.
-            own = {"self", "messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+            apply = self._tokenizer.hf.apply_chat_template
+            own = {"self", "messages", *inspect.signature(apply).parameters}
             for name in own & options.keys():
                 raise FieldError(f"chat_template_kwargs.{name}", "is the server's; leave it out")
-        messages = self._read_messages(str(getattr(tokenizer, "chat_template", "")))
+        messages = self._read_messages(template_text(self._tokenizer, tools is not None))
         options = {**options, "add_generation_prompt": adds}
+        if tools is not None:
+            self._state.check_text("tools", [json.dumps(tools.given)])
+            options["tools"] = tools.given
         if continues:
             options["continue_final_message"] = True
         return {"messages": messages, "chat_options": options}
@@ -277,10 +298,13 @@ class BodyReader:
         check_conversation((), len(given), self._limits)
         messages = [_read_message(f"messages[{place}]", one) for place, one in enumerate(given)]
         check_conversation((one["role"] for one in messages), len(given), self._limits)
-        self._state.check_text("messages", (text for one in messages for text in _texts(one)))
-        for one in messages:
+        self._state.check_text("messages", (text for one in given for text in _texts(one)))
+        for place, one in enumerate(messages):
             if one["role"] == "developer" and "developer" not in template:
                 one["role"] = "system"  # the older name
+            if "tool_calls" in one and "tool_calls" not in template:
+                problem = "is not written by the model's chat template; give content alone"
+                raise FieldError(f"messages[{place}].tool_calls", problem)
         return messages
 
 
@@ -294,6 +318,12 @@ def _read_message(place: str, given: object) -> dict[str, Any]:
         raise fields.error("role", "is missing")
     if message["role"] == "assistant":
         message["content"] = ""
+        if "tool_calls" in fields.left:
+            message["tool_calls"] = read_calls(fields, place)
+    if message["role"] == "tool":
+        if "tool_call_id" not in fields.left:
+            raise fields.error("tool_call_id", "is missing")
+        message["tool_call_id"] = fields.take("tool_call_id", str, "")
     for name in ("name", "reasoning_content"):
         if name in fields.left:
             message[name] = fields.take(name, str, "")
@@ -304,9 +334,11 @@ def _read_message(place: str, given: object) -> dict[str, Any]:
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """All texts of a message, those of its parts too."""
+    """All texts of a message, those of its parts and of the arguments of its calls too."""
     parts = message.get("content")
     found = [*message.values()]
     if isinstance(parts, list):
         found += [part.get("text") for part in parts if isinstance(part, dict)]
+    calls = message.get("tool_calls") or ()
+    found += [call["function"].get("arguments") for call in calls if "function" in call]
     return (text for text in found if isinstance(text, str))

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from json.encoder import encode_basestring as quote
+from typing import Any
 
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.server.http.reasoning import ReasoningSplitter
+from tpengine.server.http.tool_formats import ToolParser
+from tpengine.server.http.tools import Tools
 from tpengine.server.stream_sender import CandidateTurns, Positions
 
 _LEAST_LOGPROB = -9999.0
@@ -35,6 +38,7 @@ class Style:
         token_ids: the ids of prompt and output are fields.
         usage: a stream ends with a chunk of usage.
         usage_in_all: each chunk has the usage so far.
+        tools: that the model may call; None: none.
     """
 
     is_chat: bool
@@ -46,6 +50,7 @@ class Style:
     token_ids: bool = False
     usage: bool = False
     usage_in_all: bool = False
+    tools: Tools | None = None
 
     def head(self, request_id: str, created: int, model: str) -> str:
         """The beginning of an answer or a chunk, up to its first choice.
@@ -86,6 +91,7 @@ class AnswerWriter:
         self._begun: set[int] = set()
         self._finished: set[int] = set()
         self._splitters: dict[int, ReasoningSplitter] = {}
+        self._parsers: dict[int, ToolParser] = {}
         self._offsets: dict[int, int] = {}  # by index: length of the texts of its tokens so far
         self._turns = CandidateTurns()
 
@@ -115,7 +121,8 @@ class AnswerWriter:
                 about = await self._begin(output, one)
             if begins and self._style.is_chat:
                 role = replace(one, token_ids=(), finish_reason=None)
-                delta = '"delta":{"role":"assistant","content":""}'
+                content = '""' if self._style.tools is None else "null"
+                delta = f'"delta":{{"role":"assistant","content":{content}}}'
                 chunks.append(self._chunk(self._choice(role, delta), about))
                 about = ""
             chunks.append(self._chunk(await self._whole_choice(output, one, begins, about)))
@@ -146,6 +153,8 @@ class AnswerWriter:
         self._begun.add(one.index)
         if self._style.is_chat:
             self._splitters[one.index] = ReasoningSplitter(output.prompt)
+        if self._style.tools is not None:
+            self._parsers[one.index] = self._style.tools.parser()
         about = ""
         if self._style.token_ids:
             about = f',"prompt_token_ids":{_ids(output.prompt_token_ids)}'
@@ -175,22 +184,37 @@ class AnswerWriter:
         if splitter is None:
             fields = f'"content":{quote(one.text)}'
         else:
-            reasoning, content = splitter.take(one.text, one.finish_reason is not None)
-            if splitter.is_over:
-                del self._splitters[one.index]
-            fields = f'"reasoning_content":{quote(reasoning)}' if reasoning else ""
-            if content or not self._style.streams:
-                fields += f'{"," if fields else ""}"content":{quote(content)}'
+            fields = self._parts(one, splitter)
         if self._style.streams:
             return f'"delta":{{{fields}}}'
         return f'"message":{{"role":"assistant",{fields}}}'
+
+    def _parts(self, one: CompletionOutput, splitter: ReasoningSplitter) -> str:
+        """The fields of a text that may have reasoning, and then calls of tools."""
+        is_last, parser = one.finish_reason is not None, self._parsers.get(one.index)
+        reasoning, content = splitter.take(one.text, is_last)
+        calls: list[dict[str, Any]] = []
+        if parser is not None:
+            content, calls = parser.take(content, is_last)
+        elif splitter.is_over:
+            del self._splitters[one.index]
+        fields = [f'"reasoning_content":{quote(reasoning)}'] if reasoning else []
+        if content or not self._style.streams:
+            fields.append(f'"content":{quote(content) if content or not calls else "null"}')
+        if calls:
+            if not self._style.streams:  # only there a call has its place
+                calls = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+            fields.append(f'"tool_calls":{json.dumps(calls, ensure_ascii=False)}')
+        return ",".join(fields)
 
     def _choice(
         self, one: CompletionOutput, text: str, logprobs: str = "null", about: str = ""
     ) -> str:
         end = "null"
         if one.finish_reason is not None:
-            end = f'{quote(one.finish_reason)},"stop_reason":{json.dumps(one.stop_reason)}'
+            parser, reason = self._parsers.get(one.index), one.finish_reason
+            reason = reason if parser is None else parser.finish_reason(reason)
+            end = f'{quote(reason)},"stop_reason":{json.dumps(one.stop_reason)}'
         if self._style.token_ids:
             about += f',"token_ids":{_ids(one.token_ids)}'
         index = self._first_index + one.index

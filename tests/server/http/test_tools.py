@@ -1,0 +1,293 @@
+"""Tools over HTTP: fields, conversations with calls, answers held to a choice, and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from support.server_process import ServerProcess
+from support.tool_models import write
+
+from server.http.openai_door import Door, joined
+from server.http.test_openai_fields import CHAT, read, refused
+from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
+from tpengine.engine_args import AsyncEngineArgs
+from tpengine.outputs import CompletionOutput, RequestOutput
+from tpengine.server.http.tool_formats import FORMATS
+from tpengine.server.http.tools import Tools
+from tpengine.server.http.write import AnswerWriter, Style, usage
+from tpengine.server.state import ServerState
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "days": {"type": "array", "items": {"$ref": "#/$defs/Day"}, "maxItems": 2},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"Day": {"enum": ["today", "tomorrow"]}},
+}
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": WEATHER, **fields}}
+
+
+TOOLS = [tool("get_weather", description="The weather."), tool("get-rain")]
+NAMED = {"type": "function", "function": {"name": "get-rain"}}
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS}
+SAMPLED = {**ASKED, "temperature": 1.0, "max_tokens": 400, "return_token_ids": True}
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "get-rain", "arguments": '{"city": "Ærø"}'},
+}
+DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(2000), dict[str, Any]())
+DONE = [
+    *ASKED["messages"],
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": "<wet>"},
+]
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "get-rain", "arguments": {"city": "Ærø"}}\n</tool_call>',
+    "llama3": '{"name": "get-rain", "parameters": {"city": "Ærø"}}',
+    "mistral": '[TOOL_CALLS][{"name": "get-rain", "arguments": {"city": "Ærø"}}]',
+    "mistral 2025": '[TOOL_CALLS]get-rain[ARGS]{"city": "Ærø"}',
+}
+
+
+@pytest.fixture(name="form", scope="module", params=WRITTEN)
+def form_fixture(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@contextmanager
+def served(folder: Path, form: str) -> Iterator[Door]:
+    """A server of a random model that knows tools in one form."""
+    options = ["--model", str(write(folder, form)), "--dtype", "float32", "--http-port", "0"]
+    options += ["--cpu-kv-cache-space", "0.05", "--max-model-len", "4096"]
+    with ServerProcess(*options, log=folder / "log") as process:
+        yield Door(process.http_address)
+    assert "Traceback" not in (folder / "log").read_text()
+
+
+@pytest.fixture(name="tooled", scope="module")
+def tooled_fixture(form: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    with served(tmp_path_factory.mktemp("tools"), form) as door:
+        yield door
+
+
+@pytest.fixture(name="state", scope="module")
+def state_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerState]:
+    folder = write(tmp_path_factory.mktemp("tools"), "hermes")
+    args = AsyncEngineArgs(str(folder), num_device_blocks_override=256, max_model_len=4096)
+    state = ServerState(["tooled"], 0.0)
+    state.serve(AsyncLLMEngine.from_engine_args(args))
+    yield state
+    assert state.engine is not None
+    asyncio.run(state.engine.shutdown())
+
+
+def check_calls(message: dict[str, Any], names: set[str], form: str) -> None:
+    """The message has calls alone, which follow the schema."""
+    assert not message["content"]
+    for call in message["tool_calls"]:
+        assert call["function"]["name"] in names
+        jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)
+        assert len(call["id"]) == (9 if form.startswith("mistral") else len("call_") + 32)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"), [("required", {"get_weather", "get-rain"}), (NAMED, {"get-rain"})]
+)
+def test_a_choice_is_held(tooled: Door, form: str, choice: Any, names: set[str]) -> None:
+    body = {**SAMPLED, "tool_choice": choice, "parallel_tool_calls": False, "n": 3}
+    for seed in range(3):
+        whole = tooled.whole(CHAT, {**body, "seed": seed})
+        streamed = tooled.streamed(CHAT, {**body, "seed": seed})
+        pairs = list(zip(whole["choices"], streamed["choices"], strict=True))
+        assert [one["token_ids"] for one, _ in pairs] == [one["token_ids"] for _, one in pairs]
+        for pair in pairs:
+            for one in pair:
+                assert one["finish_reason"] == "tool_calls"
+                check_calls(one["message"], names, form)
+            functions = [
+                [call["function"] for call in one["message"]["tool_calls"]] for one in pair
+            ]
+            assert functions[0] == functions[1]
+            assert len(functions[0]) == 1
+
+
+def test_a_choice_is_held_after_a_thought(tmp_path: Path) -> None:
+    with served(tmp_path, "thinking") as door:
+        with door.open("/tokenize", {"prompt": "</think>", "add_special_tokens": False}) as answer:
+            (closing,) = json.load(answer)["tokens"]
+        body = {**SAMPLED, "tool_choice": NAMED, "parallel_tool_calls": False, "seed": 1}
+        body["logit_bias"] = {str(closing): 5.0}  # thoughts end by themselves, and are not long
+        for answered in (door.whole, door.streamed):
+            (one,) = answered(CHAT, body)["choices"]
+            assert len(one["message"]["reasoning_content"]) > 1
+            assert one["finish_reason"] == "tool_calls"
+            check_calls(one["message"], {"get-rain"}, "thinking")
+
+
+def test_several_calls_or_a_part(tooled: Door, form: str) -> None:
+    found = []
+    for seed in range(8):
+        body = {**SAMPLED, "tool_choice": "required", "seed": seed}
+        (one,) = tooled.whole(CHAT, body)["choices"]
+        if one["finish_reason"] == "tool_calls":
+            check_calls(one["message"], {"get_weather", "get-rain"}, form)
+            found.append(len(one["message"]["tool_calls"]))
+    assert found
+    assert max(found) == 1 or form != "llama3"
+    (one,) = tooled.whole(CHAT, {**SAMPLED, "tool_choice": NAMED, "max_tokens": 3})["choices"]
+    assert (one["finish_reason"], "tool_calls" in one["message"]) == ("length", False)
+    assert one["message"]["content"]
+
+
+def test_a_conversation_with_calls(tooled: Door, form: str) -> None:
+    text = tooled_text(tooled, {"messages": DONE, "tools": TOOLS})
+    assert '{"type": "function", "function": {"name": "get_weather", ' in text
+    assert "The weather." in text
+    assert f"A: {WRITTEN[form]}" in text.replace("A: \n", "A: ")
+    assert "<wet>" in text
+    text = tooled_text(tooled, {"messages": DONE, "tools": TOOLS, "tool_choice": "none"})
+    assert "get_weather" not in text
+    broken = {**CALL, "function": {"name": "get-rain", "arguments": "{"}}
+    messages = [DONE[0], {**DONE[1], "tool_calls": [broken]}, DONE[2]]
+    assert tooled_text(tooled, {"messages": messages})
+
+
+def tooled_text(door: Door, body: dict[str, Any]) -> str:
+    """The prompt that the template makes of a body."""
+    with door.open("/tokenize", body) as answer:
+        tokens = json.load(answer)["tokens"]
+    with door.open("/detokenize", {"tokens": tokens}) as answer:
+        text: str = json.load(answer)["prompt"]
+    return text
+
+
+def test_text_without_a_call_is_the_answer(tooled: Door) -> None:
+    """The random model writes no call, also under the grammar that would hold it to one."""
+    strict = {"tools": [tool("get-rain", strict=True)], "parallel_tool_calls": False}
+    for more in ({}, strict):
+        (one,) = tooled.streamed(CHAT, {**SAMPLED, "max_tokens": 30, "seed": 5, **more})["choices"]
+        assert one["message"].keys() == {"role", "content"}
+        assert one["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{**tool("f"), "x": 1}]}, "tools[0].x"),
+        ({"tools": [tool("f"), tool("a b")]}, "tools[1].function.name"),
+        ({"tools": [tool("f" * 65)]}, "tools[0].function.name"),
+        ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
+        ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters"),
+        ({"tools": [tool("f", parameters={"type": "array"})]}, "tools[0].function.parameters.type"),
+        ({"tools": [tool("f", strict="x")]}, "tools[0].function.strict"),
+        ({"tools": [tool("f", example=1)]}, "tools[0].function.example"),
+        ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
+        ({"tools": [tool("f", parameters=DEEP)]}, "tools"),
+        ({"tools": [tool("f", strict=True, parameters={"not": {"minProperties": 2}})]},
+         "tools[0].function.parameters"),
+        ({"tools": [tool("f", parameters={"properties": {"a": {"enum": ["b" * 140_000]}}})],
+          "tool_choice": "required", "n": 2}, "tools"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}},
+         "tool_choice.function.name"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
+        ({"structured_outputs": {"regex": "a"}}, "tools"),
+        ({"detokenize": False}, "detokenize"),
+        ({"functions": [{}]}, "functions"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "custom": {}}]}]},
+         "messages[0].tool_calls[0].custom"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]},
+         "messages[0].tool_calls[0].function.name"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(state: ServerState, body: dict[str, Any], param: str) -> None:
+    found, text = refused(state, CHAT, **{**ASKED, **body})
+    assert found == param
+    assert text.startswith(param)
+
+
+def test_choices_that_hold_nothing(state: ServerState) -> None:
+    assert (
+        "allowed_tools" in refused(state, CHAT, **ASKED, tool_choice={"type": "allowed_tools"})[1]
+    )
+    ((free,), style) = read(state, CHAT, ASKED)
+    assert (free.params.structured_outputs, style.tools.names) == (
+        None,
+        ["get_weather", "get-rain"],
+    )
+    for body in ({**ASKED, "tool_choice": "none"}, {**ASKED, "tools": [], "tool_choice": "auto"}):
+        ((request,), style) = read(
+            state, CHAT, {**body, "response_format": {"type": "json_object"}}
+        )
+        assert (style.tools, "tools" in request.chat_options) == (None, False)
+
+
+def test_a_template_without_tools(door: Door) -> None:
+    status, error = door.refused(CHAT, ASKED)
+    assert (status, error["param"]) == (400, "tools")
+    assert "chat template does not read tools" in error["message"]
+    assert all(form.about in error["message"] for form in FORMATS[:2])
+    assert door.refused(CHAT, {"messages": DONE})[1]["param"] == "messages[1].tool_calls"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_an_answer_with_a_thought_and_calls(size: int) -> None:
+    """Of two choices, one is cut within its call."""
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "é\\n"}}\n</tool_call>'
+    text = f"<think>why</think>\n\nWell. {call}\n{call}"
+    tools = Tools([], ["f"], FORMATS[0], [], None)
+
+    def output(low: int, high: int) -> RequestOutput:
+        ends = [("stop", len(text)), ("length", text.index("é"))]
+        outputs = [
+            CompletionOutput(i, text[low : min(high, end)], (1,), None, None, reason)
+            for i, (why, end) in enumerate(ends)
+            if (reason := why if high >= end else None) is None or low < end
+        ]
+        return RequestOutput("it", "", [1, 2], None, outputs, high >= len(text))
+
+    async def answers() -> tuple[list[Any], list[dict[str, Any]]]:
+        whole, stream = Style(True, tools=tools), Style(True, streams=True, usage=True, tools=tools)
+        choices, _ = await AnswerWriter(whole, "").write_whole(output(0, len(text)))
+        writer, said = AnswerWriter(stream, stream.head("it", 1, "m")), b""
+        for low in range(0, len(text), size):
+            part = output(low, low + size)
+            said += writer.write_tokens(part) or await writer.write(part)
+        said += f'data: {stream.head("it", 1, "m")}],"usage":{usage([writer])}}}'.encode()
+        return json.loads(f"[{choices}]"), [json.loads(one[6:]) for one in said.split(b"\n\n")]
+
+    whole, chunks = asyncio.run(answers())
+    for one, wanted in zip(joined(chunks)["choices"], whole, strict=True):
+        for choice in (one, wanted):
+            for call in choice["message"]["tool_calls"]:
+                assert len(call.pop("id")) == len("call_") + 32
+        assert one["message"] == wanted["message"]
+        assert one["finish_reason"] == wanted["finish_reason"]
+        assert wanted["message"]["reasoning_content"] == "why"
+        assert wanted["message"]["content"] == "\n\nWell. "
+    assert [one["finish_reason"] for one in whole] == ["tool_calls", "length"]
+    assert [len(one["message"]["tool_calls"]) for one in whole] == [2, 1]
+    assert whole[1]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": "'
