@@ -28,7 +28,7 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 222
 MAX_NATIVE_LINES = 8_220
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 40_500
+MAX_TEST_LINES = 42_700
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
@@ -37,7 +37,7 @@ MAY_ADD = {
     "four and eight bits": 1_620,
     "faults and fair shares": 2_160,
     "LoRA": 920,
-    "grammars, tools and page": 1_000,
+    "grammars, tools and page": 1_640,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""
 BEGUN: tuple[str, ...] = (

@@ -217,6 +217,8 @@ def test_text_without_a_call_is_the_answer(tooled: Door) -> None:
         ({"functions": [{}]}, "functions"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": None}]}]},
+         "messages[0].tool_calls[0].function.name"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "custom": {}}]}]},
          "messages[0].tool_calls[0].custom"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]},

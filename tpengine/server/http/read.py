@@ -340,5 +340,5 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(parts, list):
         found += [part.get("text") for part in parts if isinstance(part, dict)]
     calls = message.get("tool_calls") or ()
-    found += [call["function"].get("arguments") for call in calls if "function" in call]
+    found += [(call.get("function") or {}).get("arguments") for call in calls]
     return (text for text in found if isinstance(text, str))

@@ -241,6 +241,8 @@ def read_calls(fields: Fields, place: str) -> list[dict[str, Any]]:
         function = Fields(call.take("function", dict, {}), f"{where}.function.")
         call.end()
         name, text = function.take("name", str, ""), function.take("arguments", str, "")
+        if not name:
+            raise function.error("name", "is missing")
         function.end()
         try:
             found = json.loads(text)
