@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from tpengine.errors import closest
+from tpengine.errors import InvalidSamplingParamsError, closest
 from tpengine.options import Options, option
 from tpengine.sampling_params import SamplingParams
 
@@ -110,6 +111,9 @@ class SamplingOptions(Options):
     """Text that ends the output; may be given more than once."""
     ignore_eos: bool = option(False)
     """Go on after the model's end token."""
+    structured_outputs: str | None = option(None, metavar="JSON")
+    """What the output must look like, as in '{"choice": ["yes", "no"]}' or '{"json": SCHEMA}': one
+    of json, json_object, regex, choice, grammar and structural_tag (docs/structured.md)."""
 
     def given(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the user has set.
@@ -121,6 +125,13 @@ class SamplingOptions(Options):
         fields = {k: v for k, v in vars(self).items() if not any(v is one for one in unset)}
         if "sampling_seed" in fields:
             fields["seed"] = fields.pop("sampling_seed")
+        if "structured_outputs" in fields:
+            try:
+                fields["structured_outputs"] = json.loads(fields["structured_outputs"])
+            except ValueError as error:
+                raise InvalidSamplingParamsError(
+                    f"--structured-outputs is no JSON: {error}; put it into single quotes"
+                ) from None
         SamplingParams(**fields)
         return fields
 
