@@ -17,9 +17,10 @@ export class ServerError extends Error {
   }
 }
 
-/** Calls the server with the key of this tab, and asks for a key if the server wants another; a
- *  call with `isQuiet` asks once alone. A `body` is posted as JSON. `limitMs` bounds the answer's
- *  time. Throws a ServerError, or what `fetch` throws. */
+/** Calls the server with the key of this tab. If the server refuses the key, the user is asked for
+ *  another; a call with `isQuiet` does not ask again after the user has given none. A `body` is
+ *  posted as JSON. `limitMs` bounds the time of the answer. Throws a ServerError, or what `fetch`
+ *  throws. */
 export async function call(path, { body, signal, limitMs, isQuiet } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
