@@ -35,7 +35,7 @@ PERSON = {
 }
 TAG = {
     "structures": [{"begin": "<f=1>", "schema": {"const": 5}, "end": "</f>"}],
-    "triggers": ["<f="],
+    "triggers": ["<"],
 }
 
 
@@ -89,17 +89,15 @@ def test_each_output_matches(
 
 
 def test_any_object_and_tagged_text(llm: LLM) -> None:
-    (output,) = generate(llm, structured_outputs=StructuredOutputsParams(json_object=True))
-    text = output.outputs[0].text
-    assert text.startswith("{")
-    if output.outputs[0].finish_reason == "stop":
-        assert isinstance(json.loads(text), dict)
-    opens = {llm.get_tokenizer().encode("<")[0]: 30.0, llm.get_tokenizer().encode("f")[0]: 29.0}
-    (output,) = generate(
-        llm, structured_outputs={"structural_tag": TAG}, logit_bias=opens, max_tokens=40
-    )
-    tagged = re.findall("<f=[^<]*</f>", output.outputs[0].text)
-    assert set(tagged) <= {"<f=1>5</f>", "<f=1> 5</f>"}
+    for constraint, favoured, pattern in (
+        (StructuredOutputsParams(json_object=True), {'"': 12.0, "}": 12.0}, r'\{.*".*\}'),
+        ({"structural_tag": TAG}, {"<": 40.0}, r"(<f=1>\s*5</f>){3}.*"),
+    ):
+        bias = {llm.get_tokenizer().encode(one)[0]: more for one, more in favoured.items()}
+        (output,) = generate(llm, structured_outputs=constraint, logit_bias=bias)
+        text = output.outputs[0].text
+        assert re.fullmatch(pattern, text, re.DOTALL), text
+        assert "<" in favoured or isinstance(json.loads(text), dict)
 
 
 def test_an_output_cut_by_its_length_is_a_beginning(llm: LLM) -> None:
