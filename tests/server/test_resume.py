@@ -67,7 +67,8 @@ def loads(server: ServerProcess) -> pb.GetLoadsResponse:
 
 
 def holds(server: ServerProcess, num_running: int, num_kept: int | None = None) -> None:
-    """Waits until so many requests run and streams are kept; without any, all is free."""
+    """Waits until this many requests run and this many streams are kept (None: any number). If no
+    request is to run, also until all blocks are free."""
 
     def is_so() -> bool:
         now = loads(server)
@@ -557,7 +558,7 @@ def drawn_params(rng: random.Random) -> dict[str, Any]:
 
 
 def drawn_budgets(rng: random.Random, num_bytes: int) -> list[int]:
-    """Where up to three connections of a stream are cut, the first before its end."""
+    """Numbers of bytes after which one to three connections of a stream are cut."""
     return [rng.randrange(150, num_bytes) for _ in range(rng.randint(1, 3))]
 
 
