@@ -245,10 +245,10 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         browser.driver.get(server.http_address)
         wait_until(lambda: browser.find("#key-dialog").is_displayed(), WAIT_S)
         browser.type("not-the-key-of-this-server", ENTER)
-        browser.wait_for("#key-problem", "not one that this server knows")
+        browser.wait_for("#key-problem", "does not know this key")
         browser.type(KEY, ENTER)
         browser.wait_for("#status", "running")
-        browser.wait_for("#model", "embedded")
+        visit(browser, server.http_address)  # the tab has kept the key
         fill(browser, **SETTINGS)
         ask(browser, QUESTION)
         browser.wait_for(NOTE, "stop")
@@ -277,6 +277,8 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         browser.wait_for("#running", "0")
         browser.show(1200, 800, "dark")
         picture(browser, "dark")
+        browser.show(360, 740)
+        assert too_wide(browser) == []
         browser.find("#key").click()
         browser.find("#key-forget").click()
         browser.wait_for("#status", "no key")

@@ -1,6 +1,7 @@
 // Calls to the server: the key, errors as the server tells them, and streams of events.
 
 const KEY = "tpengine-key";
+const UNKNOWN = "The server does not know this key.";
 const dialog = document.getElementById("key-dialog");
 const input = document.getElementById("key-input");
 const problem = document.getElementById("key-problem");
@@ -36,7 +37,7 @@ export async function call(path, { body, signal, limitMs, isQuiet } = {}) {
     const error = new ServerError(await errorText(answer), answer.status);
     if (answer.status !== 401 || (isQuiet && declined)) throw error;
     // Another call may have got a key from the user since this one was sent.
-    if (key === sessionStorage.getItem(KEY) && !(await askForKey(key && error.message))) throw error;
+    if (key === sessionStorage.getItem(KEY) && !(await askForKey(key && UNKNOWN))) throw error;
   }
 }
 
