@@ -35,7 +35,7 @@ PERSON = {
 }
 TAG = {
     "structures": [{"begin": "<f=1>", "schema": {"const": 5}, "end": "</f>"}],
-    "triggers": ["<f="],
+    "triggers": ["<"],
 }
 
 
@@ -62,7 +62,7 @@ def is_valid(text: str, schema: dict[str, Any]) -> bool:
         ({"choice": ["yes", 'n"o\\', "été"]}, '(yes|n"o\\\\|été)'),
         ({"grammar": 'start: "a" B\nB: /[0-9]{1,4}/'}, "a[0-9]{1,4}"),
         ({"grammar": 'root ::= "a" [b-d]{1,4}'}, "a[b-d]{1,4}"),
-        ({"json": '{"enum": [1, [true]]}'}, r"(1|\[\s?\s*true\s?\s*\])"),
+        ({"json": '{"enum": [1, [true]]}'}, r"(1|\[\s*true\s*\])"),
         ({"json": {"const": [1, 2]}, "disable_any_whitespace": True}, r"\[1,2\]"),
         ({"json": {"const": [1, 2]}, "whitespace_pattern": "_"}, r"\[_?1_?,_?2_?\]"),
     ],
@@ -88,18 +88,17 @@ def test_each_output_matches(
         assert re.fullmatch(pattern, one.text), one.text
 
 
-def test_any_object_and_tagged_text(llm: LLM) -> None:
-    (output,) = generate(llm, structured_outputs=StructuredOutputsParams(json_object=True))
-    text = output.outputs[0].text
-    assert text.startswith("{")
-    if output.outputs[0].finish_reason == "stop":
-        assert isinstance(json.loads(text), dict)
-    opens = {llm.get_tokenizer().encode("<")[0]: 30.0, llm.get_tokenizer().encode("f")[0]: 29.0}
-    (output,) = generate(
-        llm, structured_outputs={"structural_tag": TAG}, logit_bias=opens, max_tokens=40
-    )
-    tagged = re.findall("<f=[^<]*</f>", output.outputs[0].text)
-    assert set(tagged) <= {"<f=1>5</f>", "<f=1> 5</f>"}
+def test_where_a_bias_leads(llm: LLM) -> None:
+    """To the end of an object, and to tags in free text."""
+    for constraint, favoured, pattern in (
+        (StructuredOutputsParams(json_object=True), {'"': 12.0, "}": 12.0}, r'\{.*".*\}'),
+        ({"structural_tag": TAG}, {"<": 40.0}, r"(<f=1>\s*5</f>){3}.*"),
+    ):
+        bias = {llm.get_tokenizer().encode(one)[0]: more for one, more in favoured.items()}
+        (output,) = generate(llm, structured_outputs=constraint, logit_bias=bias)
+        text = output.outputs[0].text
+        assert re.fullmatch(pattern, text, re.DOTALL), text
+        assert '"' not in favoured or isinstance(json.loads(text), dict)
 
 
 def test_an_output_cut_by_its_length_is_a_beginning(llm: LLM) -> None:
@@ -118,7 +117,7 @@ def test_an_output_cut_by_its_length_is_a_beginning(llm: LLM) -> None:
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_detours_change_no_token(mode: str) -> None:
-    """Preemption, chunks and the beginnings of others that run at the same time."""
+    """Preemption, chunks, and other requests that start at the same time."""
     kinds = [
         {"json": PERSON, "disable_any_whitespace": True},
         {"regex": "([a-z]{2,9} ){4}"},
@@ -144,7 +143,7 @@ def test_detours_change_no_token(mode: str) -> None:
 
 
 def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -> None:
-    """The oracle looks at every token: it may follow if a choice begins with the text then."""
+    """The oracle tries every token: it is allowed if a choice begins with the text then."""
     folder = write(tmp_path_factory.mktemp("grammar"))
     choices = ["xyz", "xq", "zebr", "zoo", "zoology"]
     with make_engine(folder) as engine:
@@ -280,8 +279,8 @@ def test_the_grammar_starts_after_the_reasoning(llm: LLM, special: list[str]) ->
 
 
 def test_a_chat_with_a_model_that_reasons(llm: LLM) -> None:
-    """Tags in the template let the answer begin with reasoning; a prompt that ends with one has
-    begun it."""
+    """With tags in its template an answer may begin with reasoning. If the prompt ends with the
+    opening tag, the answer does begin so; if it ends with the closing one, it does not."""
     hf = llm.get_tokenizer()
     template, question = hf.chat_template, [{"role": "user", "content": "Is it so?"}]
     held = SamplingParams(max_tokens=60, temperature=0.0, structured_outputs={"choice": ["yes"]})
@@ -291,6 +290,8 @@ def test_a_chat_with_a_model_that_reasons(llm: LLM) -> None:
         hf.chat_template = template + "{# <think> #}"
         assert llm.chat(question, held, use_tqdm=False)[0].outputs[0].text == "yes"
         assert llm.chat(question, free, use_tqdm=False)[0].outputs[0].text.startswith("<")
+        hf.chat_template = template + "<think></think>"
+        assert llm.chat(question, free, use_tqdm=False)[0].outputs[0].text.startswith("y")
         hf.chat_template = template + "<think>"
         text = llm.chat(question, held, use_tqdm=False)[0].outputs[0].text
         assert text.partition("</think>")[2] in ("", "yes")
@@ -310,8 +311,8 @@ def test_the_request_of_vllm_0_5_4(llm: LLM) -> None:
 
 @pytest.mark.check
 def test_a_hundred_schemas_of_the_suite() -> None:
-    """Two ranks, one of them killed, a cache so small that sequences are preempted, temperature 1:
-    each output that ends with stop is valid."""
+    """At temperature 1, with a rank killed, and a cache so small that sequences are preempted, each
+    output that ends with stop is valid."""
     schemas, refused = {}, {}
     args: dict[str, Any] = {"dtype": "float32", "tensor_parallel_size": 2, "executor": "processes"}
     with LLM(**args, block_size=8, num_device_blocks_override=130, max_model_len=1024) as llm:

@@ -117,8 +117,8 @@ class NotOfferedError(RequestError):
 
 
 class NotKeptError(RequestError):
-    """A stream cannot go on where its client asks for it: it is not kept, or no longer from there,
-    or it grew beyond the bytes that may be kept."""
+    """A stream cannot go on from the position that its client gives: the stream or that part of it
+    is not kept, or the stream grew beyond the bytes that may be kept."""
 
 
 class UnauthenticatedError(RequestError):

@@ -142,8 +142,8 @@ class SamplingParams:
             sets it to find calls of tools; it is not in the protocols.
         structured_outputs: what each output must look like: a JSON schema, a regular expression, a
             choice or a grammar; or a dict of its fields. The model's end tokens end the output
-            where the constraint is complete, also with `ignore_eos`. An output that ends so
-            fulfils it; one that ends with finish reason length is the beginning of one that would.
+            where the constraint is complete, also with `ignore_eos`. Such an output follows the
+            constraint; one with finish reason length is the beginning of an output that does.
 
     Raises:
         InvalidSamplingParamsError: a value is out of its range; the message has both.

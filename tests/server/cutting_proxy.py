@@ -14,12 +14,12 @@ class CuttingProxy:
 
     Args:
         target: HOST:PORT of the server.
-        budgets: bytes from the server after which each connection in turn is cut; those after them
-            pass all.
+        budgets: for each connection in turn, the number of bytes from the server after which it is
+            cut. Further connections are not cut.
         before_cut: called before each cut.
 
     Attributes:
-        num_cuts: connections that were cut so.
+        num_cuts: connections that were cut.
     """
 
     def __init__(

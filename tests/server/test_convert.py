@@ -141,6 +141,24 @@ def test_the_client_sends_every_field(name: str) -> None:
     assert read_sampling_params(message.sampling, DELTA, {}) == params
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json": {"a": [1]}, "whitespace_pattern": " *"},
+        {"regex": "a"},
+        {"choice": ["a", "é"]},
+        {"grammar": "start: a"},
+        {"json_object": True},
+        {"structural_tag": {"structures": [], "triggers": ["a"]}},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_the_client_sends_every_constraint(given: dict[str, Any]) -> None:
+    params = SamplingParams(structured_outputs=given, output_kind=DELTA)
+    message = to_request("a", params, None, 0, None)
+    assert read_sampling_params(message.sampling, DELTA, {}) == params
+
+
 @pytest.mark.parametrize("seed", [None, -1, -2, 2**63, 2**64 - 1])
 def test_a_seed_keeps_its_bits(seed: int | None) -> None:
     """A number of 64 bits with a sign, of which -1 means no seed in Python alone."""

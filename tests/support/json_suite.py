@@ -18,7 +18,7 @@ _TYPES = {
     "integer": ("minimum", "maximum", "multipleOf", "exclusiveMinimum", "exclusiveMaximum"),
 }
 _ELSEWHERE = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const")
-"""Keywords that say the type in another schema, or by values."""
+"""Keywords that give the type by other schemas or by values."""
 
 
 def suite_schemas() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -69,7 +69,7 @@ MISTRAL_2025 = _MISTRAL.replace(
 )
 _QWEN3 = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TEMPLATES = {
-    # name: template, its special tokens, and added ones that are none
+    # name: template, its special tokens, and other added tokens
     "hermes": (HERMES, (), ("<tool_call>", "</tool_call>")),
     "hermes in text": (HERMES, (), ()),
     "llama3": (LLAMA3, ("<|python_tag|>",), ()),

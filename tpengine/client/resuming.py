@@ -13,7 +13,7 @@ from tpengine.server.grpc.proto import RESUME_WINDOW_KEY
 
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.1, 2.0
 _NEVER_SENT = "failed to connect"
-"""In gRPC's text for a call that has left this machine in no part."""
+"""In gRPC's text for a call of which nothing has left this machine."""
 
 
 class Outage:
@@ -48,14 +48,14 @@ class Outage:
             await self.read_window()
 
     async def read_window(self) -> None:
-        """Notes what the server has granted, if its answer to the call has begun; the call has
-        ended, or a message has come."""
+        """Notes what the server has granted, if its answer to the call has begun. Called when the
+        call has ended, or a message has come."""
         metadata = dict(await self.call.initial_metadata() or ())
         if metadata:
             self.granted_s = float(metadata.get(RESUME_WINDOW_KEY, 0))
 
     async def pause_s(self, error: BaseException | None) -> float | None:
-        """Seconds after which to repeat the call, which has failed; None: do not.
+        """Seconds after which the failed call is to be repeated; None: it is not.
 
         A request that may have arrived can be repeated, because its id finds its stream.
 

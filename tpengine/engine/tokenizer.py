@@ -80,7 +80,7 @@ class ByteTable:
     strips_first_space: bool
 
     def visible_pieces_with(self, token_ids: tuple[int, ...]) -> list[str | bytes]:
-        """`visible_pieces`, in which these special tokens are not empty."""
+        """`visible_pieces` with the texts of these special tokens."""
         return _visible_pieces(self, token_ids) if token_ids else self.visible_pieces
 
 

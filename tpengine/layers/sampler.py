@@ -189,9 +189,9 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
 def _raw_logprobs(
     logits: torch.Tensor, batch: SamplingBatch
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Looks at the raw logits of the rows `RAW_ALONE`, before they are edited. Returns a function
-    of the sampled ids, int64 `[num_samples]`, and the log probabilities, float32 `[num_samples]`,
-    in which it replaces those of these rows."""
+    """Reads the raw logits of the rows `RAW_ALONE` before they are edited. Returns a function that
+    takes the sampled ids, int64 `[num_samples]`, and their log probabilities, float32
+    `[num_samples]`, and replaces the log probabilities of these rows."""
     rows = np.flatnonzero(batch.num_logprobs == RAW_ALONE)
     if batch.edits is None or not len(rows):  # the kernel's own are those of the raw logits
         return lambda token_ids, chosen: None

@@ -89,8 +89,8 @@ class ServerArgs(Options):
     write_timeout: float = option(60.0, more_than=0, at_most=MAX_WRITE_S, unit=" seconds")
     """Seconds after which a stream ends whose client takes nothing of it."""
     resume_window: float = option(0.0, at_least=0, at_most=MAX_RESUME_S, unit=" seconds")
-    """Longest time in seconds for which a stream whose client is gone goes on and is kept, if the
-    client has asked for it, so that it can resume; 0: no stream is."""
+    """Longest time in seconds for which a stream goes on and is kept without its client, so that
+    the client can resume it. Only for clients that ask for it; 0: for none."""
     drain_timeout: float = option(30.0, at_least=0, unit=" seconds")
     """Seconds that running requests get to finish after SIGTERM, SIGINT or Drain."""
     startup_timeout: float = option(1800.0, at_least=0, unit=" seconds")

@@ -14,7 +14,6 @@ from support import third_party, tool_models
 from support.server_process import ServerProcess
 from support.system_packages import require
 
-from server.http.openai_door import Door
 from tpengine import LLM, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
 
@@ -173,19 +172,6 @@ def test_tools_of_langchain(tool_server: ServerProcess) -> None:
     assert whole == streamed
     assert whole[0] == "Weather"
     assert [set(form) for form in found["forms"]] == [{"city", "days"}] * 2
-
-
-def test_smollm2_knows_no_tools(tmp_path: Path) -> None:
-    """Its template reads no tools, and the server says so."""
-    options = ["--model", str(third_party.smollm2()), "--max-model-len", "512", "--http-port", "0"]
-    options += ["--cpu-kv-cache-space", "0.1"]
-    tool = {"type": "function", "function": {"name": "f"}}
-    messages = [{"role": "user", "content": "a"}]
-    with ServerProcess(*options, log=tmp_path / "log") as process:
-        body = {"messages": messages, "tools": [tool]}
-        status, error = Door(process.http_address).refused("chat/completions", body)
-    assert (status, error["param"]) == (400, "tools")
-    assert "does not read tools" in error["message"]
 
 
 def test_llm(server: ServerProcess, answers: dict[str, Any], tmp_path: Path) -> None:

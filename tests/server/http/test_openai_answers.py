@@ -182,19 +182,14 @@ def test_a_body_has_the_size_that_the_length_of_the_model_leaves(door: Door) -> 
 
 
 COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
-NAMED_COLOUR = {"name": "colour", "strict": True, "schema": COLOUR}
 COLOUR |= {"required": ["colour"], "additionalProperties": False}
+NAMED_COLOUR = {"name": "colour", "strict": True, "schema": COLOUR}
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "a", "schema": COLOUR},
-            }
-        },
+        {"response_format": {"type": "json_schema", "json_schema": NAMED_COLOUR}},
         {"structured_outputs": {"json": COLOUR}},
         {"structured_outputs": {"regex": r'\{"colour": ?"(red|blue)"\}'}},
         {"structured_outputs": {"choice": ['{"colour":"red"}', '{"colour":"blue"}']}},

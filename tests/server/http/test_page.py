@@ -85,7 +85,7 @@ def test_no_other_file_is_served(path: str) -> None:
 
 
 def test_the_files_keep_to_their_policy() -> None:
-    """What older browsers, without the policy's last words, rely on."""
+    """Browsers that do not know the last two words of the policy rely on this."""
     for path in sorted(Path(page.__file__).with_name("page").iterdir()):
         text = path.read_text()
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
@@ -182,7 +182,7 @@ def whole_answer(door: Door) -> str:
 def test_an_answer_streams_and_stops(
     browser: Browser, openai_server: ServerProcess, door: Door
 ) -> None:
-    """And nothing is too wide for 360 pixels."""
+    """At a width of 360 pixels no part is too wide."""
     whole = whole_answer(door)
     visit(browser, openai_server.http_address)
     assert browser.driver.switch_to.active_element.get_attribute("id") == "input"
@@ -245,10 +245,10 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         browser.driver.get(server.http_address)
         wait_until(lambda: browser.find("#key-dialog").is_displayed(), WAIT_S)
         browser.type("not-the-key-of-this-server", ENTER)
-        browser.wait_for("#key-problem", "not one that this server knows")
+        browser.wait_for("#key-problem", "does not know this key")
         browser.type(KEY, ENTER)
         browser.wait_for("#status", "running")
-        browser.wait_for("#model", "embedded")
+        visit(browser, server.http_address)  # the tab has kept the key
         fill(browser, **SETTINGS)
         ask(browser, QUESTION)
         browser.wait_for(NOTE, "stop")
@@ -277,6 +277,8 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         browser.wait_for("#running", "0")
         browser.show(1200, 800, "dark")
         picture(browser, "dark")
+        browser.show(360, 740)
+        assert too_wide(browser) == []
         browser.find("#key").click()
         browser.find("#key-forget").click()
         browser.wait_for("#status", "no key")
@@ -343,8 +345,7 @@ def stub() -> FastAPI:
 
 @pytest.mark.check
 def test_text_with_tags_stays_text(browser: Browser) -> None:
-    """Of the model, of the user, of errors and of names; whatever the server sends in which
-    pieces."""
+    """Text of the model, of the user, of errors and of names, wherever the stream is cut."""
     app = stub()
     with open_port(app=app) as port:  # at its end no connection may be left
         browser.driver.get(f"http://127.0.0.1:{port.port}")

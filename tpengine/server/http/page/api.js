@@ -1,6 +1,7 @@
 // Calls to the server: the key, errors as the server tells them, and streams of events.
 
 const KEY = "tpengine-key";
+const UNKNOWN = "The server does not know this key.";
 const dialog = document.getElementById("key-dialog");
 const input = document.getElementById("key-input");
 const problem = document.getElementById("key-problem");
@@ -17,9 +18,10 @@ export class ServerError extends Error {
   }
 }
 
-/** Calls the server with the key of this tab, and asks for a key if the server wants another; a
- *  call with `isQuiet` asks once alone. A `body` is posted as JSON. `limitMs` bounds the answer's
- *  time. Throws a ServerError, or what `fetch` throws. */
+/** Calls the server with the key of this tab. If the server refuses the key, the user is asked for
+ *  another; a call with `isQuiet` does not ask again after the user has given none. A `body` is
+ *  posted as JSON. `limitMs` bounds the time of the answer. Throws a ServerError, or what `fetch`
+ *  throws. */
 export async function call(path, { body, signal, limitMs, isQuiet } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
@@ -35,7 +37,7 @@ export async function call(path, { body, signal, limitMs, isQuiet } = {}) {
     const error = new ServerError(await errorText(answer), answer.status);
     if (answer.status !== 401 || (isQuiet && declined)) throw error;
     // Another call may have got a key from the user since this one was sent.
-    if (key === sessionStorage.getItem(KEY) && !(await askForKey(key && error.message))) throw error;
+    if (key === sessionStorage.getItem(KEY) && !(await askForKey(key && UNKNOWN))) throw error;
   }
 }
 

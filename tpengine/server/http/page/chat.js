@@ -6,6 +6,7 @@ import { counted } from "./text.js";
 const get = (id) => document.getElementById(id);
 const [box, log, form, input, send] = ["log-box", "log", "composer", "input", "send"].map(get);
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const LEAST_S = 0.2; // of a rate: tokens that come together say nothing of it
 const COMPLETION_TOKENS = 256; // of a model without a chat template, where OpenAI's default is 16
 
 let history = [];
@@ -81,8 +82,8 @@ class Meter {
     const parts = [counted(this.tokens, "token")];
     const seconds = (this.last - this.first) / 1000;
     const more = this.tokens - this.firstTokens;
-    if (this.first !== null && more > 0 && seconds > 0) {
-      parts.push(`${(more / seconds).toFixed(1)} tokens/s`);
+    if (this.first !== null) {
+      if (seconds >= LEAST_S) parts.push(`${(more / seconds).toFixed(1)} tokens/s`);
       parts.push(`first after ${((this.first - this.sent) / 1000).toFixed(2)} s`);
     }
     return [...parts, end].filter(Boolean).join(" · ");
