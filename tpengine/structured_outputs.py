@@ -118,7 +118,14 @@ class StructuredOutputsParams:
             InvalidSamplingParamsError: it is not written as its kind demands. Most faults are found
                 when the grammar is compiled.
         """
-        grammar = self._read_grammar()
+        try:
+            grammar = self._read_grammar()
+        except InvalidSamplingParamsError:
+            raise
+        except (ValueError, RecursionError) as error:  # half of a surrogate pair; a huge number
+            raise InvalidSamplingParamsError(
+                f"{_NAME} is no text or JSON: {error!s:.200}"
+            ) from None
         if thinking is not Thinking.NONE:
             lark = _thinking_grammar(thinking, THINK_CLOSING in special_tokens)
             first, *rest = grammar["grammars"]
@@ -149,14 +156,6 @@ class StructuredOutputsParams:
                 ) from error
         made = StructTag.to_grammar(_read_tags(self.structural_tag), assume_special=False)
         return _parsed(made) if made.startswith("{") else _lark(made)
-
-
-def schema_fault(schema: Mapping[str, Any]) -> str:
-    """Why llguidance refuses a JSON schema, in its own words; empty: it takes it."""
-    from llguidance import LLMatcher
-
-    fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-    return str(fault)
 
 
 def guided_options(given: Any) -> StructuredOutputsParams:

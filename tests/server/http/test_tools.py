@@ -201,8 +201,6 @@ def test_text_without_a_call_is_the_answer(tooled: Door) -> None:
         ({"tools": [tool("f", example=1)]}, "tools[0].function.example"),
         ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
         ({"tools": [tool("f", parameters=DEEP)]}, "tools"),
-        ({"tools": [tool("f", strict=True, parameters={"not": {"minProperties": 2}})]},
-         "tools[0].function.parameters"),
         ({"tools": [tool("f", parameters={"properties": {"a": {"enum": ["b" * 140_000]}}})],
           "tool_choice": "required", "n": 2}, "tools"),
         ({"tool_choice": "maybe"}, "tool_choice"),
