@@ -37,7 +37,7 @@ MAY_ADD = {
     "four and eight bits": 1_620,
     "faults and fair shares": 2_160,
     "LoRA": 920,
-    "grammars, tools and page": 1_640,
+    "grammars, tools and page": 1_690,
 }
 """Lines of code that an issue may add to the package. One that needs more removes others first."""
 BEGUN: tuple[str, ...] = (

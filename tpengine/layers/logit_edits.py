@@ -145,12 +145,17 @@ class LogitEdits:
         stages = (self.processors, self.bias, self.allowed, self.masks, self.banned, self.penalties)
         return not any(stages)
 
+    @property
+    def only_ban(self) -> bool:
+        """Whether they only rule tokens out, which no dtype rounds."""
+        return not (self.processors or self.bias or self.penalties)
+
 
 def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
     """Edits `logits` in place.
 
     Args:
-        logits: float32 `[num_rows, vocab_size]`.
+        logits: `[num_rows, vocab_size]`, float32; or the model's dtype if the edits `only_ban`.
 
     Returns:
         For each row whose processor failed, or whose grammar cannot be followed, the reason.
@@ -177,7 +182,7 @@ def _apply_masks(logits: torch.Tensor, masks: TokenMasks) -> dict[int, str]:
     """Bans what the masks do not allow; returns the errors by row."""
     filled = masks.filling.result(_MASK_S)
     # Eight tokens at a time: single bits would take three to four times as long.
-    table = upload(_byte_penalties(), logits.device)
+    table = upload(_byte_penalties(), logits.device).to(logits.dtype)
     taken = upload(filled.bits.view(np.uint8), logits.device).int()
     penalties = F.embedding(taken, table).flatten(1)[:, : logits.shape[1]]
     if len(masks.rows) == len(logits):

@@ -150,7 +150,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     chosen = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     write_raw = _raw_logprobs(logits, batch)
-    if batch.edits is not None or len(beams):
+    if len(beams) or not (batch.edits is None or batch.edits.only_ban):
         logits = logits.float()  # so that no bias or score is rounded to the model's dtype
     if shares is not None and len(beams):
         # Beams are ranked by edited log probabilities, as in transformers.
@@ -201,8 +201,8 @@ def _raw_logprobs(
     best_logprob = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     fused.argmax(best, raw, best_logprob)
     total = raw.gather(1, best.unsqueeze(1)).squeeze(1).float() - best_logprob
-    if raw is logits and logits.dtype == torch.float32:
-        raw = logits.clone()  # the edits change it
+    if raw is logits and logits.dtype == torch.float32 and not batch.edits.only_ban:
+        raw = logits.clone()  # the edits change the logit of the chosen token
 
     def write(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
         own = raw.gather(1, _pick_rows(token_ids, rows).unsqueeze(1)).squeeze(1)
