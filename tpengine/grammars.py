@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from tpengine.errors import InvalidSamplingParamsError
@@ -19,6 +20,12 @@ LIMITS = {"max_lexer_states": 25_000}
 """Limits of `LLParserLimits` for each sequence that are not the library's own. A state of the lexer
 takes 1 to 2 kB; its own limit of 250,000 suits a process that serves one user."""
 _MAX_COMPILED = 64
+_MAX_BYTES, _STACK_BYTES = 1 << 19, 512 << 20
+"""Of a grammar, and of the stack on which it is compiled. The library compiles rules that refer to
+each other in a chain by recursion, and a stack that is too small ends the process. Chains of 300 kB
+need 64 to 128 MiB; what is not used takes no memory."""
+_COMPILE_S = 20.0
+"""Longest time to compile a grammar; most take some milliseconds."""
 _MAX_REASON = 300
 _LIMIT_OF = {
     # part of an error's text: the limit in LLParserLimits
@@ -29,6 +36,7 @@ _LIMIT_OF = {
     "Current row has": "max_items_in_row",
     "grammar size": "max_grammar_size",
 }
+_STARTING = threading.Lock()
 
 
 class Vocabulary:
@@ -62,26 +70,54 @@ class Vocabulary:
             grammar: see `StructuredOutputsParams.to_grammar`.
 
         Raises:
-            InvalidSamplingParamsError: the library refuses the grammar or the tokenizer; with its
-                own reason.
+            InvalidSamplingParamsError: the library refuses the grammar or the tokenizer, with its
+                own reason; or the grammar is too large, or compiles for too long.
         """
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
         if compiled is None:  # compiled without the lock: a step may wait for another grammar
-            compiled = self._compile(grammar)
+            compiled = self._compile_apart(grammar)
         with self._lock:
             self._compiled[grammar] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
             return compiled.deep_copy()
 
+    def _compile_apart(self, grammar: str) -> LLMatcher:
+        """Compiles a grammar on a thread with a large stack."""
+        if len(grammar) > _MAX_BYTES:
+            raise _refusal(f"its grammar has {len(grammar)} bytes, more than {_MAX_BYTES}")
+        compiled: Future[LLMatcher] = Future()
+
+        def compile_one() -> None:
+            try:
+                compiled.set_result(self._compile(grammar))
+            except BaseException as error:  # for the caller; the library's panics are no Exception
+                compiled.set_exception(error)
+
+        with _STARTING:  # the size is one for the whole process
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                threading.Thread(target=compile_one, name="compile-grammar", daemon=True).start()
+            except RuntimeError as error:
+                raise _refusal(f"{error}; try again later") from error
+            finally:
+                threading.stack_size(usual)
+        try:
+            return compiled.result(_COMPILE_S)
+        except TimeoutError:
+            raise _refusal(f"it compiles for over {_COMPILE_S:g} s; give a simpler one") from None
+
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
         matcher = LLMatcher(self._load_tokens(), grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise InvalidSamplingParamsError(f"structured_outputs is refused: {reason(matcher)}")
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # a grammar that allows nothing would fail later, in a step
+        if first.is_error():
+            raise _refusal(reason(first))
         return matcher
 
     def _load_tokens(self) -> LLTokenizer:
@@ -101,9 +137,15 @@ class Vocabulary:
             return self._tokens
 
 
+def _refusal(why: str) -> InvalidSamplingParamsError:
+    return InvalidSamplingParamsError(f"structured_outputs is refused: {why}")
+
+
 def reason(matcher: LLMatcher) -> str:
     """Why a matcher is in its state of error: the library's text, and the limit that it names."""
     text: str = matcher.get_error().partition("\n<")[0].strip()
+    if text.startswith("NoExtensionBias"):
+        return "no text fulfils it"
     limit = next((limit for part, limit in _LIMIT_OF.items() if part in text), None)
     text = text[:_MAX_REASON]
     if limit is None:

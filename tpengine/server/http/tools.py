@@ -12,7 +12,7 @@ from tpengine.engine.tokenizer import Tokenizer
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.http.fields import FieldError, Fields
 from tpengine.server.http.tool_formats import FORMATS, NAME, ToolFormat, ToolParser
-from tpengine.structured_outputs import StructuredOutputsParams, schema_fault
+from tpengine.structured_outputs import StructuredOutputsParams
 
 MAX_TOOLS = 128
 """Functions of a request, as OpenAI bounds them."""
@@ -90,10 +90,10 @@ def read_tools(fields: Fields, tokenizer: Tokenizer | None) -> Tools | None:
     grammar = None
     if must or not is_parallel or any(is_strict for _, is_strict in read):
         schemas = {}
-        for place, (one, is_strict) in enumerate(read):
+        for one, is_strict in read:
             if one["name"] in allowed:
-                schema = one["parameters"] if must or is_strict else {}
-                schemas[one["name"]] = _held_schema(place, schema)
+                schema = one["parameters"] if must or is_strict else {"type": "object"}
+                schemas[one["name"]] = {**schema, "x-guidance": _SPACES}
         grammar = choice_grammar(form, schemas, tokens, must, is_parallel)
     special = () if tokenizer is None else tokenizer.special_token_ids
     visible = [one for one in tokens.values() if one in special]
@@ -166,16 +166,6 @@ def find_form(template: str) -> ToolFormat:
                 return form
     known = "; ".join(one.about for one in FORMATS)
     raise FieldError("tools", f"cannot be used: the model's chat template {lack}. Known: {known}")
-
-
-def _held_schema(place: int, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of arguments in a grammar."""
-    held = {"type": "object", **schema, "x-guidance": _SPACES}
-    fault = schema_fault(held)
-    if fault:
-        name = f"tools[{place}].function.parameters"
-        raise FieldError(name, f"cannot be held by a grammar: {fault:.300}")
-    return held
 
 
 def choice_grammar(
