@@ -37,6 +37,8 @@ TAG = {
     "structures": [{"begin": "<f=1>", "schema": {"const": 5}, "end": "</f>"}],
     "triggers": ["<"],
 }
+CHAIN = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(6000)), "a6000: /[a&&b]/"])
+"""Rules so deep that the library needs more stack than a thread has, and that allow no text."""
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +204,12 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
         ({"choice": "ab"}, "structured_outputs.choice must be a list of texts"),
         ({"choice": ["a", ""]}, "texts that are not empty"),
         ({"grammar": "start: foo"}, 'refused: .*unknown name: "foo"'),
-        ({"grammar": "root ::= ("}, "structured_outputs.grammar is no GBNF"),
+        ({"grammar": "root ::= ("}, "structured_outputs.grammar cannot be read: "),
+        ({"grammar": CHAIN}, "refused: no text fulfils it"),
+        ({"regex": "a" * 600_000}, "has 600103 bytes, more than 524288"),
+        ({"regex": "\ud800"}, "outputs.regex cannot be read: .*surrogates"),
+        ({"json": '{"const": "\\ud800"}'}, "outputs.json cannot be read: .*ud800"),
+        ({"json": {"minimum": 10**400}}, "outputs.json cannot be read: .*10000"),
         ({"structural_tag": {"format": {}}}, "the field format, which is not served"),
         ({"structural_tag": {**TAG, "triggers": ["g"]}}, "each begin starts with one"),
         ({"grammar": "start: A\nA: /a/ & /b/"}, "refused: no text fulfils it"),

@@ -86,10 +86,7 @@ class Vocabulary:
     def _compile_apart(self, grammar: str) -> LLMatcher:
         """Compiles a grammar on a thread with a large stack."""
         if len(grammar) > _MAX_BYTES:
-            raise InvalidSamplingParamsError(
-                f"structured_outputs is refused: the grammar has {len(grammar)} bytes, more than "
-                f"{_MAX_BYTES}; give a smaller one"
-            )
+            raise _refusal(f"its grammar has {len(grammar)} bytes, more than {_MAX_BYTES}")
         compiled: Future[LLMatcher] = Future()
 
         def compile_one() -> None:
@@ -98,28 +95,20 @@ class Vocabulary:
             except Exception as error:
                 compiled.set_exception(error)
             except BaseException as error:  # the library's panics are no `Exception`
-                told = (
-                    f"structured_outputs is refused: the library failed: {error!s:.{_MAX_REASON}}"
-                )
-                compiled.set_exception(InvalidSamplingParamsError(told))
+                compiled.set_exception(_refusal(f"llguidance failed: {error!s:.{_MAX_REASON}}"))
 
         with _STARTING:  # the size is one for the whole process
             usual = threading.stack_size(_STACK_BYTES)
             try:
                 threading.Thread(target=compile_one, name="compile-grammar", daemon=True).start()
             except RuntimeError as error:
-                raise InvalidSamplingParamsError(
-                    f"structured_outputs cannot be compiled now: {error}; try again later"
-                ) from error
+                raise _refusal(f"{error}; try again later") from error
             finally:
                 threading.stack_size(usual)
         try:
             return compiled.result(_COMPILE_S)
         except TimeoutError:
-            raise InvalidSamplingParamsError(
-                f"structured_outputs is refused: the grammar was not compiled within "
-                f"{_COMPILE_S:g} s; give a smaller or simpler one"
-            ) from None
+            raise _refusal(f"it compiles for over {_COMPILE_S:g} s; give a simpler one") from None
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -127,10 +116,10 @@ class Vocabulary:
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
         matcher = LLMatcher(self._load_tokens(), grammar, log_level=0, limits=limits)
         first = matcher.deep_copy()
-        if not matcher.is_error():
-            first.compute_bitmask()  # else a grammar that allows nothing fails later, in a step
+        if not first.is_error():
+            first.compute_bitmask()  # a grammar that allows nothing would fail later, in a step
         if first.is_error():
-            raise InvalidSamplingParamsError(f"structured_outputs is refused: {reason(first)}")
+            raise _refusal(reason(first))
         return matcher
 
     def _load_tokens(self) -> LLTokenizer:
@@ -148,6 +137,10 @@ class Vocabulary:
                         f"{error!s:.{_MAX_REASON}}"
                     ) from error
             return self._tokens
+
+
+def _refusal(why: str) -> InvalidSamplingParamsError:
+    return InvalidSamplingParamsError(f"structured_outputs is refused: {why}")
 
 
 def reason(matcher: LLMatcher) -> str:

@@ -59,7 +59,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             raise InvalidSamplingParamsError(
                 f"{_NAME} needs exactly one of {', '.join(_CONSTRAINTS)}, got "
@@ -82,6 +82,9 @@ class StructuredOutputsParams:
                 raise InvalidSamplingParamsError(
                     f"{_NAME}.choice must hold texts that are not empty, got {self.choice!r:.80}"
                 )
+
+    def _given(self) -> list[str]:
+        return [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
 
     @classmethod
     def read(cls, given: Any) -> StructuredOutputsParams:
@@ -122,10 +125,9 @@ class StructuredOutputsParams:
             grammar = self._read_grammar()
         except InvalidSamplingParamsError:
             raise
-        except (ValueError, RecursionError) as error:  # half of a surrogate pair; a huge number
-            raise InvalidSamplingParamsError(
-                f"{_NAME} is no text or JSON: {error!s:.200}"
-            ) from None
+        except Exception as error:  # the converters of the library raise errors of several types
+            told = f"{_NAME}.{self._given()[0]} cannot be read: {error!s:.300}"
+            raise InvalidSamplingParamsError(told) from error
         if thinking is not Thinking.NONE:
             lark = _thinking_grammar(thinking, THINK_CLOSING in special_tokens)
             first, *rest = grammar["grammars"]
@@ -148,12 +150,7 @@ class StructuredOutputsParams:
         if self.choice is not None:
             return _lark("start: " + " | ".join(map(json.dumps, self.choice)))
         if self.grammar is not None:
-            try:
-                return _lark(any_to_lark(self.grammar))
-            except Exception as error:  # the converter has errors of its own
-                raise InvalidSamplingParamsError(
-                    f"{_NAME}.grammar is no GBNF: {error!s:.300}"
-                ) from error
+            return _lark(any_to_lark(self.grammar))
         made = StructTag.to_grammar(_read_tags(self.structural_tag), assume_special=False)
         return _parsed(made) if made.startswith("{") else _lark(made)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -23,6 +24,7 @@ from async_engine.tools import (
 )
 from tpengine import AsyncLLMEngine
 from tpengine.async_engine.admission import QueueLimits
+from tpengine.engine.requests import CheckedRequest, GenerateRequest
 from tpengine.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -203,5 +205,23 @@ def test_shutdown_ends_texts_that_wait(make: MakeEngine, monkeypatch: pytest.Mon
         with pytest.raises(EngineDeadError):
             await engine.tokenize("later")
         held.go_on.set()
+
+    run_async(ask())
+
+
+def test_a_grammar_is_compiled_beside_the_event_loop(make: MakeEngine) -> None:
+    """A large one takes seconds, also with a short prompt of ids."""
+    engine, threads = make(), []
+    check = engine.llm_engine.check_request
+
+    def note(request: GenerateRequest) -> CheckedRequest:
+        threads.append(threading.current_thread())
+        return check(request)
+
+    async def ask() -> None:
+        engine.llm_engine.check_request = note  # type: ignore[method-assign]
+        await read_ids(engine, [5], stream(2))
+        await read_ids(engine, [5], stream(2, structured_outputs={"regex": "a"}))
+        assert [one is threading.current_thread() for one in threads] == [True, False]
 
     run_async(ask())

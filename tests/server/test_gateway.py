@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -125,9 +126,11 @@ def test_answers_are_those_of_the_offline_engine(client: OpenAI, offline: Output
         assert "".join(part.choices[0].delta.content or "" for part in told) == answer.text
 
 
-def test_a_refused_field_is_told_to_the_client(client: OpenAI) -> None:
-    with pytest.raises(BadRequestError, match="regex is not offered"):
-        client.completions.create(prompt=PROMPT, extra_body={"regex": "a+"}, **GREEDY)
+def test_an_output_is_held_and_a_refusal_told_to_the_client(client: OpenAI) -> None:
+    held = client.completions.create(prompt=PROMPT, extra_body={"regex": "[ab]{3}"}, **GREEDY)
+    assert re.fullmatch("[ab]{3}", held.choices[0].text)
+    with pytest.raises(BadRequestError, match="unclosed group"):
+        client.completions.create(prompt=PROMPT, extra_body={"regex": "(a"}, **GREEDY)
 
 
 def test_streams_go_on_when_a_rank_is_lost(servers: Servers, offline: Outputs) -> None:

@@ -230,7 +230,8 @@ class AsyncLLMEngine(RefusesNames):
 
         Raises:
             InvalidPromptError, InvalidSamplingParamsError, InvalidPriorityError: as `LLMEngine`;
-                among them RequestIgnoredError: it is too long for the model or the cache.
+                among them RequestIgnoredError: it is too long for the model or the cache. A grammar
+                may go beyond a limit only while the request runs.
             DuplicateRequestError: a live request has this id.
             QueueFullError: too many requests or prompt tokens wait.
             DeadlineExceededError: its deadline or `max_queue_s` has passed.

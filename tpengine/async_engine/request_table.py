@@ -20,6 +20,7 @@ from tpengine.async_engine.mailbox import Mailbox
 from tpengine.engine.requests import CheckedRequest, GenerateRequest, check_request_id
 from tpengine.errors import (
     DeadlineExceededError,
+    InvalidSamplingParamsError,
     RequestAbortedError,
     RequestFailedError,
     RequestIgnoredError,
@@ -328,8 +329,11 @@ class RequestTable:
             return
         reasons = [completion.finish_reason for completion in output.outputs]
         if "error" in reasons:
-            error = RequestFailedError(output.error or "the request failed")
-            self._take_out(live, "error", error)
+            reason = output.error or "the request failed"
+            # The library's words about a grammar are for the client; others are for the log.
+            is_own = reason.startswith("structured_outputs")
+            kind = InvalidSamplingParamsError if is_own else RequestFailedError
+            self._take_out(live, "error", kind(reason))
         elif output.error is not None and not live.ends_as_output:
             self._take_out(live, "too long", RequestIgnoredError(output.error))
         else:

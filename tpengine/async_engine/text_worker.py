@@ -53,10 +53,9 @@ class TextWorker:
         token_ids = request.prompt_token_ids
         is_short = isinstance(token_ids, list) and len(token_ids) <= _SHORT_IDS
         is_plain = request.messages is None and request.lora_request is None
-        params = request.params
-        has_words = params.bad_words or params.bad_words_token_ids
-        # A grammar may take seconds to compile.
-        if is_short and is_plain and not has_words and params.structured_outputs is None:
+        has_words = request.params.bad_words or request.params.bad_words_token_ids
+        takes_long = has_words or request.params.structured_outputs  # a grammar: perhaps seconds
+        if is_short and is_plain and not takes_long:
             return self._engine.check_request(request)
         return self._begin(self._requests, partial(self._engine.check_request, request))
 

@@ -318,8 +318,10 @@ class KeptStreams:
         if stream.num_bytes + size > self._limits.max_resume_bytes:
             return False
         for one in list(self._streams.values()) if self._lacks(size) else ():
-            if self._lacks(size) and one.is_over and one.reader is None:
+            if one.is_over and one.reader is None:
                 self.drop(one)
+            if not self._lacks(size):
+                break  # there may be tens of thousands
         return not self._lacks(size)
 
     def _lacks(self, size: int) -> bool:

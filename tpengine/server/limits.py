@@ -307,7 +307,7 @@ def check_request_id(request_id: str, name: str = "request_id") -> None:
     if not fits or not all("!" <= char <= "~" for char in request_id):
         raise InvalidPromptError(
             f"{name} must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
-            f"got {len(request_id)} characters; leave it out, and the server makes one"
+            f"got {len(request_id)} characters; choose another, or leave it out"
         )
 
 

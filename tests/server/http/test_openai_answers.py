@@ -219,6 +219,16 @@ def test_an_answer_is_held(door: Door, fields: dict[str, Any]) -> None:
         ({"response_format": {"type": "text", "a": 1}}, "response_format.a", "not a field"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs", "must be a JSON schema"),
         ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs", "Invalid type: x"),
+        (
+            {"structured_outputs": {"regex": "[ab]c[a&&b]"}, "max_tokens": 9},
+            "structured_outputs",
+            "no text fulfils it",
+        ),
+        (
+            {"structured_outputs": {"regex": "(a{1000}){1000}"}, "max_tokens": 9},
+            "structured_outputs",
+            "(limit step_lexer_fuel of llguidance)",
+        ),
         ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs", "at most 262144"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},

@@ -168,6 +168,13 @@ def test_a_conversation_with_calls(tooled: Door, form: str) -> None:
     assert tooled_text(tooled, {"messages": messages})
 
 
+def test_a_schema_that_cannot_be_held(tooled: Door) -> None:
+    bad = tool("f", strict=True, parameters={"not": {"minProperties": 2}})
+    status, error = tooled.refused(CHAT, {**ASKED, "tools": [bad]})
+    assert (status, error["param"]) == (400, "tools")
+    assert 'Unimplemented keys: ["not"]' in error["message"]
+
+
 def tooled_text(door: Door, body: dict[str, Any]) -> str:
     """The prompt that the template makes of a body."""
     with door.open("/tokenize", body) as answer:
