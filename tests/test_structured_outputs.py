@@ -103,14 +103,6 @@ def test_where_a_bias_leads(llm: LLM) -> None:
         assert '"' not in favoured or isinstance(json.loads(text), dict)
 
 
-def test_a_long_chain_of_rules_ends_no_process(llm: LLM) -> None:
-    """The library follows it by recursion, for which a thread's usual stack does not suffice."""
-    rules = [f"a{i}: a{i + 1}" for i in range(20_000)]
-    chain = "\n".join(["start: a0", *rules, 'a20000: "y"'])
-    (output,) = generate(llm, structured_outputs={"grammar": chain})
-    assert output.outputs[0].text == "y"
-
-
 def test_an_output_cut_by_its_length_is_a_beginning(llm: LLM) -> None:
     engine = llm.llm_engine
     assert engine.tokenizer is not None
@@ -212,9 +204,6 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
         ({"json": {"minimum": 10**400}}, "outputs.json cannot be read: .*10000"),
         ({"structural_tag": {"format": {}}}, "the field format, which is not served"),
         ({"structural_tag": {**TAG, "triggers": ["g"]}}, "each begin starts with one"),
-        ({"grammar": "start: A\nA: /a/ & /b/"}, "refused: no text fulfils it"),
-        ({"regex": "\ud800"}, "structured_outputs is no text or JSON"),
-        ({"regex": "a" * 600_000}, "the grammar has 600.* bytes, more than 524288"),
         ("a", "structured_outputs must be StructuredOutputsParams or a dict"),
     ],
     ids=lambda one: str(one)[:40],
