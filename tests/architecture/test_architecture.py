@@ -28,7 +28,7 @@ MAX_PACKAGE_LINES = 18_500
 MAX_PACKAGE_FILES = 222
 MAX_NATIVE_LINES = 8_220
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_TEST_LINES = 42_700
+MAX_TEST_LINES = 42_720
 """Lines of code of tests/."""
 MAY_ADD = {
     "API": 800,
