@@ -24,8 +24,9 @@ _MAX_BYTES, _STACK_BYTES = 1 << 19, 512 << 20
 """Of a grammar, and of the stack on which it is compiled. The library compiles rules that refer to
 each other in a chain by recursion, and a stack that is too small ends the process. Chains of 300 kB
 need 64 to 128 MiB; what is not used takes no memory."""
-_COMPILE_S = 20.0
-"""Longest time to compile a grammar; most take some milliseconds."""
+_COMPILE_S = 10.0
+"""Longest time to compile a grammar; most take some milliseconds. A rank compiles it once more, in
+a step, so that all streams wait for it."""
 _MAX_REASON = 300
 _LIMIT_OF = {
     # part of an error's text: the limit in LLParserLimits
