@@ -16,16 +16,18 @@ from tpengine.errors import InvalidSamplingParamsError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-LIMITS = {"max_lexer_states": 25_000}
-"""Limits of `LLParserLimits` for each sequence that are not the library's own. A state of the lexer
-takes 1 to 2 kB; its own limit of 250,000 suits a process that serves one user."""
+LIMITS = {"max_lexer_states": 25_000, "step_lexer_fuel": 50_000}
+"""Limits of `LLParserLimits` for each sequence that are not the library's own, a tenth and a quarter
+of these. A state of the lexer takes 1 to 2 kB. With the library's own fuel `(a{1000}){1000}` takes a
+second and 260 MB for each sequence until it is stopped."""
 _MAX_COMPILED = 64
 _MAX_BYTES, _STACK_BYTES = 1 << 19, 512 << 20
 """Of a grammar, and of the stack on which it is compiled. The library compiles rules that refer to
 each other in a chain by recursion, and a stack that is too small ends the process. Chains of 300 kB
 need 64 to 128 MiB; what is not used takes no memory."""
 _COMPILE_S = 10.0
-"""Longest time to compile a grammar; most take some milliseconds."""
+"""Longest time to compile a grammar; most take some milliseconds. A rank compiles it once more, in
+a step, so that all streams wait for it."""
 _MAX_REASON = 300
 _LIMIT_OF = {
     # part of an error's text: the limit in LLParserLimits

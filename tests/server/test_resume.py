@@ -621,7 +621,10 @@ def test_cut_streams_end_with_the_output_of_uncut_ones(server: ServerProcess, co
     async def one(place: int) -> int:
         async with at_once:
             cut = cut_grpc if place % 2 else cut_http
-            return await asyncio.wait_for(cut(server, seeds[place]), TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):
+                while not (num_cuts := await cut(server, seeds[place])):
+                    pass  # under load messages are merged, and the stream ends before the cut
+            return num_cuts
 
     async def all_cuts() -> list[int]:
         return await asyncio.gather(*map(one, range(count)))
@@ -629,4 +632,3 @@ def test_cut_streams_end_with_the_output_of_uncut_ones(server: ServerProcess, co
     seeds = [random.Random(rng.random()) for _ in range(count)]
     cuts = asyncio.run(all_cuts())
     print(f"{count} streams, {sum(cuts)} cuts")
-    assert min(cuts) >= 1

@@ -27,7 +27,8 @@ On the event loop:
     server/grpc/convert.py: `ResponseWriter.write_tokens` makes the message. An output with more
         than tokens (the last one, or log probabilities) is returned to `send_stream`, which uses
         `ResponseWriter.write`.
-    grpc: `context.write` serializes and sends the message.
+    grpc: `context.write` serializes and sends the message. (Of a stream that can be resumed,
+        `_produce` adds it to server/kept_streams.py, whose `KeptStream.send` writes it.)
     (A gateway's stream takes the same way from server/grpc/vllm.py, with `VllmWriter` of
         server/grpc/vllm_convert.py.)
 In the client:
