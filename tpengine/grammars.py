@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 LIMITS = {"max_lexer_states": 25_000, "step_lexer_fuel": 50_000}
-"""Limits of `LLParserLimits` for each sequence that are not the library's own, a tenth and a quarter
-of these. A state of the lexer takes 1 to 2 kB. With the library's own fuel `(a{1000}){1000}` takes a
-second and 260 MB for each sequence until it is stopped."""
+"""Limits of `LLParserLimits` for each sequence that are not the library's own, but a tenth and a
+quarter of these. A state of the lexer takes 1 to 2 kB. With the library's own fuel the expression
+`(a{1000}){1000}` takes a second and 260 MB for each sequence until it is stopped."""
 _MAX_COMPILED = 64
 _MAX_BYTES, _STACK_BYTES = 1 << 19, 512 << 20
 """Of a grammar, and of the stack on which it is compiled. The library compiles rules that refer to
