@@ -292,3 +292,11 @@ def test_an_answer_with_a_thought_and_calls(size: int) -> None:
     assert [one["finish_reason"] for one in whole] == ["tool_calls", "length"]
     assert [len(one["message"]["tool_calls"]) for one in whole] == [2, 1]
     assert whole[1]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": "'
+
+
+def test_a_schema_that_no_grammar_holds(tooled: Door) -> None:
+    strict = tool("f", strict=True, parameters={"not": {"minProperties": 2}})
+    status, error = tooled.refused(CHAT, {**ASKED, "tools": [strict]})
+    assert (status, error["param"]) == (400, "tools")
+    assert "cannot be held by a grammar" in error["message"]
+    assert "Unimplemented keys" in error["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -79,7 +80,7 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
 
 
 @dataclass(slots=True, kw_only=True)
-class _EventStream:
+class _EventStream(ABC):
     """An ASGI application whose answer may be a stream of events.
 
     Attributes:
@@ -108,8 +109,9 @@ class _EventStream:
             told = json.dumps(refusal(error, self.request_id).body)
             await self._send_last(f"data: {told}\n\n")
 
+    @abstractmethod
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
+        """Serves the call; see `__call__`."""
 
     async def _begin(self, send: Send, *headers: tuple[bytes, bytes]) -> None:
         start = {"type": "http.response.start", "status": 200}
