@@ -4,7 +4,7 @@ pip install grpcio grpcio-reflection
 tpengine serve &
 python examples/grpc_stock_client.py [HOST:PORT]
 
-In other languages make stubs from tpengine/server/grpc/proto/tpengine.proto, or use a client that
+In other languages make stubs from tpengine/proto/tpengine.proto, or use a client that
 reads reflection by itself:
 
 buf curl --protocol grpc --http2-prior-knowledge -d '{"prompt": "Once upon a time"}' \

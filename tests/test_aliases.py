@@ -15,7 +15,8 @@ import pytest
 from support.imports import imported
 
 import tpengine
-from tpengine import aliases, inputs
+from tpengine import inputs
+from tpengine.compat import aliases
 from tpengine.errors import InvalidPromptError
 from tpengine.inputs import LoRARequest
 

@@ -19,8 +19,8 @@ from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN
 
 from tpengine import EngineArgs
+from tpengine.checkpoint.model_files import ModelFiles
 from tpengine.errors import ConfigError, ModelLoadError
-from tpengine.model_files import ModelFiles
 
 TOKENIZER = {
     "config.json", "generation_config.json", "tokenizer.json", "merges.txt", "vocab.bpe",

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tpengine.checkpoint.model_files import ModelFields
 from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import load_tokenizer
-from tpengine.model_files import ModelFields
 
 TIMEOUT_S = 120
 HEAVY = [

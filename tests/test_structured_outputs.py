@@ -19,9 +19,10 @@ from support.step_log import log_steps
 from tpengine.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
 from transformers import LlamaForCausalLM
 
-from tpengine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, grammars
+from tpengine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from tpengine.errors import InvalidSamplingParamsError
-from tpengine.structured_outputs import Thinking
+from tpengine.structured import grammars
+from tpengine.structured.constraints import Thinking, to_grammar
 
 PERSON = {
     "type": "object",
@@ -111,7 +112,7 @@ def test_an_output_cut_by_its_length_is_a_beginning(llm: LLM) -> None:
         (output,) = generate(llm, structured_outputs=params, max_tokens=length)
         assert output.outputs[0].finish_reason == "length"
         matcher = engine.tokenizer.vocabulary(engine.model_config).matcher(
-            params.to_grammar(Thinking.NONE, [])
+            to_grammar(params, Thinking.NONE, [])
         )
         assert matcher.consume_tokens(list(output.outputs[0].token_ids))
         assert not matcher.is_accepting()
@@ -279,7 +280,7 @@ def test_the_grammar_starts_after_the_reasoning(llm: LLM, special: list[str]) ->
         (Thinking.BEGUN, "yes", False),
         (Thinking.BEGUN, "so be it</think>yes", True),
     ):
-        matcher = vocabulary.matcher(params.to_grammar(thinking, special))
+        matcher = vocabulary.matcher(to_grammar(params, thinking, special))
         ids = tokenizer.encode(text, add_special_tokens=False)
         took_all = matcher.try_consume_tokens(ids) == len(ids)
         assert (took_all and matcher.is_accepting()) == fits, (thinking, text)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tpengine import aliases, envs
+from tpengine import envs
+from tpengine.compat import aliases
 
 if TYPE_CHECKING:
     from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     )
     from tpengine.llm import LLM
     from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
-    from tpengine.sampling_params import RequestOutputKind, SamplingParams
-    from tpengine.structured_outputs import StructuredOutputsParams
+    from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -56,8 +56,7 @@ _HOMES = {
     "tpengine.inputs": "BeamSearchParams LoRARequest PromptInputs TextPrompt TokensPrompt",
     "tpengine.llm": "LLM",
     "tpengine.outputs": "CompletionOutput Logprob RequestOutput",
-    "tpengine.sampling_params": "RequestOutputKind SamplingParams",
-    "tpengine.structured_outputs": "StructuredOutputsParams",
+    "tpengine.sampling_params": "RequestOutputKind SamplingParams StructuredOutputsParams",
 }
 
 envs.tune_openmp_spinning()

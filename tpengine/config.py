@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from tpengine import aliases
+from tpengine.compat import aliases
 from tpengine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")

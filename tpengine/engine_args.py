@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tpengine import config as cfg
+from tpengine.checkpoint.model_files import (
+    WEIGHT_FILES,
+    ModelFiles,
+    read_end_token_ids,
+    read_hf_config,
+)
+from tpengine.checkpoint.quantization_config import FILE_FORMS, chosen_quantization
 from tpengine.errors import ConfigError, counted
 from tpengine.executor_choice import EXECUTORS, ExecutorChoice
 from tpengine.logger import init_logger
-from tpengine.model_files import WEIGHT_FILES, ModelFiles, read_end_token_ids, read_hf_config
 from tpengine.options import NOTHING, Options, each, option, read_bundle
-from tpengine.quantization_config import FILE_FORMS, chosen_quantization
 
 logger = init_logger(__name__)
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 from os import PathLike, fspath
 from typing import Any, NotRequired, TypedDict
 
-from tpengine import aliases
+from tpengine.compat import aliases
 from tpengine.errors import InvalidPromptError
 from tpengine.sampling_params import SamplingParams, read_int
 
@@ -113,6 +113,14 @@ class LoRARequest:
     adapter_id = property(attrgetter("lora_int_id"))
     name = property(attrgetter("lora_name"))
     path = local_path = property(attrgetter("lora_path"))
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The adapter of a request: the one that its folder held when the request was checked."""
+
+    request: LoRARequest
+    key: bytes
 
 
 @dataclass

@@ -12,7 +12,10 @@ from typing import Any, ClassVar
 
 from tqdm import tqdm
 
-from tpengine.aliases import Counter
+from tpengine.checkpoint.model_defaults import recommended_sampling
+from tpengine.checkpoint.model_files import read_generation_config
+from tpengine.compat.aliases import Counter
+from tpengine.compat.guided import guided_options
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import (
     GenerateRequest,
@@ -37,11 +40,8 @@ from tpengine.errors import (
 )
 from tpengine.inputs import BeamSearchParams, LoRARequest, PromptInputs, check_not_served
 from tpengine.logger import init_logger
-from tpengine.model_defaults import recommended_sampling
-from tpengine.model_files import read_generation_config
 from tpengine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
-from tpengine.structured_outputs import guided_options
 
 logger = init_logger(__name__)
 

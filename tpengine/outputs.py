@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
-from tpengine import aliases
+from tpengine.compat import aliases
 
 
 @dataclass(slots=True)

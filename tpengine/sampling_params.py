@@ -19,7 +19,7 @@ To add a parameter, always:
   `worker/sampling_state.py` (`__init__`, `write`, `gather`) and its field in `SamplingBatch` of
   `layers/sampler.py`, or objects in its `TokenRules`; the effect in `layers/logit_edits.py`, or in
   the kernel `sample_tokens`: its arguments in `sampling_columns` of `layers/sampler.py`, then
-  `ops/fused.py`, `ops/reference.py`, `csrc/cpu/sampling.inc` and
+  `ops/fused_ops.py`, `ops/reference.py`, `csrc/cpu/sampling.inc` and
   `csrc/cuda/sampling/sample_tokens.cuh`. `ModelRunner._worst_sampling` if it takes memory;
   `_check_sequences` below if beam search cannot do it.
 - It needs the vocabulary, the tokenizer or the end tokens: `engine/requests.py`.
@@ -35,16 +35,16 @@ import copy
 import enum
 import importlib
 import inspect
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from operator import index
 from typing import Any
 
-from tpengine import aliases
+from tpengine.compat import aliases
 from tpengine.errors import InvalidSamplingParamsError, did_you_mean
-from tpengine.structured_outputs import StructuredOutputsParams
 
 LogitsProcessor = Callable[[list[int], Any], Any] | Callable[[list[int], list[int], Any], Any]
 """A function of (output ids, logits) or (prompt ids, output ids, logits) that returns logits."""
@@ -56,6 +56,8 @@ float32's limits."""
 _MOST_TOKENS = (1 << 31) - 1  # no vocabulary has more
 _EPSILON = 1e-5
 """A temperature below it is 0, and a length penalty that differs from 1 by less is neutral."""
+_NAME = "structured_outputs"
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _TOP_K = "top_k (-1 keeps all tokens)"
 
 
@@ -77,6 +79,92 @@ class RequestOutputKind(enum.Enum):
     """The new output since the last report."""
     FINAL_ONLY = "final_only"
     """All output, once the request has finished."""
+
+
+@dataclass
+class StructuredOutputsParams:
+    """A constraint on every output of a request, with the names of vLLM; exactly one is given.
+
+    Attributes:
+        json: a JSON schema, as a dict, as text, or as a class of pydantic.
+        regex: a regular expression in the syntax of Rust's `regex`, which matches the whole output.
+        choice: texts, of which the output is one.
+        grammar: in the Lark dialect of llguidance, or in llama.cpp's GBNF.
+        json_object: True: any JSON object.
+        structural_tag: free text with tagged parts, as `{"structures": [{"begin": ..., "schema":
+            ..., "end": ...}], "triggers": [...]}` or its text; the part after a `begin` follows
+            the schema. Each `begin` starts with one of the triggers.
+        disable_any_whitespace: JSON without white space outside strings. By default there may be a
+            space, or a line break and an indentation, between its parts.
+        whitespace_pattern: a regular expression for that white space instead.
+
+    Raises:
+        InvalidSamplingParamsError: none or several of them are given, or one has a wrong type.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = self.kinds
+        if len(kinds) != 1:
+            raise InvalidSamplingParamsError(
+                f"{_NAME} needs exactly one of {', '.join(_CONSTRAINTS)}, got "
+                f"{' and '.join(kinds) or 'none of them'}"
+            )
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            _check_type(name, getattr(self, name), str | None)
+        for name in ("json_object", "disable_any_whitespace"):
+            _check_type(name, getattr(self, name), bool | None)
+        if self.json is not None:
+            schema = getattr(self.json, "model_json_schema", None)
+            self.json = _read_object("json", self.json if schema is None else schema())
+        if self.structural_tag is not None:
+            self.structural_tag = _read_object("structural_tag", self.structural_tag)
+        if self.choice is not None:
+            if isinstance(self.choice, str) or not isinstance(self.choice, Sequence):
+                _refuse_type("choice", self.choice)
+            self.choice = list(self.choice)
+            if not self.choice or not all(isinstance(one, str) and one for one in self.choice):
+                raise InvalidSamplingParamsError(
+                    f"{_NAME}.choice must hold texts that are not empty, got {self.choice!r:.80}"
+                )
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the constraints that are set."""
+        return [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
+
+    @classmethod
+    def read(cls, given: Any) -> StructuredOutputsParams:
+        """The parameters as such, from themselves or from a dict of their fields.
+
+        Raises:
+            InvalidSamplingParamsError: it is neither, or see the class.
+        """
+        if isinstance(given, cls):
+            given.__post_init__()  # attributes may have been assigned
+            return given
+        if not isinstance(given, Mapping):
+            _refuse_type("", given)
+        unknown = given.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            raise InvalidSamplingParamsError(
+                f"{_NAME} has no field {sorted(map(str, unknown))}; its fields are "
+                f"{', '.join(cls.__dataclass_fields__)}"
+            )
+        return cls(**given)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the constraint as JSON."""
+        return len(json.dumps(vars(self)))
 
 
 @dataclass
@@ -541,6 +629,38 @@ def _wants_prompt(name: str, function: Callable[..., Any]) -> bool:
     raise InvalidSamplingParamsError(
         f"the logits processor {name!r} must take (output_ids, logits) or (prompt_ids, "
         f"output_ids, logits), but its parameters are {signature}"
+    )
+
+
+def _read_object(name: str, given: Any) -> dict[str, Any]:
+    """A JSON object, given as such or as text."""
+    try:
+        read = json.loads(given) if isinstance(given, str) else given
+        plain = json.loads(json.dumps(read, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidSamplingParamsError(f"{_NAME}.{name} is no JSON: {error!s:.200}") from None
+    if not isinstance(plain, dict):
+        _refuse_type(name, plain)
+    return dict(plain)
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind):
+        _refuse_type(name, value)
+
+
+def _refuse_type(name: str, value: Any) -> Any:
+    kinds = {
+        "": "StructuredOutputsParams or a dict of its fields",
+        "json": "a JSON schema: an object",
+        "structural_tag": "a JSON object",
+        "choice": "a list of texts",
+        "json_object": "True or False",
+        "disable_any_whitespace": "True or False",
+    }
+    place = f"{_NAME}.{name}" if name else _NAME
+    raise InvalidSamplingParamsError(
+        f"{place} must be {kinds.get(name, 'a text')}, got {value!r:.80}"
     )
 
 

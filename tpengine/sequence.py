@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from tpengine import aliases
-from tpengine.adapters import Adapter
+from tpengine.compat import aliases
 from tpengine.errors import IllegalMoveError
-from tpengine.inputs import NO_OWNER, Owner
+from tpengine.inputs import NO_OWNER, Adapter, Owner
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
 

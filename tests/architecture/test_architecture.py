@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
+import collections
 import functools
 import graphlib
 import importlib
@@ -18,87 +18,60 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tpengine"
 
-MAX_FILE_LINES = 340
 MAX_FUNCTION_LINES = 60
-MAX_NOUN_FIELDS = 14
+MAX_ROOT_FILES = 14
 
 # Budgets. A commit that raises one says what the lines buy.
-MAX_PACKAGE_LINES = 18_500
+MAX_PACKAGE_LINES = 29_500
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_PACKAGE_FILES = 222
 MAX_NATIVE_LINES = 8_220
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
 MAX_TEST_LINES = 42_720
 """Lines of code of tests/."""
-MAY_ADD = {
-    "API": 800,
-    "models": 2_060,
-    "HTTP and gRPC doors": 1_730,
-    "four and eight bits": 1_620,
-    "faults and fair shares": 2_160,
-    "LoRA": 920,
-    "grammars, tools and page": 1_690,
-}
-"""Lines of code that an issue may add to the package. One that needs more removes others first."""
-BEGUN: tuple[str, ...] = (
-    "API",
-    "models",
-    "HTTP and gRPC doors",
-    "four and eight bits",
-    "LoRA",
-    "faults and fair shares",
-    "grammars, tools and page",
-)
-"""The issues in `MAY_ADD` whose work has begun: their lines count as budget."""
 
 # room: rooms that it may import, besides itself and the files at the package's root
 ALLOWED_ROOMS: dict[str, set[str]] = {
-    "server": {"async_engine", "engine", "scheduling"},
-    "client": set(),  # and the proto
+    "server": {"async_engine", "engine", "scheduling", "checkpoint", "structured", "proto"},
+    "client": {"proto"},
+    "proto": set(),
     "async_engine": {"engine", "scheduling", "executor"},
-    "engine": {"scheduling", "executor"},
+    "engine": {"scheduling", "executor", "checkpoint", "structured"},
     "scheduling": set(),
-    "executor": {"worker"},
-    "worker": {"models", "layers", "ops", "distributed"},
+    "executor": {"worker", "checkpoint", "structured"},
+    "worker": {"checkpoint", "structured", "models", "layers", "ops", "distributed"},
+    "checkpoint": {"models", "layers", "ops", "distributed"},
+    "structured": {"layers"},
     "models": {"layers", "ops", "distributed"},
     "layers": {"ops", "distributed"},
     "ops": set(),
     "distributed": {"ops"},  # it holds the native side of collectives over shared memory
+    "compat": set(),
 }
+ROOT_IMPORTS = {"engine_args": {"checkpoint"}}
+"""Files at the root use only each other, but for these: an engine's configuration is made from
+what the model's folder says."""
 ON_TOP = {"llm", "cli", "__init__", "__main__"}
 """They may import every room, and no room may import them."""
 EXEMPT = {"bench"}
-PROTO = "tpengine.server.grpc.proto"
 # foreign package: places that may import it
 HOMES = {
     "ray": {"executor/launch"},
-    "grpc": {"server", "client"},
+    "grpc": {"server", "client", "proto"},
     "grpc_tools": {"server/grpc"},
     "grpc_health": {"server/grpc", "client"},
     "grpc_reflection": {"server/grpc"},
     "grpc_status": {"server/grpc", "client"},
-    "google": {"server/grpc", "client"},
+    "google": {"server/grpc", "client", "proto"},
     "smg_grpc_proto": {"server/grpc"},
     "fastapi": {"server/http"},
     "starlette": {"server/http"},
     "uvicorn": {"server/http"},
     "httptools": {"server/http"},
     "orjson": {"server/http"},
-    "torch": {"worker", "models", "layers", "distributed", "ops"},
-    "llguidance": {"structured_outputs", "grammars", "worker/grammar_slots"},
-    "transformers": {"config", "model_files", "engine/tokenizer", "models/fallback"},
+    "torch": {"worker", "models", "layers", "distributed", "ops", "checkpoint"},
+    "llguidance": {"structured"},
+    "transformers": {"config", "checkpoint", "engine/tokenizer", "models/fallback"},
 }
-SHARED_NOUNS = [
-    "tpengine.sequence:Sequence",
-    "tpengine.sequence:Request",
-    "tpengine.messages:StepInput",
-    "tpengine.messages:StepOutput",
-    "tpengine.messages:NewSequence",
-    "tpengine.scheduling.step:SchedulerOutput",
-    "tpengine.layers.attention:AttentionMetadata",
-    "tpengine.outputs:RequestOutput",
-    "tpengine.config:ModelConfig",
-]
 
 
 @functools.cache
@@ -165,9 +138,7 @@ def forbidden_imports(path: Path) -> Iterator[str]:
             yield name
         if top != "tpengine" or not rest or room == "cli" or place in ON_TOP:
             continue
-        if is_in(place, "client") and name.startswith(PROTO):
-            continue
-        allowed = {room, *ALLOWED_ROOMS[room]} if room else set()
+        allowed = {room, *ALLOWED_ROOMS[room]} if room else ROOT_IMPORTS.get(place, set())
         if rest[0] not in allowed and rest[0] not in ROOT_FILES - ON_TOP:
             yield name
 
@@ -219,9 +190,8 @@ def test_only_host_handles_signals(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=place_of)
-def test_files_and_functions_stay_small(path: Path) -> None:
+def test_functions_stay_small(path: Path) -> None:
     lines = code_lines(path)
-    assert len(lines) <= MAX_FILE_LINES
     for node in ast.walk(parse(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = len(lines.intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
@@ -229,10 +199,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 
 
 def test_the_package_keeps_its_budget() -> None:
-    num_lines = sum(len(code_lines(path)) for path in WRITTEN)
-    budget = MAX_PACKAGE_LINES + sum(MAY_ADD[issue] for issue in BEGUN)
-    assert num_lines <= budget
-    assert len(WRITTEN) <= MAX_PACKAGE_FILES
+    assert sum(len(code_lines(path)) for path in WRITTEN) <= MAX_PACKAGE_LINES
 
 
 def test_native_code_keeps_its_budget() -> None:
@@ -246,11 +213,15 @@ def test_tests_keep_their_budget() -> None:
     assert sum(len(code_lines(path)) for path in ROOT.glob("tests/**/*.py")) <= MAX_TEST_LINES
 
 
-@pytest.mark.parametrize("noun", SHARED_NOUNS)
-def test_shared_nouns_stay_small(noun: str) -> None:
-    module, name = noun.split(":")
-    fields = dataclasses.fields(getattr(importlib.import_module(module), name))
-    assert len(fields) <= MAX_NOUN_FIELDS
+def test_the_root_stays_small() -> None:
+    assert len(ROOT_FILES) <= MAX_ROOT_FILES
+
+
+def test_names_of_files_are_unique() -> None:
+    names = collections.Counter(
+        path.stem for path in RULED if not path.stem.startswith("__") and "cli" not in path.parts
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_file_is_called_utils() -> None:

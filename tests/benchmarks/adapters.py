@@ -25,11 +25,12 @@ from tqdm import tqdm
 
 from benchmarks.common import add_engine_arguments, add_numbers, dummy_model
 from tpengine import LoRARequest
-from tpengine.adapters import CONFIG_FILE, TENSOR_FILE, Targets
 from tpengine.bench.harness import GREEDY, report_head
+from tpengine.checkpoint.adapter_files import CONFIG_FILE, TENSOR_FILE
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.executor.local_executor import LocalExecutor
+from tpengine.layers.adapter_parts import Targets
 
 _NUM_FILES = 8
 """Files of tensors; more adapters than these differ in `lora_alpha` only."""

@@ -29,7 +29,7 @@ import tpengine
 from benchmarks.common import add_numbers
 from benchmarks.door_load import METHOD, TIMEOUT_S, Load, over_http, run_streams
 from tpengine.bench.harness import report_head
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 GOAL = 0.5
 _OTHERS = 4

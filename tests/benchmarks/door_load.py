@@ -12,7 +12,7 @@ from typing import Any
 
 from support import http2
 
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 TIMEOUT_S = 600.0
 METHOD = "/tpengine.v1.GenerationService/GenerateStream"

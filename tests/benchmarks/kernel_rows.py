@@ -25,10 +25,14 @@ from tpengine.layers.gpu_attention import (
     make_chunks,
 )
 from tpengine.layers.gpu_quantized import KERNEL_ROWS, WORKSPACE_BYTES, GpuQuantizedForm
-from tpengine.ops import attention, cache, fused, huge_pages, linear
-from tpengine.ops.attention import DecodePlan
+from tpengine.ops import attention_ops as attention
+from tpengine.ops import cache_ops as cache
+from tpengine.ops import fused_ops as fused
+from tpengine.ops import huge_pages
+from tpengine.ops import linear_ops as linear
+from tpengine.ops.attention_ops import DecodePlan
 from tpengine.ops.huge_pages import HugePageArena
-from tpengine.ops.quantized import QuantizedFormat
+from tpengine.ops.quantized_ops import QuantizedFormat
 from tpengine.ops.weight_only import GpuQuantizedWeight
 from tpengine.ops.weight_only_reference import packed_bytes
 

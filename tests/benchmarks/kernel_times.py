@@ -25,7 +25,7 @@ from tpengine.bench.harness import BenchOptions, plot, report_head
 from tpengine.bench.timing import Action, Ceilings, ReadBandwidth
 from tpengine.config import DEVICES
 from tpengine.errors import ConfigError, NativeLibraryError
-from tpengine.ops import attention
+from tpengine.ops import attention_ops as attention
 from tpengine.ops.library import has_cuda_kernels
 from tpengine.options import option
 from tpengine.worker.device import detect_device, set_num_threads

@@ -18,8 +18,8 @@ from benchmarks.common import add_numbers
 from tpengine.bench.harness import SHAPES, report_head
 from tpengine.bench.timing import ReadBandwidth
 from tpengine.ops.huge_pages import HugePageArena
-from tpengine.ops.linear import pack_linear_weight, packed_linear
-from tpengine.ops.lora import LoRARows, LoRASlots, add_lora, make_slots, pack_part, write_slot
+from tpengine.ops.linear_ops import pack_linear_weight, packed_linear
+from tpengine.ops.lora_ops import LoRARows, LoRASlots, add_lora, make_slots, pack_part, write_slot
 from tpengine.ops.recording import Recording
 from tpengine.worker.device import set_num_threads
 

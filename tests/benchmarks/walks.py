@@ -163,7 +163,7 @@ def _engine_args(**options: Any) -> Any:
 
 def _protocol() -> tuple[Any, Any]:
     """Messages and stubs, wherever the commit keeps them."""
-    for home in ("tpengine.server.grpc.proto", "tpengine.server.proto"):
+    for home in ("tpengine.proto", "tpengine.server.proto"):
         with contextlib.suppress(ModuleNotFoundError):
             return (
                 importlib.import_module(f"{home}.tpengine_pb2"),

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from distributed.ranks import Rank
+from tpengine.checkpoint import loader
 from tpengine.config import ModelConfig
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.weights import Weights
-from tpengine.models import loader
 
 read_tensors = loader.read_tensors
 

@@ -12,7 +12,7 @@ import pytest
 from tpengine.distributed.shared_memory import SegmentFile, find_segment_file
 from tpengine.errors import SharedMemoryError
 from tpengine.host import sweep_segments
-from tpengine.ops.shared_memory import segment_bytes
+from tpengine.ops.shared_memory_ops import segment_bytes
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tpengine.distributed.shared_memory import CAPACITY_BYTES
 from tpengine.engine import startup
 from tpengine.engine.startup import memory_table
 from tpengine.messages import MemoryLedger
-from tpengine.ops.shared_memory import segment_bytes
+from tpengine.ops.shared_memory_ops import segment_bytes
 
 GIB = 1 << 30
 

@@ -22,12 +22,12 @@ from executor import sabotage
 from executor.bare_ranks import PATIENCE_S, BareRanks, bare_ranks
 from executor.ray_engines import Wait, is_alive, sabotaged_rank
 from executor.sabotage import in_load, in_step
+from tpengine.checkpoint.gguf_file import open_gguf
 from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss
 from tpengine.executor.group import Group
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.launch.processes import ProcessExecutor
-from tpengine.gguf_file import open_gguf
 from tpengine.messages import StepInput, StepOutput
 
 SOON_S = 30.0

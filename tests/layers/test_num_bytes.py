@@ -7,13 +7,13 @@ import torch
 from support.models import ModelShop
 from support.zoo import PLAIN
 
+from tpengine.checkpoint.loader import load_model
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.layers.gpu_quantized import WORKSPACE_BYTES
 from tpengine.layers.linear import ReplicatedLinear
 from tpengine.layers.weights import LoadedTensor, Weights
 from tpengine.models.bloom import rank_alibi_slopes
-from tpengine.models.loader import load_model
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from tpengine.layers.gpu_attention import (
     make_chunks,
 )
 from tpengine.ops import reference
-from tpengine.ops.attention import DecodePlan
+from tpengine.ops.attention_ops import DecodePlan
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from tpengine.layers.gpu_quantized import KERNEL_ROWS, GpuQuantizedForm
 from tpengine.ops import weight_only
-from tpengine.ops.quantized import (
+from tpengine.ops.quantized_ops import (
     QuantizedFormat,
     per_output,
     quantize_weight,

@@ -10,13 +10,13 @@ from support.models import ModelShop
 from support.ranks import OwnPart, run_ranks
 from support.tiny_llama import TinyLlama
 
+from tpengine.checkpoint.loader import load_model
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.layers.linear import RowParallelLinear
 from tpengine.layers.weights import LoadedTensor, Weights
 from tpengine.messages import NewSequence, StepInput
-from tpengine.models.loader import load_model
 from tpengine.sampling_params import SamplingParams
 from tpengine.worker.worker import Worker
 

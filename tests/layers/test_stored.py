@@ -26,8 +26,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from layers.test_quantized import BOUND, difference, rounding_hook
+from tpengine.checkpoint.gguf_file import TensorEntry
+from tpengine.checkpoint.gguf_groups import unpack
+from tpengine.checkpoint.gguf_weights import QuantizedTensor, Rows, read_tensors
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.gguf_file import TensorEntry
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.linear import (
     InterleavedQKVParallelLinear,
@@ -39,8 +41,6 @@ from tpengine.layers.linear import (
 )
 from tpengine.layers.moe import Router
 from tpengine.layers.weights import LoadedTensor, RangeError, TensorSource, Weights
-from tpengine.models.gguf import QuantizedTensor, Rows, read_tensors
-from tpengine.models.gguf_groups import unpack
 
 CPU = torch.device("cpu")
 FACTORS = {

@@ -23,7 +23,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.linear import ColumnParallelLinear
 from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import LoadedTensor, Weights
-from tpengine.ops.lora import LoRARows, pack_part
+from tpengine.ops.lora_ops import LoRARows, pack_part
 from tpengine.worker.worker import Worker
 
 

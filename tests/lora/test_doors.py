@@ -18,7 +18,7 @@ from support.server_process import ServerProcess
 from tpengine import EngineArgs
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.errors import ConfigError
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 from tpengine.server.server_args import ServerArgs
 
 ADMIN = "an-admin-token-of-24-ch."

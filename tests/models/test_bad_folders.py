@@ -17,8 +17,8 @@ from support.tiny_llama import TinyLlama, edit_json
 from support.zoo import PLAIN
 
 from tpengine import LLM, SamplingParams
+from tpengine.checkpoint.loader import read_tensors
 from tpengine.errors import ModelLoadError
-from tpengine.models.loader import read_tensors
 
 SHARDED = TinyLlama(max_shard_size="200KB", seed=3)
 

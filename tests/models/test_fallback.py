@@ -16,11 +16,11 @@ from support.all_decoders import decoder_classes, run_all, try_class, write_mode
 from support.engines import open_llm
 
 from tpengine import EngineArgs
+from tpengine.checkpoint.loader import load_model
 from tpengine.config import choose_model_impl
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.weights import Weights
-from tpengine.models.loader import load_model
 from tpengine.worker.gpu.attention_plans import check_attention
 
 ARCHITECTURES = dict(decoder_classes())

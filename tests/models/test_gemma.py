@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from support.subjects import BY_NAME, LONGEST, Subjects
 
 from tpengine import EngineArgs
+from tpengine.checkpoint.loader import load_model
 from tpengine.config import ModelConfig
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.weights import Weights
 from tpengine.models.gemma import Gemma3ForCausalLM, GemmaForCausalLM
-from tpengine.models.loader import load_model
 
 NAME = "gemma3_text-ropes"
 

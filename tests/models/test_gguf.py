@@ -21,10 +21,10 @@ from support.subjects import BY_NAME, Subject, Subjects, assert_equal_to_oracle,
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tpengine import EngineArgs
+from tpengine.checkpoint.gguf_file import open_gguf
+from tpengine.checkpoint.gguf_weights import read_tensors
+from tpengine.checkpoint.model_files import ModelFiles, read_generation_config, read_hf_config
 from tpengine.errors import ConfigError, ModelLoadError
-from tpengine.gguf_file import open_gguf
-from tpengine.model_files import ModelFiles, read_generation_config, read_hf_config
-from tpengine.models.gguf import read_tensors
 
 SMALL = {
     "vocab_size": 97,

@@ -22,9 +22,9 @@ from support.oracle import Oracle
 from support.subjects import BY_NAME, Subject, assert_equal_to_oracle, generate
 
 from models.test_gguf import MODELS, make_model
+from tpengine.checkpoint.gguf_groups import EXACT_TYPES
+from tpengine.checkpoint.gguf_weights import read_tensors
 from tpengine.layers.weights import QuantizedSource
-from tpengine.models.gguf import read_tensors
-from tpengine.models.gguf_groups import EXACT_TYPES
 
 pytestmark = pytest.mark.timeout(3000)
 WIDE = {

@@ -24,15 +24,15 @@ from support.tiny_llama import edit_json
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tpengine import LLM, EngineArgs, LLMEngine, SamplingParams
+from tpengine.checkpoint.loader import read_tensors
+from tpengine.checkpoint.model_files import read_hf_config
+from tpengine.checkpoint.quantization_config import read_scheme
+from tpengine.checkpoint.quantized_checkpoint import merge_tensors
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.weights import QuantizedSource, TensorSource
-from tpengine.model_files import read_hf_config
-from tpengine.models.loader import read_tensors
-from tpengine.models.quantized_checkpoint import merge_tensors
-from tpengine.ops.quantized import QuantizedFormat, quantize_weight, quantized_embedding
-from tpengine.quantization_config import read_scheme
+from tpengine.ops.quantized_ops import QuantizedFormat, quantize_weight, quantized_embedding
 
 ROOT = Path(__file__).parent.parent / "data" / "quantized"
 EIGHT_BITS = "rounded to 8 bits in groups of 32"

@@ -13,13 +13,13 @@ from support.subjects import Subjects
 from support.variants import VARIANTS, Variant
 
 from tpengine import EngineArgs, LLMEngine, SamplingParams
+from tpengine.checkpoint.loader import load_model
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.linear import MergedColumnParallelLinear
 from tpengine.layers.moe import Router
 from tpengine.layers.quantized_linear import PACKED_ISAS
 from tpengine.layers.weights import Weights
-from tpengine.models.loader import load_model
 from tpengine.ops.library import supported_cpu_isas
 from tpengine.worker import worker
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tpengine.ops import cache, library
+from tpengine.ops import cache_ops as cache
+from tpengine.ops import library
 
 NAN = float("nan")
 ISAS = library.supported_cpu_isas()

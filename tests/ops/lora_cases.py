@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tpengine.ops.lora import (
+from tpengine.ops.lora_ops import (
     LoRARows,
     LoRASlots,
     PackedPart,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tpengine.ops.quantized import MINIMA, ZERO_POINTS, QuantizedFormat, per_output
+from tpengine.ops.quantized_ops import MINIMA, ZERO_POINTS, QuantizedFormat, per_output
 from tpengine.ops.weight_only import GpuQuantizedWeight, pack_groups
 
 from .cases import generator

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tpengine.ops import attention
+from tpengine.ops import attention_ops as attention
 
 from .cases import (
     ATTENTION_BOUND,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tpengine.ops import cache
+from tpengine.ops import cache_ops as cache
 
 from .cases import (
     BACKENDS,

@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.ops import attention, cache, library, lora, reference
-from tpengine.ops.lora import LoRARows, LoRASlots
-from tpengine.ops.quantized import QuantizedFormat
+from tpengine.ops import attention_ops as attention
+from tpengine.ops import cache_ops as cache
+from tpengine.ops import library, reference
+from tpengine.ops import lora_ops as lora
+from tpengine.ops.lora_ops import LoRARows, LoRASlots
+from tpengine.ops.quantized_ops import QuantizedFormat
 
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
 from .cuda_host_library import BOUND

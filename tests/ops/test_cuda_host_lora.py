@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.ops.lora import LoRARows, LoRASlots
+from tpengine.ops.lora_ops import LoRARows, LoRASlots
 
 from .cases import generator, nan_like, relative_error
 from .cuda_host_library import BOUND, I32, I64, P, load_host, needs_compiler, pointer, set_schedule

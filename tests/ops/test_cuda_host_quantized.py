@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tpengine.ops import weight_only_reference as reference
-from tpengine.ops.quantized import MINIMA, NO_OFFSETS, QuantizedFormat, per_output
+from tpengine.ops.quantized_ops import MINIMA, NO_OFFSETS, QuantizedFormat, per_output
 from tpengine.ops.quantized_reference import round_to_groups
 from tpengine.ops.weight_only import pack_groups, quantize_for_gpu
 

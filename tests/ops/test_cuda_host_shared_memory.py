@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tpengine.ops.attention import TENSOR_CORE_HEAD_DIMS
+from tpengine.ops.attention_ops import TENSOR_CORE_HEAD_DIMS
 
 from .cuda_host_library import load_host, needs_compiler, set_schedule
 from .test_cuda_host_attention import KINDS, Problem, check

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tpengine.errors import ConfigError, NativeLibraryError
-from tpengine.ops import attention, cache, library, reference
+from tpengine.ops import attention_ops as attention
+from tpengine.ops import cache_ops as cache
+from tpengine.ops import library, reference
 
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
 

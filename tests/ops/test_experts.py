@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpengine.ops.experts import pack_experts
+from tpengine.ops.expert_ops import pack_experts
 from tpengine.ops.huge_pages import HugePageArena
 
 from .cases import (

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tpengine.errors import NativeLibraryError
-from tpengine.ops import cache, library
+from tpengine.ops import cache_ops as cache
+from tpengine.ops import library
 
 from .cases import ISAS, use_cpu_isa
 

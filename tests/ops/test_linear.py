@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpengine.ops.linear import pack_linear_weight
+from tpengine.ops.linear_ops import pack_linear_weight
 
 from .cases import BACKENDS, DTYPES, ISAS, backend, generator, nan_like, relative_error, threads
 

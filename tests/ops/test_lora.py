@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.ops.lora import pack_part, write_slot
+from tpengine.ops.lora_ops import pack_part, write_slot
 
 from .cases import BACKENDS, ISAS, backend, generator, nan_like, relative_error, threads
 from .lora_cases import GROUPS, PARTS, arguments, assert_untouched, expected, make_case, rows_of

@@ -10,7 +10,7 @@ import torch
 from support.rounded_rows import limits_of
 from torch import Tensor
 
-from tpengine.ops.quantized import (
+from tpengine.ops.quantized_ops import (
     MINIMA,
     NO_OFFSETS,
     ZERO_POINTS,

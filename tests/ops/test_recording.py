@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from tpengine.ops import fused, linear
+from tpengine.ops import fused_ops as fused
+from tpengine.ops import linear_ops as linear
 from tpengine.ops.recording import Recording, has_recordings
 
 pytestmark = pytest.mark.skipif(not has_recordings(), reason="the native library is not built")

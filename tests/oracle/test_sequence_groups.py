@@ -17,7 +17,7 @@ from transformers import (
 
 from tpengine import LLMEngine, SamplingParams
 from tpengine.layers.sampler import noise_keys, uniform_noise
-from tpengine.ops.fused import sample_tokens
+from tpengine.ops.fused_ops import sample_tokens
 
 REPETITION, FREQUENCY, PRESENCE = 1.4, 0.8, 0.5
 BIAS = {7: 1.5, 90: -4.0, 201: 1.0}

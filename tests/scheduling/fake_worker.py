@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from tpengine.adapters import Adapter
+from tpengine.inputs import Adapter
 from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput
 from tpengine.worker.gpu.run_ahead import valid_rows
 

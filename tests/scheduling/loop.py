@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scheduling.fake_worker import VOCAB_SIZE, FakeWorker
-from tpengine.adapters import Adapter
 from tpengine.config import SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.output_processor import OutputProcessor
-from tpengine.inputs import NO_OWNER, LoRARequest, Owner
+from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import (

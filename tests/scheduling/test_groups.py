@@ -11,7 +11,7 @@ import torch
 from support.small_llamas import MakeEngine, run
 
 from tpengine.layers.sampler import noise_keys, uniform_noise
-from tpengine.ops.fused import sample_tokens
+from tpengine.ops.fused_ops import sample_tokens
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 

@@ -18,7 +18,7 @@ import time
 import grpc
 from support import http2
 
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 CONNECTING = 64
 PRIORITIES = (-5, 5)

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from support.waiting import wait_until
 
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 END_S = 60.0
 DYING = Path(__file__).with_name("dying_server.py")

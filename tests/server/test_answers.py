@@ -11,7 +11,7 @@ from support.servers import MODEL_LENGTH
 from server.calls import TIMEOUT_S, ids, running, sampling
 from tpengine import LLM, SamplingParams
 from tpengine.errors import InvalidPromptError
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 PROMPT = "The capital of France is"
 QUESTION = [{"role": "user", "content": "What is two plus three?"}]

@@ -29,10 +29,10 @@ from server.http.open_port import open_port, posted, read_answer, request
 from server.processes import rank_pid
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import MalformedRequestError, QueueFullError
+from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2_grpc
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.guard import address_of
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.proto import tpengine_pb2_grpc
 from tpengine.server.grpc.server import MAX_WATCHERS, HealthServicer
 from tpengine.server.grpc.wire import check_fields
 from tpengine.server.limits import Limits, UntrustedCalls

@@ -13,6 +13,7 @@ from tpengine import errors
 from tpengine.client.convert import to_request
 from tpengine.errors import RankLoss
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tpengine.proto import tpengine_pb2 as pb
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.grpc.convert import (
     ResponseWriter,
@@ -20,7 +21,6 @@ from tpengine.server.grpc.convert import (
     read_sampling_params,
 )
 from tpengine.server.grpc.guard import STATUS_CODES, refusal
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.limits import MAX_ERROR_TEXT, Limits
 
 DELTA = RequestOutputKind.DELTA

@@ -23,7 +23,7 @@ from support.server_process import ServerProcess, wait_until
 from server.processes import END_S, own_ray, rank_pid
 from tpengine import LLM, SamplingParams
 from tpengine.outputs import CompletionOutput
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 pytestmark = pytest.mark.check
 PROMPT, NUM_TOKENS = "Once upon a time", 400

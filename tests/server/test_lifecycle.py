@@ -23,8 +23,8 @@ from server.guarded import Authority
 from server.processes import END_S, dying_server, session, wait_for
 from tpengine.cli.main import main
 from tpengine.config import EMBEDDED_MODEL
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.proto import tpengine_pb2_grpc
+from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2_grpc
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3

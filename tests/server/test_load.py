@@ -29,7 +29,7 @@ from tpengine.client.convert import to_request
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.load import percentiles
 from tpengine.errors import DeadlineExceededError
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -13,7 +13,7 @@ from server.calls import TIMEOUT_S
 from server.guarded import guarded_server
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError
-from tpengine.server.grpc.proto import tpengine_pb2, tpengine_pb2_grpc
+from tpengine.proto import tpengine_pb2, tpengine_pb2_grpc
 from tpengine.server.limits import Limits
 from tpengine.server.server_args import ServerArgs
 

@@ -16,7 +16,7 @@ from server.calls import long_request
 from server.processes import END_S, dying_server, own_ray, rank_pid, session
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.host import start_ticks
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 RANKS = ["--tensor-parallel-size", "2", "--device", "cpu", "--dtype", "float32"]
 RANKS += ["--num-device-blocks-override", "256"]

@@ -31,7 +31,7 @@ from tpengine.errors import (
     RequestAbortedError,
     ServerUnavailableError,
 )
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 from tpengine.server.kept_streams import KeptStream, KeptStreams, Resumption
 from tpengine.server.limits import Limits, OpenCalls
 

@@ -19,8 +19,8 @@ from support.servers import MODEL_LENGTH
 
 from server.calls import SERVICE, TIMEOUT_S, Refusal, Watcher, ids, refused, sampling
 from server.guarded import guarded_server
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.proto import tpengine_pb2_grpc
+from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2_grpc
 from tpengine.server.state import ServerState
 
 Code = grpc.StatusCode

@@ -17,10 +17,10 @@ from server.calls import TIMEOUT_S, refused
 from server.guarded import Authority, guarded_server
 from tpengine.cli import serve
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2_grpc
 from tpengine.server.auth import Authenticator, Client, TlsFiles, read_tokens
 from tpengine.server.grpc.guard import identify_call
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.proto import tpengine_pb2_grpc
 from tpengine.server.server_args import ServerArgs
 
 Code = grpc.StatusCode

@@ -21,7 +21,7 @@ from server.calls import (
     sampling,
     waiting,
 )
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 Code = grpc.StatusCode
 VOCABULARY = 1536

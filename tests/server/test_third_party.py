@@ -15,7 +15,7 @@ from support.engines import greedy
 from support.server_process import ServerProcess
 
 from tpengine import LLM
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 pytestmark = pytest.mark.check
 HERE = Path(__file__).parent

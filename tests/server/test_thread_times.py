@@ -8,7 +8,7 @@ import time
 from support.server_process import ServerProcess
 
 from tpengine.bench.serve import ENGINE, EVENT_LOOP, per_token, thread_times
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 
 def test_cpu_time_is_told_by_thread() -> None:

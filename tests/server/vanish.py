@@ -12,8 +12,8 @@ import time
 
 import grpc
 
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.proto import tpengine_pb2_grpc
+from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2_grpc
 
 LIFE_S = 60.0
 

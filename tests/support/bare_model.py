@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tpengine.checkpoint.loader import load_model
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.weights import Weights
-from tpengine.models.loader import load_model
 from tpengine.worker.cache_engine import CacheEngine
 
 CPU = torch.device("cpu")

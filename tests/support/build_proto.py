@@ -14,7 +14,7 @@ from grpc_tools import protoc
 from tpengine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-PROTO = "tpengine/server/grpc/proto/tpengine.proto"
+PROTO = "tpengine/proto/tpengine.proto"
 """Path from the folder of the package; reflection lists the file under this name."""
 
 

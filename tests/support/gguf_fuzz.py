@@ -13,9 +13,9 @@ from pathlib import Path
 
 from support.subjects import load
 from tpengine import EngineArgs
+from tpengine.checkpoint.model_files import read_generation_config
 from tpengine.engine.tokenizer import load_tokenizer
 from tpengine.errors import ConfigError, ModelLoadError
-from tpengine.model_files import read_generation_config
 
 LIMIT_BYTES = 1 << 30
 _EXTREMES = (0, 1, 0x7F, 0x80, 0xFF)

@@ -19,10 +19,10 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from safetensors.torch import save_file
 
+from tpengine.checkpoint.loader import load_model
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.layers.weights import Weights
-from tpengine.models.loader import load_model
 
 LAYERS, HIDDEN, INNER, HEADS, VOCABULARY = 8, 1024, 4096, 16, 8_000
 CONFIG = {

@@ -14,8 +14,8 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.waiting import wait_until
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.proto import tpengine_pb2_grpc
+from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2_grpc
 
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0

@@ -22,7 +22,8 @@ from support.zoo import PLAIN, ZOO
 from tpengine import LLM, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.layers.attention import AttentionMetadata
-from tpengine.ops import fused, linear
+from tpengine.ops import fused_ops as fused
+from tpengine.ops import linear_ops as linear
 from tpengine.ops.library import cpu_isa
 from tpengine.ops.recording import has_recordings
 from tpengine.worker.decode_recording import DecodeRecording, NotRecordableError

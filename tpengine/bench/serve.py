@@ -46,8 +46,8 @@ from tpengine.client.load import LoadSummary, Objective, poisson_plan, run_load,
 from tpengine.engine_args import AsyncEngineArgs, EngineArgs
 from tpengine.errors import ConfigError, ServerError
 from tpengine.options import option
+from tpengine.proto import READINESS
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.grpc.proto import READINESS
 from tpengine.server.server_args import ServerArgs
 
 EVENT_LOOP = "event loop"

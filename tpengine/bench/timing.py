@@ -16,7 +16,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from tpengine.ops import fused, huge_pages
+from tpengine.ops import fused_ops as fused
+from tpengine.ops import huge_pages
 
 _READ_BYTES = 1 << 29
 COPY_BYTES = 2 << 30

@@ -14,9 +14,9 @@ from tpengine import envs
 from tpengine.cli import conversation
 from tpengine.cli.lines import Line, read_lines
 from tpengine.cli.parser import SamplingOptions, in_words
-from tpengine.client.channel import ClientTLS
 from tpengine.client.convert import Prompt, Sampling
 from tpengine.client.generation_client import GenerationClient
+from tpengine.client.grpc_channel import ClientTLS
 from tpengine.client.load import COMPLETE, describe_load, poisson_plan, run_load, summarise
 from tpengine.errors import (
     ConfigError,
@@ -27,8 +27,8 @@ from tpengine.errors import (
 )
 from tpengine.host import streamed_text
 from tpengine.options import Options, option
+from tpengine.proto import LIVENESS, READINESS
 from tpengine.server.auth import read_tokens
-from tpengine.server.grpc.proto import LIVENESS, READINESS
 
 EPILOG = """\
 Examples:

@@ -11,14 +11,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tpengine.checkpoint.model_defaults import sampling_defaults
+from tpengine.checkpoint.model_files import read_generation_config
 from tpengine.cli.lines import Line, is_typed, read_lines
 from tpengine.cli.parser import SamplingOptions, in_words
 from tpengine.engine.tokenizer import has_tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, ModelLoadError, RequestError, counted
 from tpengine.host import print_note, signals_end_at_once, sigterm_as_interrupt, streamed_text
-from tpengine.model_defaults import sampling_defaults
-from tpengine.model_files import read_generation_config
 from tpengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpengine.client.channel import ClientTLS
     from tpengine.client.generation_client import GenerationClient
+    from tpengine.client.grpc_channel import ClientTLS
 
 __all__ = ["ClientTLS", "GenerationClient"]
 
 _HOMES = {
-    "ClientTLS": "tpengine.client.channel",
+    "ClientTLS": "tpengine.client.grpc_channel",
     "GenerationClient": "tpengine.client.generation_client",
 }
 

@@ -22,9 +22,8 @@ from tpengine.errors import (
 )
 from tpengine.inputs import TextPrompt, TokensPrompt
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from tpengine.sampling_params import SamplingParams
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
-from tpengine.structured_outputs import StructuredOutputsParams
+from tpengine.proto import tpengine_pb2 as pb
+from tpengine.sampling_params import SamplingParams, StructuredOutputsParams
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message] | TextPrompt | TokensPrompt

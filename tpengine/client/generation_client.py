@@ -12,13 +12,6 @@ from uuid import uuid4
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tpengine.client.channel import (
-    ClientTLS,
-    authorization,
-    check_timeout,
-    open_channel,
-    to_error,
-)
 from tpengine.client.convert import (
     Message,
     Prompt,
@@ -30,6 +23,13 @@ from tpengine.client.convert import (
     to_output,
     to_request,
 )
+from tpengine.client.grpc_channel import (
+    ClientTLS,
+    authorization,
+    check_timeout,
+    open_channel,
+    to_error,
+)
 from tpengine.client.resuming import Outage
 from tpengine.errors import (
     InvalidPromptError,
@@ -40,8 +40,8 @@ from tpengine.errors import (
     ServerUnavailableError,
     TPEngineError,
 )
-from tpengine.server.grpc.proto import TIMEOUT_KEY, tpengine_pb2_grpc
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import TIMEOUT_KEY, tpengine_pb2_grpc
+from tpengine.proto import tpengine_pb2 as pb
 
 Answer = TypeVar("Answer")
 GRACE_S = 0.5

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
-from tpengine.client.channel import is_answer
-from tpengine.server.grpc.proto import RESUME_WINDOW_KEY
+from tpengine.client.grpc_channel import is_answer
+from tpengine.proto import RESUME_WINDOW_KEY
 
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.1, 2.0
 _NEVER_SENT = "failed to connect"

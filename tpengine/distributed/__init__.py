@@ -1,3 +1,3 @@
-from tpengine import aliases
+from tpengine.compat import aliases
 
 aliases.add_names(__name__)

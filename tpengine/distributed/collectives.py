@@ -35,7 +35,7 @@ from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError,
 from tpengine.host import SHM_FOLDER
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
-from tpengine.ops.shared_memory import Segment, has_shared_memory, segment_bytes
+from tpengine.ops.shared_memory_ops import Segment, has_shared_memory, segment_bytes
 
 logger = init_logger(__name__)
 _BY_GLOO = "the ranks exchange by gloo, more slowly, until they start again: %s"

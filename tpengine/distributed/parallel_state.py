@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from tpengine import aliases
+from tpengine.compat import aliases
 from tpengine.errors import CollectiveError, ConfigError, EngineError
 
 _DEVICE_TIMEOUT_S = 600.0

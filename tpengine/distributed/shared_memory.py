@@ -16,7 +16,7 @@ import torch
 
 from tpengine.errors import CollectiveError, SharedMemoryError
 from tpengine.host import SHM_FOLDER, lock_bytes, segment_name, sweep_segments
-from tpengine.ops.shared_memory import (
+from tpengine.ops.shared_memory_ops import (
     MAX_RANKS,
     PAGE_BYTES,
     TOKEN_BYTES,

@@ -13,9 +13,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from tpengine.checkpoint.gguf_config import CONTROL, END_TOKENS, USER_DEFINED
+from tpengine.checkpoint.gguf_file import open_gguf
 from tpengine.errors import ModelLoadError
-from tpengine.gguf_config import CONTROL, END_TOKENS, USER_DEFINED
-from tpengine.gguf_file import open_gguf
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)

@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from tpengine.engine.grammars import VocabularySender
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.engine.recovery import Recovery
+from tpengine.engine.request_grammars import VocabularySender
 from tpengine.engine.requests import (
     CheckedRequest,
     GenerateRequest,

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
-from tpengine.adapters import Adapter, AdapterChecks
+from tpengine.checkpoint.adapter_files import AdapterChecks
 from tpengine.config import MAX_PRIORITY, EngineConfig, ModelConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
-from tpengine.engine.grammars import read_grammar
+from tpengine.engine.request_grammars import read_grammar
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import (
     DuplicateRequestError,
@@ -26,7 +26,7 @@ from tpengine.errors import (
     RequestError,
     counted,
 )
-from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PromptInputs
+from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner, PromptInputs
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import (
     WHOLE_VOCABULARY,

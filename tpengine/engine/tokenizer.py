@@ -15,6 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from tpengine.checkpoint.gguf_file import is_gguf, open_gguf
 from tpengine.config import ModelConfig
 from tpengine.errors import (
     ConfigError,
@@ -22,9 +23,8 @@ from tpengine.errors import (
     InvalidSamplingParamsError,
     ModelLoadError,
 )
-from tpengine.gguf_file import is_gguf, open_gguf
-from tpengine.grammars import Vocabulary
 from tpengine.logger import init_logger
+from tpengine.structured.grammars import Vocabulary
 
 logger = init_logger(__name__)
 

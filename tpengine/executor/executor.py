@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from tpengine.adapters import AdapterChecks
+from tpengine.checkpoint.adapter_files import AdapterChecks
 from tpengine.config import LoRAConfig
 from tpengine.errors import EngineError, RankLoss
-from tpengine.grammars import Vocabulary
 from tpengine.messages import MemoryLedger, StepInput, StepOutput
+from tpengine.structured.grammars import Vocabulary
 
 
 def pause_s(num_failed: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tpengine.errors import ConfigError
-from tpengine.ops import fused
+from tpengine.ops import fused_ops as fused
 
 _GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "silu": fused.silu_and_mul,

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache, and the metadata of a step that every layer reads.
 
-The layout of the cache on each device is decided in `ops/cache.py` (`kv_cache_shapes`).
+The layout of the cache on each device is decided in `ops/cache_ops.py` (`kv_cache_shapes`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from tpengine.layers.gpu_attention import AttentionRule, GpuBatch, attend_chunks
 from tpengine.layers.linear import Linear
 from tpengine.layers.norm import QKNorm
-from tpengine.ops import attention as attention_ops
-from tpengine.ops import cache as cache_ops
+from tpengine.ops import attention_ops, cache_ops
 
 _Layer = TypeVar("_Layer")
 

@@ -15,8 +15,8 @@ from tpengine.layers.quantized_linear import (
     vocabulary_format,
 )
 from tpengine.layers.weights import Weights, WeightShard
-from tpengine.ops import fused
-from tpengine.ops.quantized import QuantizedFormat
+from tpengine.ops import fused_ops as fused
+from tpengine.ops.quantized_ops import QuantizedFormat
 
 
 class VocabParallelEmbedding:

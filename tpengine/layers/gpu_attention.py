@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tpengine.errors import ConfigError
 from tpengine.logger import init_logger
-from tpengine.ops import attention as attention_ops
-from tpengine.ops.cache import gather_kv
+from tpengine.ops import attention_ops
+from tpengine.ops.cache_ops import gather_kv
 from tpengine.ops.reference import attend_sequence
 
 logger = init_logger(__name__)

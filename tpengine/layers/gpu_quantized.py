@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tpengine.layers.weights import Weights
-from tpengine.ops.quantized import QuantizedFormat
+from tpengine.ops.quantized_ops import QuantizedFormat
 from tpengine.ops.weight_only import (
     GpuQuantizedWeight,
     dequantize_weight,

@@ -21,7 +21,7 @@ from tpengine.errors import ConfigError
 from tpengine.layers.matrix import Matrix
 from tpengine.layers.quantized_linear import LinearForm, packed_form, rounded_format
 from tpengine.layers.weights import Weights, WeightShard
-from tpengine.ops.quantized import QuantizedFormat
+from tpengine.ops.quantized_ops import QuantizedFormat
 
 _PADDED_SHARE = 16
 

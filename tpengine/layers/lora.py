@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tpengine.adapters import AdapterPart, Targets
 from tpengine.config import LoRAConfig
+from tpengine.layers.adapter_parts import AdapterPart, Targets
 from tpengine.layers.linear import Linear
 from tpengine.layers.weights import LoadedTensor, Weights, WeightShard, copy_part, transposed
-from tpengine.ops.lora import LoRARows, PackedPart, add_lora, make_slots, pack_part, write_slot
+from tpengine.ops.lora_ops import LoRARows, PackedPart, add_lora, make_slots, pack_part, write_slot
 
 HostAdapter = Mapping[str, PackedPart]
 """This rank's part of an adapter by the name of the layer, in the form of the slots."""

@@ -36,7 +36,7 @@ from tpengine.layers.weights import (
 from tpengine.ops import huge_pages
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.linear_reference import LINEAR_PANEL
-from tpengine.ops.quantized import (
+from tpengine.ops.quantized_ops import (
     QuantizedFormat,
     QuantizedWeight,
     empty_quantized,

@@ -13,9 +13,9 @@ import torch
 from tpengine.errors import ConfigError, counted
 from tpengine.layers.linear import ReplicatedLinear
 from tpengine.layers.weights import Weights, WeightShard
-from tpengine.ops.experts import expert_mlp, pack_experts, top_experts
+from tpengine.ops.expert_ops import expert_mlp, pack_experts, top_experts
 from tpengine.ops.library import has_cpu_kernels
-from tpengine.ops.quantized import QuantizedFormat
+from tpengine.ops.quantized_ops import QuantizedFormat
 
 _PADDED_SHARE = 16
 """A rank's part of an expert is padded to a multiple of this, as the packed kernels need it."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tpengine.layers.linear import QKVParallelLinear
 from tpengine.layers.weights import Weights, WeightShard
-from tpengine.ops import fused
+from tpengine.ops import fused_ops as fused
 
 
 class Norm(Protocol):

@@ -14,9 +14,9 @@ from tpengine.layers import gpu_quantized
 from tpengine.layers.weights import Weights
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.library import cpu_isa
-from tpengine.ops.linear import pack_linear_weight, packed_linear
+from tpengine.ops.linear_ops import pack_linear_weight, packed_linear
 from tpengine.ops.linear_reference import LINEAR_PANEL
-from tpengine.ops.quantized import (
+from tpengine.ops.quantized_ops import (
     QuantizedFormat,
     QuantizedWeight,
     per_output,

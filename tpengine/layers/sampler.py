@@ -20,7 +20,7 @@ import torch
 from tpengine.layers.device_values import Answer, Array, Pending, known, together, upload
 from tpengine.layers.logit_edits import LogitEdits, apply_edits, find_lost_rows
 from tpengine.messages import Candidates, TokenLogprobs
-from tpengine.ops import fused
+from tpengine.ops import fused_ops as fused
 from tpengine.ops.reference import filtered_weights
 
 RAW_ALONE = -2

@@ -18,7 +18,7 @@ import torch
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.ops.huge_pages import HugePageArena
-from tpengine.ops.quantized import QuantizedFormat
+from tpengine.ops.quantized_ops import QuantizedFormat
 
 _VALUES_AT_ONCE = 1 << 20
 

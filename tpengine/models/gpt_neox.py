@@ -22,7 +22,7 @@ from tpengine.layers.weights import CheckpointTensor, Weights
 from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP
 from tpengine.models.llama import rotary_table
 from tpengine.models.registry import check_heads_fill_hidden_size, require
-from tpengine.ops import fused
+from tpengine.ops import fused_ops as fused
 
 
 class _ParallelLayer(DecoderLayer):

@@ -24,7 +24,7 @@ from tpengine.layers.norm import LayerNorm, NoNorm
 from tpengine.layers.weights import Weights
 from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP
 from tpengine.models.registry import check_heads_fill_hidden_size, require
-from tpengine.ops import fused
+from tpengine.ops import fused_ops as fused
 
 _POSITION_OFFSET = 2
 """Row of position 0 in the checkpoint's table, which counts from after the padding id."""

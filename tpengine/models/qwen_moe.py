@@ -15,7 +15,7 @@ from tpengine.models.decoder import MLP
 from tpengine.models.llama import LlamaForCausalLM, LlamaMLP, LlamaTraits
 from tpengine.models.mixtral import ExpertMLP
 from tpengine.models.registry import layer_windows, require, uniform_window
-from tpengine.ops.fused import add_gated
+from tpengine.ops.fused_ops import add_gated
 
 
 class SharedExpertMLP(ExpertMLP):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
-from tpengine.ops.quantized import QuantizedFormat
+from tpengine.ops.quantized_ops import QuantizedFormat
 from tpengine.ops.quantized_reference import round_to_groups
 from tpengine.ops.weight_only_reference import GPU_PANEL, GPU_STEP, pack_panels, packed_bytes
 

@@ -22,9 +22,9 @@ from tpengine.config import SchedulerConfig
 from tpengine.errors import EngineError
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.fairness import FairShares, OwnerStats
+from tpengine.scheduling.hopeless_requests import outgrown, why_never, why_no_more, why_too_long
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.queues import RequestQueues
-from tpengine.scheduling.refusals import outgrown, why_never, why_no_more, why_too_long
 from tpengine.scheduling.step import (
     SchedulerOutput,
     StepBuilder,

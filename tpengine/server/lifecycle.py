@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_thread import EngineStart
+from tpengine.checkpoint.model_defaults import sampling_defaults
+from tpengine.checkpoint.model_files import read_generation_config
 from tpengine.engine.requests import GenerateRequest
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
 from tpengine.host import allow_open_files, call_on_end_signals, kept_end_handlers
 from tpengine.logger import init_logger
-from tpengine.model_defaults import sampling_defaults
-from tpengine.model_files import read_generation_config
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.server import GrpcServer, batch_wake_ups

@@ -19,8 +19,8 @@ from tpengine.errors import (
     QueueFullError,
     counted,
 )
+from tpengine.proto import TIMEOUT_KEY
 from tpengine.sampling_params import WHOLE_VOCABULARY, SamplingParams
-from tpengine.server.grpc.proto import TIMEOUT_KEY
 
 MAX_REQUEST_ID = 128
 """Characters of a request id."""

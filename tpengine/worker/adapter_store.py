@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from tpengine.adapters import read_adapter
+from tpengine.checkpoint.adapter_files import read_adapter
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import InvalidAdapterError
 from tpengine.layers.lora import AdapterLayers, HostAdapter

@@ -18,7 +18,13 @@ from tpengine.layers.attention import KVCache
 from tpengine.layers.device_values import upload
 from tpengine.messages import BlockMoves
 from tpengine.ops import huge_pages
-from tpengine.ops.cache import copy_blocks, copy_cache_blocks, kv_cache_shapes, swap_in, swap_out
+from tpengine.ops.cache_ops import (
+    copy_blocks,
+    copy_cache_blocks,
+    kv_cache_shapes,
+    swap_in,
+    swap_out,
+)
 
 _STAGING_BYTES = 64 << 20
 """Of a copy to or from the host: large enough for the bus to reach its full speed."""

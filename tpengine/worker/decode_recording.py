@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.lora import AdapterLayers
 from tpengine.logger import init_logger
-from tpengine.ops.lora import LoRARows
+from tpengine.ops.lora_ops import LoRARows
 from tpengine.ops.recording import Recording
 from tpengine.worker.input_batch import Int32, StepArrays
 from tpengine.worker.transfers import Uploads

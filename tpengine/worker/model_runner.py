@@ -18,7 +18,6 @@ import torch
 
 from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.grammars import Vocabulary
 from tpengine.layers.attention import AttentionMetadata, keep_rows
 from tpengine.layers.device_values import Array, Pending, known, together, upload
 from tpengine.layers.sampler import (
@@ -32,7 +31,8 @@ from tpengine.layers.sampler import (
 )
 from tpengine.messages import PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
-from tpengine.ops.lora import LoRARows
+from tpengine.ops.lora_ops import LoRARows
+from tpengine.structured.grammars import Vocabulary
 from tpengine.worker.adapter_store import AdapterStore, group_rows
 from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording

@@ -28,7 +28,7 @@ from tpengine.layers.logit_edits import (
 from tpengine.layers.sampler import RAW_ALONE, Filters, SamplingBatch
 from tpengine.messages import NewSequence
 from tpengine.sampling_params import LoadedProcessor, LogitsProcessor, load_logits_processor
-from tpengine.worker.grammar_slots import GrammarSlots
+from tpengine.structured.masks import GrammarSlots
 
 _NO_LOGPROBS = -1
 _ID_BYTES = 4

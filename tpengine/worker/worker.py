@@ -9,21 +9,21 @@ from collections.abc import Iterator
 
 import torch
 
-from tpengine.adapters import Targets
+from tpengine.checkpoint.loader import load_model
 from tpengine.config import EngineConfig
 from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import RendezvousStore
 from tpengine.distributed.shared_memory import SharedMemoryCollectives
 from tpengine.errors import CacheSizeError, counted, is_device_fault
-from tpengine.grammars import Vocabulary
+from tpengine.layers.adapter_parts import Targets
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import Weights
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
-from tpengine.models.loader import load_model
 from tpengine.models.registry import CausalLM, import_fallback
 from tpengine.ops.recording import has_recordings
+from tpengine.structured.grammars import Vocabulary
 from tpengine.worker import device
 from tpengine.worker.adapter_store import AdapterStore
 from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks

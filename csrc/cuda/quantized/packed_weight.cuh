@@ -18,7 +18,7 @@ namespace tpengine::cuda {
 constexpr int kPanel = 32;
 constexpr int kStep = 32;
 
-// As NO_OFFSETS, ZERO_POINTS, MINIMA of tpengine/ops/quantized.py.
+// As NO_OFFSETS, ZERO_POINTS, MINIMA of tpengine/ops/quantized_ops.py.
 enum class Offsets : int { kNone, kZeroPoints, kMinima };
 
 struct PackedWeight {

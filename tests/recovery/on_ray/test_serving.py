@@ -19,7 +19,7 @@ from support.engines import complete, greedy, make_engine
 from support.server_process import ServerProcess
 
 from recovery.on_ray.processes import actors
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12] * 20, [13, 14]]
 NUM_TOKENS = 400

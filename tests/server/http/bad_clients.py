@@ -16,7 +16,7 @@ from http.client import HTTPResponse
 from typing import Any
 
 from server.test_robustness import mutated
-from tpengine.server.grpc.proto import TIMEOUT_KEY
+from tpengine.proto import TIMEOUT_KEY
 
 ANSWER_S = 60.0
 SILENT_S = 0.25

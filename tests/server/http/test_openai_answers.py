@@ -13,7 +13,7 @@ from support.waiting import wait_until
 
 from server.http.openai_door import TIMEOUT_S, Door, assert_same, mixed, offline
 from tpengine import LLM
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 PROMPT = "The capital of France is"
 GREEDY = {"temperature": 0.0, "return_token_ids": True}

@@ -15,7 +15,7 @@ from support.server_process import ServerProcess, wait_until
 from server.http.openai_door import Door, assert_same, joined, mixed, offline
 from server.test_ranks import RANKS, RAY_S, _own_ray  # noqa: F401
 from tpengine import LLM
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.proto import tpengine_pb2 as pb
 
 MAX_TOKENS = 200
 OPTIONS = [*RANKS[:-1], "1024", "--http-port", "0", "--max-model-len", "512"]

@@ -13,9 +13,10 @@ from support.tool_models import TEMPLATES, write
 
 from tpengine import EngineArgs
 from tpengine.engine.tokenizer import load_tokenizer
+from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.server.http.tool_formats import FORMATS, ToolFormat, ToolParser
 from tpengine.server.http.tools import choice_grammar, find_form
-from tpengine.structured_outputs import StructuredOutputsParams, Thinking
+from tpengine.structured.constraints import Thinking, to_grammar
 
 HERMES, LLAMA3, MISTRAL_2025, MISTRAL = FORMATS
 FORMS = dict(zip(TEMPLATES, (HERMES, HERMES, LLAMA3, MISTRAL, MISTRAL_2025, HERMES), strict=True))
@@ -155,7 +156,7 @@ def test_what_a_grammar_allows(tmp_path: Path, name: str, must: bool, is_paralle
     added = tokenizer.hf.get_added_vocab()
     tokens = {marker: added[marker] for marker in form.markers if marker in added}
     grammar = choice_grammar(form, {"f": SCHEMA, "g_2": SCHEMA}, tokens, must, is_parallel)
-    whole = StructuredOutputsParams(grammar=grammar).to_grammar(Thinking.NONE, ())
+    whole = to_grammar(StructuredOutputsParams(grammar=grammar), Thinking.NONE, ())
 
     def allows(text: str) -> bool:
         matcher = tokenizer.vocabulary(model).matcher(whole)

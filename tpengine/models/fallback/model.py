@@ -26,7 +26,8 @@ from tpengine.config import ModelConfig
 from tpengine.errors import ConfigError
 from tpengine.layers.attention import AttentionMetadata, KVCache, keep_rows
 from tpengine.layers.weights import Weights
-from tpengine.models.fallback.attention import (
+from tpengine.models.fallback.checkpoint import CheckpointConversion, allocate_parameters
+from tpengine.models.fallback.fallback_attention import (
     INTERFACE,
     Probe,
     Shape,
@@ -35,7 +36,6 @@ from tpengine.models.fallback.attention import (
     make_layers,
     running,
 )
-from tpengine.models.fallback.checkpoint import CheckpointConversion, allocate_parameters
 from tpengine.models.fallback.layers import (
     EmbeddingInPlace,
     HeadInPlace,

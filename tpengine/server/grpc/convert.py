@@ -9,8 +9,8 @@ from typing import Any
 from tpengine import errors
 from tpengine.engine.requests import GenerateRequest
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
+from tpengine.proto import tpengine_pb2 as pb
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.kept_streams import KeptStreams, Resumption
 from tpengine.server.limits import (
     Limits,

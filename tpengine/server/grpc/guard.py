@@ -28,9 +28,10 @@ from google.rpc.error_details_pb2 import BadRequest, RequestInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from tpengine import errors
+from tpengine.proto import STATUS_DETAILS_KEY, TIMEOUT_KEY
+from tpengine.proto import tpengine_pb2 as pb
 from tpengine.server.auth import ANONYMOUS, Authenticator, Client, name_of
-from tpengine.server.grpc.proto import STATUS_DETAILS_KEY, TIMEOUT_KEY
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
+from tpengine.server.error_texts import field_in, log_internal_error, row_of, text_for_client
 from tpengine.server.grpc.wire import check_fields
 from tpengine.server.limits import (
     MAX_REQUEST_ID,
@@ -39,7 +40,6 @@ from tpengine.server.limits import (
     address_key,
     read_timeout,
 )
-from tpengine.server.refusals import field_in, log_internal_error, row_of, text_for_client
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import write_within
 

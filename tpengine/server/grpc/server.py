@@ -21,9 +21,9 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 
 from tpengine.errors import ConfigError, ModelNotFoundError, QueueFullError
+from tpengine.proto import LIVENESS, READINESS, SERVICE, tpengine_pb2_grpc
 from tpengine.server.auth import Authenticator, CertificateReloader, TlsContents, TlsFiles
 from tpengine.server.grpc.guard import Guard, address_of
-from tpengine.server.grpc.proto import LIVENESS, READINESS, SERVICE, tpengine_pb2_grpc
 from tpengine.server.grpc.service import GenerationServicer
 from tpengine.server.grpc.vllm import VLLM_SERVICE, VllmServicer
 from tpengine.server.limits import Limits

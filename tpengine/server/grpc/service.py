@@ -51,6 +51,8 @@ import tpengine
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError, RequestAbortedError
+from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY, tpengine_pb2_grpc
+from tpengine.proto import tpengine_pb2 as pb
 from tpengine.sampling_params import RequestOutputKind
 from tpengine.server.grpc.convert import (
     ResponseWriter,
@@ -61,8 +63,6 @@ from tpengine.server.grpc.convert import (
     read_seconds,
 )
 from tpengine.server.grpc.guard import CALL, Call
-from tpengine.server.grpc.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY, tpengine_pb2_grpc
-from tpengine.server.grpc.proto import tpengine_pb2 as pb
 from tpengine.server.kept_streams import KeptStream, Resumption
 from tpengine.server.limits import Limits, check_num_ids, check_request_id
 from tpengine.server.state import ServerState, State

@@ -14,10 +14,9 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.outputs import RequestOutput
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tpengine.server.limits import Limits, at_most, check_sampling, last_ids, most_tokens_of_text
 from tpengine.server.stream_sender import CandidateTurns, Positions
-from tpengine.structured_outputs import StructuredOutputsParams
 
 REFUSED = (
     "mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json",

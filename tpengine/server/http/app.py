@@ -20,14 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import tpengine
 from tpengine.engine.requests import check_token_ids
 from tpengine.errors import UnreadError, did_you_mean
+from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY
 from tpengine.server.http.calls import ParseTurns, read_call
+from tpengine.server.http.error_answers import HttpError, refusal
 from tpengine.server.http.fields import FieldError, Fields
 from tpengine.server.http.openai_routes import PATHS, router
 from tpengine.server.http.page import FILES, add_page
 from tpengine.server.http.read import BodyReader, naming_field
-from tpengine.server.http.refusals import HttpError, refusal
 from tpengine.server.limits import Limits, OpenCalls, check_num_ids, check_request_id
 from tpengine.server.state import METRICS_TYPE, ServerState
 

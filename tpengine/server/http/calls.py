@@ -13,9 +13,9 @@ import orjson
 from starlette.requests import Request
 
 from tpengine.errors import MalformedRequestError
+from tpengine.proto import RESUME_WINDOW_KEY, TIMEOUT_KEY
 from tpengine.server.auth import Client
-from tpengine.server.grpc.proto import RESUME_WINDOW_KEY, TIMEOUT_KEY
-from tpengine.server.http.refusals import HttpError
+from tpengine.server.http.error_answers import HttpError
 from tpengine.server.kept_streams import KeptStreams, Resumption
 from tpengine.server.limits import check_request_id, read_timeout
 

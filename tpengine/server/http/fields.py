@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from tpengine.errors import InvalidSamplingParamsError, RequestError, did_you_mean
+from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.server.limits import at_most
-from tpengine.structured_outputs import StructuredOutputsParams
 
 Value = TypeVar("Value")
 

@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import UnreadError
-from tpengine.server.grpc.proto import RESUME_WINDOW_KEY
+from tpengine.proto import RESUME_WINDOW_KEY
 from tpengine.server.http.calls import read_call, read_resumption
+from tpengine.server.http.error_answers import refusal
 from tpengine.server.http.read import BodyReader, naming_field
-from tpengine.server.http.refusals import refusal
 from tpengine.server.http.write import AnswerWriter, Style, usage
 from tpengine.server.kept_streams import KeptStream
 from tpengine.server.limits import Limits

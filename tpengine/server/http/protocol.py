@@ -21,9 +21,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from tpengine.errors import MalformedRequestError, QueueFullError, RequestError
+from tpengine.proto import REQUEST_ID_KEY
 from tpengine.server.auth import certificate_name
-from tpengine.server.grpc.proto import REQUEST_ID_KEY
-from tpengine.server.http.refusals import HttpError, refusal
+from tpengine.server.http.error_answers import HttpError, refusal
 from tpengine.server.limits import Limits, address_key
 
 DISCARD_S = 3.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 
-from tpengine.structured_outputs import THINK_CLOSING as CLOSING
-from tpengine.structured_outputs import THINK_OPENING as OPENING
+from tpengine.structured.constraints import THINK_CLOSING as CLOSING
+from tpengine.structured.constraints import THINK_OPENING as OPENING
 
 _MAX_SPACE = 64
 """Characters of white space before the opening tag; after more the answer is content."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpengine.engine.tokenizer import Tokenizer
-from tpengine.sampling_params import SamplingParams
+from tpengine.sampling_params import SamplingParams, StructuredOutputsParams
 from tpengine.server.http.fields import FieldError, Fields
 from tpengine.server.http.tool_formats import FORMATS, NAME, ToolFormat, ToolParser
-from tpengine.structured_outputs import StructuredOutputsParams
 
 MAX_TOOLS = 128
 """Functions of a request, as OpenAI bounds them."""

@@ -19,7 +19,7 @@ from tpengine.layers.gpu_attention import (
     choose_backend,
     group_rows,
 )
-from tpengine.ops.attention import check_decode_support, make_decode_plan, min_item_tokens
+from tpengine.ops.attention_ops import check_decode_support, make_decode_plan, min_item_tokens
 from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.transfers import Uploads

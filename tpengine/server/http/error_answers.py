@@ -11,7 +11,7 @@ from typing import Any
 
 from tpengine import errors
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.refusals import field_in, log_internal_error, row_of, text_for_client
+from tpengine.server.error_texts import field_in, log_internal_error, row_of, text_for_client
 
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request that another call has aborted. HTTP has none; nginx uses this one."""

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from tpengine.server.grpc.proto import tpengine_pb2 as tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2
+from tpengine.proto import tpengine_pb2 as tpengine_dot_proto_dot_tpengine__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in tpengine/server/grpc/proto/tpengine_pb2_grpc.py depends on'
+        + ' but the generated code in tpengine/proto/tpengine_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,48 +36,48 @@ class GenerationServiceStub:
         """
         self.Generate = channel.unary_unary(
                 '/tpengine.v1.GenerationService/Generate',
-                request_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateResponse.FromString,
+                request_serializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
                 '/tpengine.v1.GenerationService/GenerateStream',
-                request_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateResponse.FromString,
+                request_serializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tpengine.v1.GenerationService/Abort',
-                request_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.AbortRequest.SerializeToString,
-                response_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.AbortResponse.FromString,
+                request_serializer=tpengine_dot_proto_dot_tpengine__pb2.AbortRequest.SerializeToString,
+                response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/tpengine.v1.GenerationService/Tokenize',
-                request_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.TokenizeResponse.FromString,
+                request_serializer=tpengine_dot_proto_dot_tpengine__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/tpengine.v1.GenerationService/Detokenize',
-                request_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DetokenizeResponse.FromString,
+                request_serializer=tpengine_dot_proto_dot_tpengine__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/tpengine.v1.GenerationService/GetModelInfo',
-                request_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetModelInfoResponse.FromString,
+                request_serializer=tpengine_dot_proto_dot_tpengine__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/tpengine.v1.GenerationService/GetServerInfo',
-                request_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetServerInfoRequest.SerializeToString,
-                response_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetServerInfoResponse.FromString,
+                request_serializer=tpengine_dot_proto_dot_tpengine__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
         self.GetLoads = channel.unary_unary(
                 '/tpengine.v1.GenerationService/GetLoads',
-                request_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetLoadsRequest.SerializeToString,
-                response_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetLoadsResponse.FromString,
+                request_serializer=tpengine_dot_proto_dot_tpengine__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/tpengine.v1.GenerationService/Drain',
-                request_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DrainRequest.SerializeToString,
-                response_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DrainResponse.FromString,
+                request_serializer=tpengine_dot_proto_dot_tpengine__pb2.DrainRequest.SerializeToString,
+                response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.DrainResponse.FromString,
                 _registered_method=True)
 
 
@@ -153,48 +153,48 @@ def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateRequest.FromString,
-                    response_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateRequest.FromString,
+                    response_serializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateRequest.FromString,
-                    response_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateRequest.FromString,
+                    response_serializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.AbortRequest.FromString,
-                    response_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.AbortRequest.FromString,
+                    response_serializer=tpengine_dot_proto_dot_tpengine__pb2.AbortResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.TokenizeRequest.FromString,
-                    response_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.TokenizeRequest.FromString,
+                    response_serializer=tpengine_dot_proto_dot_tpengine__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DetokenizeRequest.FromString,
-                    response_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.DetokenizeRequest.FromString,
+                    response_serializer=tpengine_dot_proto_dot_tpengine__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
-                    request_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetModelInfoResponse.SerializeToString,
+                    request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=tpengine_dot_proto_dot_tpengine__pb2.GetModelInfoResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
-                    request_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetServerInfoRequest.FromString,
-                    response_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetServerInfoResponse.SerializeToString,
+                    request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=tpengine_dot_proto_dot_tpengine__pb2.GetServerInfoResponse.SerializeToString,
             ),
             'GetLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoads,
-                    request_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetLoadsRequest.FromString,
-                    response_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetLoadsResponse.SerializeToString,
+                    request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GetLoadsRequest.FromString,
+                    response_serializer=tpengine_dot_proto_dot_tpengine__pb2.GetLoadsResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DrainRequest.FromString,
-                    response_serializer=tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DrainResponse.SerializeToString,
+                    request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.DrainRequest.FromString,
+                    response_serializer=tpengine_dot_proto_dot_tpengine__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,8 +222,8 @@ class GenerationService:
             request,
             target,
             '/tpengine.v1.GenerationService/Generate',
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateRequest.SerializeToString,
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateResponse.FromString,
+            tpengine_dot_proto_dot_tpengine__pb2.GenerateRequest.SerializeToString,
+            tpengine_dot_proto_dot_tpengine__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -249,8 +249,8 @@ class GenerationService:
             request,
             target,
             '/tpengine.v1.GenerationService/GenerateStream',
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateRequest.SerializeToString,
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GenerateResponse.FromString,
+            tpengine_dot_proto_dot_tpengine__pb2.GenerateRequest.SerializeToString,
+            tpengine_dot_proto_dot_tpengine__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -276,8 +276,8 @@ class GenerationService:
             request,
             target,
             '/tpengine.v1.GenerationService/Abort',
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.AbortRequest.SerializeToString,
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.AbortResponse.FromString,
+            tpengine_dot_proto_dot_tpengine__pb2.AbortRequest.SerializeToString,
+            tpengine_dot_proto_dot_tpengine__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -303,8 +303,8 @@ class GenerationService:
             request,
             target,
             '/tpengine.v1.GenerationService/Tokenize',
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.TokenizeRequest.SerializeToString,
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.TokenizeResponse.FromString,
+            tpengine_dot_proto_dot_tpengine__pb2.TokenizeRequest.SerializeToString,
+            tpengine_dot_proto_dot_tpengine__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -330,8 +330,8 @@ class GenerationService:
             request,
             target,
             '/tpengine.v1.GenerationService/Detokenize',
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DetokenizeRequest.SerializeToString,
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DetokenizeResponse.FromString,
+            tpengine_dot_proto_dot_tpengine__pb2.DetokenizeRequest.SerializeToString,
+            tpengine_dot_proto_dot_tpengine__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -357,8 +357,8 @@ class GenerationService:
             request,
             target,
             '/tpengine.v1.GenerationService/GetModelInfo',
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetModelInfoRequest.SerializeToString,
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetModelInfoResponse.FromString,
+            tpengine_dot_proto_dot_tpengine__pb2.GetModelInfoRequest.SerializeToString,
+            tpengine_dot_proto_dot_tpengine__pb2.GetModelInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -384,8 +384,8 @@ class GenerationService:
             request,
             target,
             '/tpengine.v1.GenerationService/GetServerInfo',
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetServerInfoRequest.SerializeToString,
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetServerInfoResponse.FromString,
+            tpengine_dot_proto_dot_tpengine__pb2.GetServerInfoRequest.SerializeToString,
+            tpengine_dot_proto_dot_tpengine__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -411,8 +411,8 @@ class GenerationService:
             request,
             target,
             '/tpengine.v1.GenerationService/GetLoads',
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetLoadsRequest.SerializeToString,
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.GetLoadsResponse.FromString,
+            tpengine_dot_proto_dot_tpengine__pb2.GetLoadsRequest.SerializeToString,
+            tpengine_dot_proto_dot_tpengine__pb2.GetLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -438,8 +438,8 @@ class GenerationService:
             request,
             target,
             '/tpengine.v1.GenerationService/Drain',
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DrainRequest.SerializeToString,
-            tpengine_dot_server_dot_grpc_dot_proto_dot_tpengine__pb2.DrainResponse.FromString,
+            tpengine_dot_proto_dot_tpengine__pb2.DrainRequest.SerializeToString,
+            tpengine_dot_proto_dot_tpengine__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

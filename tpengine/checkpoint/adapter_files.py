@@ -21,12 +21,11 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from tpengine.errors import InvalidAdapterError
-from tpengine.inputs import LoRARequest
+from tpengine.inputs import Adapter, LoRARequest
+from tpengine.layers.adapter_parts import AdapterPart, Targets
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
-Targets = Mapping[str, tuple[int, int]]
-"""Linear layers that can have adapters: outputs and inputs of all ranks, by the name of PEFT."""
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _MOST_PROBLEMS = 8
@@ -64,14 +63,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterPart:
-    """What an adapter adds to one linear layer: `scaling * x A^T B^T`."""
-
-    rank: int
-    scaling: float
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterFolder:
     """A folder that was read and can be served.
 
@@ -84,14 +75,6 @@ class AdapterFolder:
     key: bytes
     parts: Mapping[str, AdapterPart]
     data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """The adapter of a request: the one that its folder held when the request was checked."""
-
-    request: LoRARequest
-    key: bytes
 
 
 class AdapterChecks:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tpengine.layers.weights import StoredGroups, TensorSource
-from tpengine.ops.quantized import NO_OFFSETS, ZERO_POINTS, QuantizedFormat
+from tpengine.ops.quantized_ops import NO_OFFSETS, ZERO_POINTS, QuantizedFormat
 
 _STEP = 32
 """Groups in memory have multiples of so many inputs."""

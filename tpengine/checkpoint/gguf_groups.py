@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tpengine.layers.weights import StoredGroups, check_scales
-from tpengine.ops.quantized import MINIMA, QuantizedFormat
+from tpengine.ops.quantized_ops import MINIMA, QuantizedFormat
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
 """Of blocks `[n, block_bytes]`: numbers uint8 `[n, block]`, scales and minima float16

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tpengine.checkpoint.gguf_file import is_gguf
+from tpengine.checkpoint.model_files import WEIGHT_FILES
+from tpengine.checkpoint.quantization_config import read_scheme
+from tpengine.checkpoint.quantized_checkpoint import merge_tensors
 from tpengine.config import ModelConfig
 from tpengine.errors import ModelLoadError
-from tpengine.gguf_file import is_gguf
 from tpengine.layers.weights import (
     CheckpointTensor,
     LoadedTensor,
@@ -26,10 +29,7 @@ from tpengine.layers.weights import (
     WeightShard,
     tensor_shape,
 )
-from tpengine.model_files import WEIGHT_FILES
-from tpengine.models.quantized_checkpoint import merge_tensors
 from tpengine.models.registry import CausalLM, build_model
-from tpengine.quantization_config import read_scheme
 
 _DUMMY_STD = 0.02
 _ROWS_AT_ONCE = 4096
@@ -113,9 +113,11 @@ class _CheckpointReader:
 
     def _tensors(self) -> Iterator[tuple[str, str, TensorSource]]:
         if is_gguf(self._folder):
-            from tpengine.models import gguf  # its library is imported for such files only
+            # The library is imported for such files only.
+            from tpengine.checkpoint import gguf_weights
 
-            yield from gguf.read_tensors(str(self._folder), [*self._shards, *self._repeats])
+            names = [*self._shards, *self._repeats]
+            yield from gguf_weights.read_tensors(str(self._folder), names)
             return
         tensors = (
             (path.name, name, source)

@@ -19,10 +19,10 @@ from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from tpengine.gguf_config import Architecture, architecture_of
-from tpengine.gguf_file import GGUFFile, TensorEntry, open_gguf
+from tpengine.checkpoint.gguf_config import Architecture, architecture_of
+from tpengine.checkpoint.gguf_file import GGUFFile, TensorEntry, open_gguf
+from tpengine.checkpoint.gguf_groups import EXACT_TYPES, GROUP_SIZE, unpack
 from tpengine.layers.weights import StoredGroups
-from tpengine.models.gguf_groups import EXACT_TYPES, GROUP_SIZE, unpack
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from tpengine import gguf_config
+from tpengine.checkpoint import gguf_config
+from tpengine.checkpoint.gguf_file import find_gguf, first_part, is_gguf
+from tpengine.checkpoint.model_defaults import complete_config
+from tpengine.checkpoint.quantization_config import read_scheme
 from tpengine.errors import ConfigError, ModelLoadError
-from tpengine.gguf_file import find_gguf, first_part, is_gguf
-from tpengine.model_defaults import complete_config
-from tpengine.quantization_config import read_scheme
 
 _HUB_TEXTS = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "vocab.bpe"]
 """Files of a hub model that hold its configuration, its tokenizer and the index of its weights."""

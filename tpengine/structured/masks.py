@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tpengine.errors import InvalidSamplingParamsError
-from tpengine.grammars import Vocabulary, reason
 from tpengine.layers.logit_edits import FilledMasks, TokenMasks
 from tpengine.messages import NewSequence
+from tpengine.structured.grammars import Vocabulary, reason
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

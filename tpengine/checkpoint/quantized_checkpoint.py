@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from tpengine.errors import ModelLoadError
-from tpengine.layers.weights import CheckpointTensor, TypedSource, WeightShard
-from tpengine.logger import init_logger
-from tpengine.models.quantized_sources import (
+from tpengine.checkpoint.quantization_config import QuantizationScheme
+from tpengine.checkpoint.quantized_sources import (
     BlockTensor,
     Column,
     GroupedTensor,
@@ -27,7 +25,9 @@ from tpengine.models.quantized_sources import (
     SignedBytes,
     Words,
 )
-from tpengine.quantization_config import QuantizationScheme
+from tpengine.errors import ModelLoadError
+from tpengine.layers.weights import CheckpointTensor, TypedSource, WeightShard
+from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
 

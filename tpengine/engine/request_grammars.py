@@ -6,10 +6,15 @@ from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.executor.executor import Executor
-from tpengine.grammars import Vocabulary
 from tpengine.messages import StepInput
 from tpengine.sampling_params import SamplingParams
-from tpengine.structured_outputs import THINK_CLOSING, THINK_OPENING, Thinking
+from tpengine.structured.constraints import (
+    THINK_CLOSING,
+    THINK_OPENING,
+    Thinking,
+    to_grammar,
+)
+from tpengine.structured.grammars import Vocabulary
 
 
 def read_grammar(
@@ -36,7 +41,7 @@ def read_grammar(
     thinking = _thinking(prompt or "", tokenizer) if is_chat else Thinking.NONE
     # For the library no text matches an added token, special or not, as the think tags of Qwen.
     added = list(tokenizer.hf.get_added_vocab())
-    grammar: str = params.structured_outputs.to_grammar(thinking, added)
+    grammar: str = to_grammar(params.structured_outputs, thinking, added)
     tokenizer.vocabulary(model).matcher(grammar)
     return grammar
 

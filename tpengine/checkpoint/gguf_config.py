@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tpengine.checkpoint.gguf_file import GGUFFile, open_gguf
 from tpengine.errors import ConfigError, ModelLoadError
-from tpengine.gguf_file import GGUFFile, open_gguf
 
 _FIELDS = {
     "context_length": "max_position_embeddings",

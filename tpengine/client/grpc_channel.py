@@ -31,7 +31,7 @@ from tpengine.errors import (
     TPEngineError,
     UnauthenticatedError,
 )
-from tpengine.server.grpc.proto import STATUS_DETAILS_KEY
+from tpengine.proto import STATUS_DETAILS_KEY
 
 _MAX_MESSAGE_BYTES = 64 << 20
 _MIN_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2000

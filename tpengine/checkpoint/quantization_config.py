@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tpengine.checkpoint.gguf_file import is_gguf
 from tpengine.errors import ConfigError
-from tpengine.gguf_file import is_gguf
 
 _METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
 _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
