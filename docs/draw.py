@@ -271,9 +271,7 @@ def record_blocks() -> dict[str, Any]:
                 )
         return {"title": title, "tables": tables, "copies": moves[0].copies}
 
-    for name, (prompt, params) in requests.items():
-        if name == "A":
-            engine.add_request(name, prompt, params)
+    engine.add_request("A", *requests["A"])
     engine.step()
     moments = [note("the prompt is computed once; both sequences hold its blocks")]
     engine.step()
