@@ -8,10 +8,9 @@ fault of the engine or of the machine and concerns all requests. Each error carr
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from errno import EADDRINUSE, EAGAIN, EMFILE, ENFILE, ENOMEM, ENOSPC
-from typing import TYPE_CHECKING, Any, ClassVar
 
 from tpengine.outputs import RequestOutput
 
@@ -153,25 +152,6 @@ class ConfigError(EngineError, ValueError):
 class RefusedNameError(ConfigError, AttributeError):
     """An object of vLLM 0.5.4 has this attribute, and ours does not; the message says what to use
     instead."""
-
-
-class RefusesNames:
-    """Base of a class that refuses some attributes which the class of its name in vLLM has.
-
-    Attributes:
-        REFUSED: by names, with spaces between them: what to use instead.
-    """
-
-    REFUSED: ClassVar[Mapping[str, str]]
-
-    if not TYPE_CHECKING:  # else type checkers would accept any name
-
-        def __getattr__(self, name: str) -> Any:
-            own = type(self).__name__
-            for names, advice in self.REFUSED.items():
-                if name in names.split():
-                    raise RefusedNameError(f"{own}.{name} is not offered: {advice}")
-            raise AttributeError(f"{own!r} object has no attribute {name!r}")
 
 
 class ModelLoadError(EngineError):

@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
-from tpengine.compat import aliases
-
 
 @dataclass(slots=True)
 class Logprob:
@@ -138,6 +136,3 @@ class BeamSearchOutput:
 
     sequences: list[BeamSearchSequence]
     error: str | None = None
-
-
-aliases.add_names(__name__)

@@ -43,7 +43,6 @@ from numbers import Real
 from operator import index
 from typing import Any
 
-from tpengine.compat import aliases
 from tpengine.errors import InvalidSamplingParamsError, did_you_mean
 
 LogitsProcessor = Callable[[list[int], Any], Any] | Callable[[list[int], list[int], Any], Any]
@@ -662,6 +661,3 @@ def _refuse_type(name: str, value: Any) -> Any:
     raise InvalidSamplingParamsError(
         f"{place} must be {kinds.get(name, 'a text')}, got {value!r:.80}"
     )
-
-
-aliases.add_names(__name__)

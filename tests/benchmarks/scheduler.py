@@ -12,7 +12,7 @@ from tpengine.config import SchedulerConfig
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import BlockManager, Scheduler, StepDecisions
-from tpengine.sequence import Request, Sequence
+from tpengine.scheduling.sequence import Request, Sequence
 
 PROMPT_TOKENS = 64
 BLOCK_SIZE = 16

@@ -25,7 +25,7 @@ from tpengine.scheduling import (
 )
 from tpengine.scheduling.block_manager import NO_BLOCK
 from tpengine.scheduling.fairness import FairShares
-from tpengine.sequence import Request, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 END_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 199))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpengine.scheduling import FirstComeFirstServed
-from tpengine.sequence import Request
+from tpengine.scheduling.sequence import Request
 
 from .loop import Limits, Loop, sizes, statuses
 

@@ -6,7 +6,7 @@ import pytest
 
 from tpengine.scheduling import BlockManager
 from tpengine.scheduling.block_manager import NO_BLOCK
-from tpengine.sequence import Request, Sequence
+from tpengine.scheduling.sequence import Request, Sequence
 
 from .fake_worker import generate_undisturbed
 from .loop import Limits, Loop, make_request, plain, run_alone

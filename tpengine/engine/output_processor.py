@@ -26,8 +26,8 @@ from tpengine.messages import PromptLogprobs, StepOutput
 from tpengine.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from tpengine.outputs import PromptLogprobs as PromptCandidates
 from tpengine.sampling_params import RequestOutputKind
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import SchedulerOutput, StepDecisions
-from tpengine.sequence import Request, Sequence, SequenceStatus
 
 logger = init_logger(__name__)
 

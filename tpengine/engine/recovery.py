@@ -43,8 +43,8 @@ from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.scheduler import Scheduler
+from tpengine.scheduling.sequence import Request
 from tpengine.scheduling.step import SchedulerOutput
-from tpengine.sequence import Request
 
 logger = init_logger(__name__)
 

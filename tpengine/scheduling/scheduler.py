@@ -25,6 +25,7 @@ from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.hopeless_requests import outgrown, why_never, why_no_more, why_too_long
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.queues import RequestQueues
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import (
     SchedulerOutput,
     StepBuilder,
@@ -33,7 +34,6 @@ from tpengine.scheduling.step import (
     find_catching_up,
     slot_of,
 )
-from tpengine.sequence import Request, Sequence, SequenceStatus
 
 
 class Scheduler:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError
 from tpengine.messages import AdapterLoad, BlockMoves, Fork, NewSequence, StepInput
-from tpengine.sequence import Request, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 SequencePair = tuple[Sequence, Sequence]
 """(parent, child)"""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from tpengine.compat import aliases
 from tpengine.errors import IllegalMoveError
 from tpengine.inputs import NO_OWNER, Adapter, Owner
 from tpengine.outputs import RequestMetrics
@@ -183,6 +182,3 @@ class Request:
         shortest = min(map(len, token_ids))
         parting = next((i for i, (a, b) in enumerate(pairs) if a != b), shortest)
         return min(parting, shortest - 1)
-
-
-aliases.add_names(__name__)
