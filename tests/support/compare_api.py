@@ -5,8 +5,19 @@
 Every name, parameter, method, attribute and flag in `tests/reference/vllm_0_5_4.json` is an item.
 It is the same, or tpengine refuses it with an error that names it, or
 `tests/reference/differences.json` says how it differs and why; `other_values.json` does so for
-names that exist with another value. Names are looked up in the module of the same path, with `vllm`
-replaced by `tpengine`; a parameter must have the same place and default.
+names that exist with another value; arguments without effect, and choices of an argument that are
+refused, follow from the declarations of `EngineArgs`. Names are looked up in the module of the same
+path, with `vllm` replaced by `tpengine`; a parameter must have the same place and default.
+
+`vllm_0_5_4.json` was read once from the sources of 0.5.4. It has for each module and each name:
+    kind: class, dataclass, enum, function, value or import; null: 0.5.4 has no such name.
+    bases: of a class, with keywords such as `total=False`.
+    fields: of a class: name -> [type, default], as source text; null is no type or no default.
+    attributes: of a class: names that `__init__` sets on `self`.
+    methods: of a class: public methods and `__init__`, without `self` and `cls`.
+    flags: of a class with `add_cli_args`: option -> the arguments of `add_argument`.
+    parameters: name -> [type, default], with the marks of a signature: parameters before "/" are
+        positional only, those after "*" or "*args" keyword only.
 """
 
 from __future__ import annotations
@@ -20,15 +31,17 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from tpengine import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
+from tpengine.compat.refused import PARAMETERS
 from tpengine.engine.stats import StatLoggerBase, Stats
 from tpengine.inputs import LoRARequest
+from tpengine.options import NOTHING
 
 FOLDER = Path(__file__).parents[1] / "reference"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
@@ -96,6 +109,7 @@ class Comparison:
         self._reference = json.loads((FOLDER / "vllm_0_5_4.json").read_text())
         self._differences: dict[str, str] = json.loads((FOLDER / "differences.json").read_text())
         self._other_values: dict[str, str] = json.loads((FOLDER / "other_values.json").read_text())
+        self._other_values |= _declared_differences(self._reference)
         self._unused = {*self._differences, *self._other_values}
 
     def items(self) -> list[Item]:
@@ -190,6 +204,26 @@ class Comparison:
         return f"{label}()", lambda: _takes(getattr(example, name), told.get("parameters", {}))()
 
 
+def _declared_differences(reference: dict[str, Any]) -> dict[str, str]:
+    """How arguments differ by their declarations: without effect, or with fewer choices."""
+    differences = {}
+    flags = reference["vllm.engine.arg_utils"]["EngineArgs"]["flags"]
+    options = {names.split()[0]: facts for names, facts in flags.items()}
+    of_llm = reference["vllm.entrypoints.llm"]["LLM"]["methods"]["__init__"]["parameters"]
+    for spec in fields(EngineArgs):
+        declared, text = spec.metadata["option"], ""
+        choices = options.get(f"--{spec.name.replace('_', '-')}", {}).get("choices", "[]")
+        if declared.only_for == NOTHING:
+            text = "no effect; a warning names it."
+        elif declared.choices and "*" not in choices:
+            refused = [one for one in ast.literal_eval(choices) if one not in declared.choices]
+            text = f"refuses `{'`, `'.join(refused)}`." if refused else ""
+        if text:
+            owners = ["EngineArgs", *(["LLM"] if spec.name in of_llm else [])]
+            differences |= {f"{owner}({spec.name})": text for owner in owners}
+    return differences
+
+
 def _has(example: Any, name: str) -> Probe:
     def probe() -> None:
         getattr(example, name)
@@ -220,8 +254,9 @@ def _constructs(found: Any, index: int, name: str, default: str | None) -> Probe
     def probe() -> str | None:
         given = list(inspect.signature(found).parameters.values())
         deviation = _deviation(given, index, name, default)
-        if deviation is None and issubclass(found, EngineArgs) and default is not None:
-            return _use_another_value(found, name, default)
+        if deviation is None and issubclass(found, EngineArgs | LLM) and default is not None:
+            args_class = EngineArgs if found is LLM else found
+            return _use_another_value(args_class, name, default)
         return deviation
 
     return probe
@@ -310,6 +345,7 @@ def page(items: list[Item]) -> str:
             if item.status is status:
                 by_detail.setdefault(item.reason, []).append(item.name)
         parts += [f"- {_listed(names)}: {detail}" for detail, names in by_detail.items()]
+    parts += [f"- `{name}` of a request: {advice}" for name, advice in PARAMETERS.items()]
     later = json.loads((FOLDER / "later.json").read_text())
     parts += ["", "## From later versions", "", "These names came after 0.5.4 and work here:", ""]
     parts += [f"- `{name}`: {text}" for name, text in later.items()]
