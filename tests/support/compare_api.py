@@ -47,22 +47,6 @@ FOLDER = Path(__file__).parents[1] / "reference"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 _INTERNAL = ("__init__", "add_cli_args", "from_seq_group")
 _PYTHONS_OWN = ("has no attribute", "cannot import name", "No module named", "unexpected keyword")
-_NO_TEXT_MODEL = "facebook/opt-125m"
-_OTHER_VALUES = {
-    "tokenizer_mode": "slow",
-    "load_format": "safetensors",
-    "dtype": "float32",
-    "kv_cache_dtype": "fp8",
-    "distributed_executor_backend": "ray",
-    "block_size": 32,
-    "gpu_memory_utilization": 0.5,
-    "rope_scaling": {"type": "linear", "factor": 2.0},
-    "quantization": "int8",
-    "lora_dtype": "bfloat16",
-    "device": "cpu",
-}
-"""Another value than the default for fields that take only some values."""
-
 Probe = Callable[[], str | None]
 """Uses an item as a script would; returns how it differs, None if it does not."""
 
@@ -82,19 +66,12 @@ class Item:
 
     Attributes:
         name: as a user would write it, such as `LLM.generate()`.
-        detail: how a different item differs, or the message of a refused one.
+        detail: how a different item differs, or why it is refused and what to use.
     """
 
     name: str
     status: Status
     detail: str = ""
-
-    @property
-    def reason(self) -> str:
-        """The detail without what the name says already; of a refusal, without the tried value."""
-        if self.status is not Status.REFUSED:
-            return self.detail
-        return self.detail.partition(": ")[2].partition("; leave it at")[0]
 
 
 class Comparison:
@@ -109,7 +86,7 @@ class Comparison:
         self._reference = json.loads((FOLDER / "vllm_0_5_4.json").read_text())
         self._differences: dict[str, str] = json.loads((FOLDER / "differences.json").read_text())
         self._other_values: dict[str, str] = json.loads((FOLDER / "other_values.json").read_text())
-        self._other_values |= _declared_differences(self._reference)
+        self._declarations = _declarations(self._reference)
         self._unused = {*self._differences, *self._other_values}
 
     def items(self) -> list[Item]:
@@ -136,7 +113,10 @@ class Comparison:
             is_pythons_own = deviation == word or any(text in deviation for text in _PYTHONS_OWN)
             if word in deviation and not is_pythons_own:
                 self._unused.discard(label)
-                return Item(label, Status.REFUSED, " ".join(deviation.split()))
+                reason = " ".join(deviation.split()).partition(": ")[2]
+                return Item(label, Status.REFUSED, reason)
+        if deviation is None and label in self._declarations:
+            return Item(label, *self._declarations[label])
         if deviation is None and label in self._other_values:
             self._unused.discard(label)
             return Item(label, Status.DIFFERENT, self._other_values[label])
@@ -204,24 +184,29 @@ class Comparison:
         return f"{label}()", lambda: _takes(getattr(example, name), told.get("parameters", {}))()
 
 
-def _declared_differences(reference: dict[str, Any]) -> dict[str, str]:
-    """How arguments differ by their declarations: without effect, or with fewer choices."""
-    differences = {}
+def _declarations(reference: dict[str, Any]) -> dict[str, tuple[Status, str]]:
+    """What arguments declare by which they differ: they are refused, have no effect, or have fewer
+    choices."""
+    declarations = {}
     flags = reference["vllm.engine.arg_utils"]["EngineArgs"]["flags"]
     options = {names.split()[0]: facts for names, facts in flags.items()}
     of_llm = reference["vllm.entrypoints.llm"]["LLM"]["methods"]["__init__"]["parameters"]
-    for spec in fields(EngineArgs):
-        declared, text = spec.metadata["option"], ""
-        choices = options.get(f"--{spec.name.replace('_', '-')}", {}).get("choices", "[]")
-        if declared.only_for == NOTHING:
+    for spec in fields(AsyncEngineArgs):
+        name, declared = spec.name, spec.metadata["option"]
+        choices = options.get(f"--{name.replace('_', '-')}", {}).get("choices", "[]")
+        status, text = Status.DIFFERENT, ""
+        if declared.refused:
+            status, text = Status.REFUSED, declared.refused
+        elif declared.only_for == NOTHING:
             text = "no effect; a warning names it."
         elif declared.choices and "*" not in choices:
             refused = [one for one in ast.literal_eval(choices) if one not in declared.choices]
             text = f"refuses `{'`, `'.join(refused)}`." if refused else ""
         if text:
-            owners = ["EngineArgs", *(["LLM"] if spec.name in of_llm else [])]
-            differences |= {f"{owner}({spec.name})": text for owner in owners}
-    return differences
+            is_async = name not in EngineArgs.__dataclass_fields__
+            owners = ["AsyncEngineArgs" if is_async else "EngineArgs", *["LLM"] * (name in of_llm)]
+            declarations |= {f"{owner}({name})": (status, text) for owner in owners}
+    return declarations
 
 
 def _has(example: Any, name: str) -> Probe:
@@ -249,40 +234,10 @@ def _takes(function: Any, expected: dict[str, Any]) -> Probe:
 
 
 def _constructs(found: Any, index: int, name: str, default: str | None) -> Probe:
-    """Looks at a constructor's parameter; of `EngineArgs` also whether it takes another value."""
-
-    def probe() -> str | None:
-        given = list(inspect.signature(found).parameters.values())
-        deviation = _deviation(given, index, name, default)
-        if deviation is None and issubclass(found, EngineArgs | LLM) and default is not None:
-            args_class = EngineArgs if found is LLM else found
-            return _use_another_value(args_class, name, default)
-        return deviation
-
-    return probe
-
-
-def _use_another_value(found: type[EngineArgs], name: str, default: str) -> str | None:
-    """Sets a field to a value that is not its default; returns the error if it takes others.
-
-    Raises:
-        ValueError: the field is refused at each value but its default.
-    """
-    neutral = ast.literal_eval(default)
-    others = {None: (7, "7"), False: (True,), True: (False,)}
-    is_number = isinstance(neutral, int | float) and not isinstance(neutral, bool)
-    values = (neutral * 2 + 1,) if is_number else others.get(neutral, ("other",))
-    if name in _OTHER_VALUES:
-        values = (_OTHER_VALUES[name],)
-    for value in values:
-        try:
-            found(**{"model": _NO_TEXT_MODEL, name: value}).check()
-            return None
-        except ValueError as error:
-            last = error
-    if "is refused" in str(last):
-        raise last
-    return str(last)
+    """Looks at a constructor's parameter."""
+    return lambda: _deviation(
+        list(inspect.signature(found).parameters.values()), index, name, default
+    )
 
 
 def _parses(found: Any, flag: str) -> Probe:
@@ -343,7 +298,7 @@ def page(items: list[Item]) -> str:
         by_detail: dict[str, list[str]] = {}
         for item in items:
             if item.status is status:
-                by_detail.setdefault(item.reason, []).append(item.name)
+                by_detail.setdefault(item.detail, []).append(item.name)
         parts += [f"- {_listed(names)}: {detail}" for detail, names in by_detail.items()]
     parts += [f"- `{name}` of a request: {advice}" for name, advice in PARAMETERS.items()]
     later = json.loads((FOLDER / "later.json").read_text())
