@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from tpengine import config as cfg
 from tpengine.checkpoint.model_files import (
@@ -28,6 +29,7 @@ GIB = 1 << 30
 _MAX_GIB = 1 << 20
 """More than any machine has; as bytes it still fits into 64 bits."""
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+Config = TypeVar("Config")
 _GPUS, _RANKS, _RAY = "GPUs", "ranks in processes of their own", "ranks on Ray"
 
 
@@ -259,31 +261,28 @@ class EngineArgs(Options):
         self._check_device(device)
         shares = each(self.gpu_memory_utilization)
         cache_bytes = tuple(int(space * GIB) for space in each(self.cpu_kv_cache_space))
-        model = self._model_config()
+        model, executor = self._model_config(), self.chosen_executor
         return cfg.EngineConfig(
             model=model,
-            cache=cfg.CacheConfig(
-                block_size=self.block_size,
+            cache=self._named(
+                cfg.CacheConfig,
                 gpu_memory_utilization=min(shares),
                 cpu_kv_cache_bytes=min(cache_bytes) if cache_bytes else None,
-                num_device_blocks_override=self.num_device_blocks_override,
                 swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
-                enable_prefix_caching=self.enable_prefix_caching,
-                kv_cache_dtype=self.kv_cache_dtype,
             ),
-            parallel=cfg.ParallelConfig(
-                tensor_parallel_size=self.tensor_parallel_size,
+            parallel=self._named(
+                cfg.ParallelConfig,
                 rank_gpu_memory_utilization=shares if len(shares) > 1 else None,
                 rank_cpu_kv_cache_bytes=cache_bytes if len(cache_bytes) > 1 else None,
-                ranks=self._ranks_config(),
-                ray=self._ray_config() if self.chosen_executor == "ray" else None,
+                ranks=None if executor == "local" else self._named(cfg.RanksConfig),
+                ray=self._ray_config() if executor == "ray" else None,
             ),
             scheduler=self._scheduler_config(model, device),
             recovery=cfg.RecoveryConfig(
                 self.max_recoveries, self.recovery_window, self.recovery_timeout
             ),
             device=device,
-            kernels=cfg.KernelConfig(self.attention_backend, self.enforce_eager),
+            kernels=self._named(cfg.KernelConfig),
             lora=self._lora_config(),
         )
 
@@ -374,20 +373,14 @@ class EngineArgs(Options):
         )
         tokenizer = self.find_tokenizer(folder)
         self._files().fetch_weights(folder, self.load_format, each(self.ignore_patterns))
-        return cfg.ModelConfig(
+        return self._named(
+            cfg.ModelConfig,
             model=folder,
             tokenizer=tokenizer,
-            tokenizer_mode=self.tokenizer_mode,
-            trust_remote_code=self.trust_remote_code,
             hf_config=hf_config,
-            dtype=self.dtype,
             max_model_len=max_model_len,
-            seed=self.seed,
-            load_format=self.load_format,
             end_token_ids=read_end_token_ids(folder, hf_config),
             quantization=chosen_quantization(self.quantization, hf_config, folder),
-            max_logprobs=self.max_logprobs,
-            logprobs_mode=self.logprobs_mode,
             model_impl=implementation,
         )
 
@@ -418,15 +411,13 @@ class EngineArgs(Options):
                 f"and max_num_seqs = {self.max_num_seqs} is more than a rank can send for a step; "
                 f"set it to at most {most}, or lower the other two"
             )
-        return cfg.SchedulerConfig(
+        return self._named(
+            cfg.SchedulerConfig,
             max_num_batched_tokens=budget,
-            max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             enable_chunked_prefill=is_chunked,
             policy=self.scheduling_policy,
-            fairness=self.fairness,
             preemption_mode=self.preemption_mode or "auto",
-            stream_interval=self.stream_interval,
             looks_ahead=self.async_scheduling and device == "cuda",
             max_loras=self.max_loras if self.enable_lora else 0,
         )
@@ -434,26 +425,26 @@ class EngineArgs(Options):
     def _lora_config(self) -> cfg.LoRAConfig | None:
         if not self.enable_lora:
             return None
-        slots, in_host = self.max_loras, self.max_cpu_loras or self.max_loras
-        if in_host < slots:
+        in_host = self.max_cpu_loras or self.max_loras
+        if in_host < self.max_loras:
             raise ConfigError(
-                f"max_cpu_loras = {in_host} is less than max_loras = {slots}, which all come from "
-                "host memory; raise it, or leave it out"
+                f"max_cpu_loras = {in_host} is less than max_loras = {self.max_loras}, which all "
+                "come from host memory; raise it, or leave it out"
             )
-        return cfg.LoRAConfig(slots, in_host, self.max_lora_rank, self.lora_dtype)
+        return self._named(cfg.LoRAConfig, max_cpu_loras=in_host)
 
     def _ray_config(self) -> cfg.RayConfig:
-        return cfg.RayConfig(
+        return self._named(
+            cfg.RayConfig,
             address=self.ray_address,
             placement_strategy=self.ray_placement_strategy,
             bundle=None if self.ray_bundle is None else read_bundle(self.ray_bundle),
-            placement_timeout_s=self.placement_timeout_s,
         )
 
-    def _ranks_config(self) -> cfg.RanksConfig | None:
-        if self.chosen_executor == "local":
-            return None
-        return cfg.RanksConfig(self.start_timeout_s, self.step_timeout_s, self.spare_workers)
+    def _named(self, config_class: Callable[..., Config], **others: Any) -> Config:
+        """A configuration; each field is the argument of its name, unless `others` has it."""
+        names = inspect.signature(config_class).parameters.keys() & vars(self).keys()
+        return config_class(**{name: getattr(self, name) for name in names} | others)
 
 
 def _is_installed(package: str) -> bool:
