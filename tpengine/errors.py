@@ -25,7 +25,15 @@ class TPEngineError(Exception):
 
 
 class RequestError(TPEngineError, ValueError):
-    """One request cannot be served as asked; other requests are not affected."""
+    """One request cannot be served as asked; other requests are not affected.
+
+    Attributes:
+        field: path of the caller's field at fault, as in `top_p`; None: no single field.
+    """
+
+    def __init__(self, message: str, *args: object, field: str | None = None) -> None:
+        super().__init__(message, *args)
+        self.field = field  # pickle carries it, as each attribute that is not in `args`
 
 
 class InvalidSamplingParamsError(RequestError):
