@@ -7,11 +7,11 @@ To add a parameter, always:
    A check also brings the value into its one form (numbers of Python, new lists and dicts).
 2. In `server/grpc/proto/tpengine.proto`: a field of the same name. Then
    `python tests/support/build_proto.py` writes the stubs anew.
-3. In `client/convert.py`: its name in `_SAME_NAME`; if the message has another type or range,
-   a conversion in `_to_sampling` instead.
-4. In `server/grpc/convert.py`: nothing, because fields are read by name; only if the message has
-   another type (all lists do), a conversion in `_READERS`.
-5. In `tests/server/test_convert.py`: a value in `ANOTHER`, and one in `WRONG` or `HARMLESS`.
+3. In `client/client_messages.py`: its name in `_SAME_NAME`; if the message has another type or
+   range, a conversion in `_to_sampling` instead.
+4. In `server/grpc/generation_messages.py`: nothing, because fields are read by name; only if the
+   message has another type (all lists do), a conversion in `_READERS`.
+5. In `tests/server/test_generation_messages.py`: a value in `ANOTHER`, and one in `WRONG` or `HARMLESS`.
 
 `executor/codec.py` then sends it to the ranks as it is. The rest depends on what it does:
 
@@ -25,7 +25,7 @@ To add a parameter, always:
 - It needs the vocabulary, the tokenizer or the end tokens: `engine/requests.py`.
 - It ends or shapes the output: `engine/output_processor.py`; the text: `engine/detokenizer.py`.
 - Its length or value bounds memory or time: `server/limits.py` (`max_entries` for a list, which
-  `_check_lengths` in `server/grpc/convert.py` reads; else `check_sampling`).
+  `_check_lengths` in `server/grpc/generation_messages.py` reads; else `check_sampling`).
 - It is an option of the commands: `SamplingOptions` in `cli/parser.py`.
 """
 

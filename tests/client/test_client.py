@@ -23,7 +23,7 @@ from client.talks import PATIENCE_S, talk_with
 from tpengine import LLM, SamplingParams
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
-from tpengine.client.convert import to_request
+from tpengine.client.client_messages import to_request
 from tpengine.client.generation_client import GenerationClient, typed_errors
 from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
 from tpengine.errors import (

@@ -12,7 +12,7 @@ from uuid import uuid4
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tpengine.client.convert import (
+from tpengine.client.client_messages import (
     Message,
     Prompt,
     RemoteOutput,

@@ -21,7 +21,7 @@ import tpengine
 from tpengine.engine.tokenizer import tokenizer_archive
 from tpengine.errors import InvalidPromptError, NotOfferedError, RequestAbortedError
 from tpengine.server.grpc.service import abort_requests, open_request
-from tpengine.server.grpc.vllm_convert import VllmWriter, read_request
+from tpengine.server.grpc.vllm_messages import VllmWriter, read_request
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import send_stream

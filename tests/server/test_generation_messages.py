@@ -10,12 +10,12 @@ import grpc
 import pytest
 
 from tpengine import errors
-from tpengine.client.convert import to_request
+from tpengine.client.client_messages import to_request
 from tpengine.errors import RankLoss
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
-from tpengine.server.grpc.convert import (
+from tpengine.server.grpc.generation_messages import (
     ResponseWriter,
     read_generate_request,
     read_sampling_params,
