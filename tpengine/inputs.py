@@ -10,7 +10,8 @@ from typing import Any, NotRequired, TypedDict
 
 from tpengine.compat import aliases
 from tpengine.errors import InvalidPromptError
-from tpengine.sampling_params import SamplingParams, read_int
+from tpengine.options import read_int
+from tpengine.sampling_params import SamplingParams
 
 
 class TextPrompt(TypedDict):
