@@ -36,7 +36,8 @@ def read_grammar(
         return None
     if tokenizer is None:
         raise InvalidSamplingParamsError(
-            "structured_outputs needs a tokenizer, and the model has none; name one"
+            "structured_outputs needs a tokenizer, and the model has none; name one",
+            field="structured_outputs",
         )
     thinking = _thinking(prompt or "", tokenizer) if is_chat else Thinking.NONE
     # For the library no text matches an added token, special or not, as the think tags of Qwen.

@@ -168,7 +168,8 @@ class ServerState:
             raise ModelNotFoundError(
                 f"model {model[:200]!r} is not served here, but {self.model!r} is; give that name, "
                 "or none, or have the server take yours as well with --served-model-name, or as a "
-                "LoRA adapter with --lora-modules"
+                "LoRA adapter with --lora-modules",
+                field="model",
             )
         return self.adapters[model]
 
@@ -193,7 +194,8 @@ class ServerState:
         if not name or name in (*self.names, *self.adapters):
             raise InvalidAdapterError(
                 f"lora_name = {name!r:.200} is empty or taken; choose another, or unload the "
-                "adapter of this name"
+                "adapter of this name",
+                field="lora_name",
             )
 
     def _adapter_path(self, path: str) -> str:
@@ -208,7 +210,8 @@ class ServerState:
         if not is_inside:
             raise InvalidAdapterError(
                 f"lora_path = {path!r:.200} is not in the folder of adapters (--lora-folder); name "
-                "a folder in it"
+                "a folder in it",
+                field="lora_path",
             )
         return str(folder)
 
@@ -219,7 +222,8 @@ class ServerState:
             ModelNotFoundError: there is no adapter of this name.
         """
         if self.adapters.pop(name, None) is None:
-            raise ModelNotFoundError(f"{name!r:.200} is no adapter here; see /v1/models")
+            text = f"{name!r:.200} is no adapter here; see /v1/models"
+            raise ModelNotFoundError(text, field="lora_name")
 
     def check_text(self, name: str, texts: Iterable[str]) -> None:
         """Refuses a text that cannot fit before it is tokenized: one thread tokenizes for all.
@@ -236,7 +240,8 @@ class ServerState:
             max_model_len = self.loaded_engine().model_config.max_model_len
             raise RequestIgnoredError(
                 f"{name} has {length} bytes, more than {self._max_text_bytes}, which is more than "
-                f"max_model_len = {max_model_len} tokens; shorten it"
+                f"max_model_len = {max_model_len} tokens; shorten it",
+                field=name,
             )
 
     def check_num_tokens(self, num_prompt_tokens: int) -> None:

@@ -136,13 +136,15 @@ class Vocabulary:
                 except Exception as error:  # the library raises errors of several types
                     raise InvalidSamplingParamsError(
                         "structured_outputs cannot be used with this model's tokenizer: "
-                        f"{error!s:.{_MAX_REASON}}"
+                        f"{error!s:.{_MAX_REASON}}",
+                        field="structured_outputs",
                     ) from error
             return self._tokens
 
 
 def _refusal(why: str) -> InvalidSamplingParamsError:
-    return InvalidSamplingParamsError(f"structured_outputs is refused: {why}")
+    name = "structured_outputs"
+    return InvalidSamplingParamsError(f"{name} is refused: {why}", field=name)
 
 
 def reason(matcher: LLMatcher) -> str:

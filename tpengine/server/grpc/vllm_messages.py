@@ -43,8 +43,9 @@ def read_request(
         RequestError: a field is out of its bounds, or is not offered.
     """
     for field, value in message.ListFields():
-        if field.name in REFUSED and value:  # rank 0 is the only one
-            raise InvalidPromptError(f"{field.name} is not offered; leave it out")
+        name = field.name
+        if name in REFUSED and value:  # rank 0 is the only one
+            raise InvalidPromptError(f"{name} is not offered; leave it out", field=name)
     given = message.WhichOneof("input")
     if given is None:
         raise InvalidPromptError("a request needs tokenized or text; got neither")
@@ -78,10 +79,12 @@ def read_sampling_params(
         try:
             fields["structured_outputs"] = StructuredOutputsParams.read({name: value})
         except InvalidSamplingParamsError as error:
-            raise InvalidSamplingParamsError(f"{constraint}: {error}") from None
+            text = f"{constraint}: {error}"
+            raise InvalidSamplingParamsError(text, field=constraint) from None
     for name, read in LISTS.items():
         if value := getattr(message, name):  # it has room for millions of entries
-            at_most(f"the number of entries of {name}", len(value), limits.max_entries()[name])
+            bound = limits.max_entries()[name]
+            at_most(f"the number of entries of {name}", len(value), bound, name)
             fields[name] = read(value)
     fields |= {name: getattr(message, name) for name in MAY_BE_ZERO}
     fields |= {name: getattr(message, name) or zero for name, zero in ZERO_MEANS.items()}

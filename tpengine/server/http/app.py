@@ -213,6 +213,6 @@ def _add_text_routes(app: FastAPI, state: ServerState, limits: Limits) -> None:
             raise FieldError("tokens", "is missing")
         token_ids: list[int] = fields.take("tokens", list, [])
         fields.end()
-        check_num_ids(len(token_ids), engine.model_config.max_model_len)
+        check_num_ids("tokens", len(token_ids), engine.model_config.max_model_len)
         check_token_ids("tokens", token_ids, engine.model_config.vocab_size)
         return JSONResponse({"prompt": await engine.detokenize(token_ids, False)})

@@ -181,11 +181,11 @@ class Answer(_EventStream):
         """Submits all requests; leaving the stack ends them."""
         tokenizer = self.state.loaded_engine().llm_engine.tokenizer
         writers, boxes = [], []
+        stack.enter_context(naming_field(self.style.is_chat, self.style.constraint))
         for place, request in enumerate(self.requests):
             first = place * request.params.n
             writers.append(AnswerWriter(self.style, self.head, tokenizer, first))
-            with naming_field(self.style.is_chat, self.style.tools):
-                boxes.append(await stack.enter_async_context(self.state.open(request)))
+            boxes.append(await stack.enter_async_context(self.state.open(request)))
         return boxes, writers
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:

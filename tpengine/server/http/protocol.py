@@ -132,7 +132,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._check_head(len(self.url))
         if self._num_unanswered > MAX_PIPELINED:
             text = f"more than {MAX_PIPELINED} requests wait in this connection; open another"
-            self._refuse(HttpError(text, 429, "too_many_pipelined"))
+            self._refuse(HttpError(text, 429, "too_many_pipelined", {"retry-after": "2"}))
         if self._violation is not None:
             raise self._violation  # ends the parser's work
         self.server_state.default_headers = [(b"date", _date(int(time.time())))]
