@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from errno import EADDRINUSE, EAGAIN, EMFILE, ENFILE, ENOMEM, ENOSPC
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tpengine.outputs import RequestOutput
 
@@ -36,6 +36,11 @@ class RequestError(TPEngineError, ValueError):
     def __init__(self, message: str, *args: object, field: str | None = None) -> None:
         super().__init__(message, *args)
         self.field = field  # pickle carries it, as each attribute that is not in `args`
+
+    @classmethod
+    def of_field(cls, field: str, problem: str) -> Self:
+        """The error whose text begins with its field."""
+        return cls(f"{field} {problem}", field=field)
 
 
 class InvalidSamplingParamsError(RequestError):

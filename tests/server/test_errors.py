@@ -1,4 +1,4 @@
-"""One table says how each error is answered: over gRPC, over HTTP and in the client; docs show it."""
+"""One table says how an error is answered over gRPC, over HTTP and by the client; docs show it."""
 
 from __future__ import annotations
 

@@ -167,9 +167,8 @@ def to_milliseconds(name: str, seconds: float) -> int | None:
         RequestError: it is not a number.
     """
     if not isinstance(seconds, Real) or not seconds <= math.inf:  # False for NaN
-        raise RequestError(
-            f"{name} must be a number of seconds, or math.inf for no limit; got {seconds!r}",
-            field=name,
+        raise RequestError.of_field(
+            name, f"must be a number of seconds, or math.inf for no limit; got {seconds!r}"
         )
     most_s = _MOST_MS / 1e3
     return None if seconds > most_s else round(1000 * max(seconds, -most_s))

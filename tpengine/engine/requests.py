@@ -77,12 +77,12 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
-            raise InvalidSamplingParamsError(
-                f"params must be SamplingParams, got {self.params!r:.80}", field="params"
+            raise InvalidSamplingParamsError.of_field(
+                "params", f"must be SamplingParams, got {self.params!r:.80}"
             )
         if not isinstance(self.arrival_time, float | int | None):
-            raise InvalidPromptError(
-                f"arrival_time is in seconds, got {self.arrival_time!r:.80}", field="arrival_time"
+            raise InvalidPromptError.of_field(
+                "arrival_time", f"is in seconds, got {self.arrival_time!r:.80}"
             )
 
 
@@ -120,8 +120,8 @@ def check_request_id(request_id: object, is_live: Callable[[str], bool]) -> None
         DuplicateRequestError: an unfinished request has it.
     """
     if not isinstance(request_id, str) or not request_id:
-        raise InvalidPromptError(
-            f"request_id must be a non-empty string, got {request_id!r}", field="request_id"
+        raise InvalidPromptError.of_field(
+            "request_id", f"must be a non-empty string, got {request_id!r}"
         )
     if is_live(request_id):
         raise DuplicateRequestError(
@@ -247,8 +247,8 @@ def _read_prompt(
     try:
         token_ids = list(token_ids)
     except TypeError as error:  # a tensor without dimensions is an Iterable that cannot be iterated
-        raise InvalidPromptError(
-            f"prompt_token_ids must be a list of integers: {error}", field="prompt_token_ids"
+        raise InvalidPromptError.of_field(
+            "prompt_token_ids", f"must be a list of integers: {error}"
         ) from error
     if num_kept is not None:
         token_ids = token_ids[-num_kept:]
@@ -311,10 +311,10 @@ def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | Non
     wanted = model.vocab_size if count == WHOLE_VOCABULARY else min(count, model.vocab_size)
     if 0 <= model.max_logprobs < wanted:
         asked = f"asks for all {wanted} tokens, more" if count == WHOLE_VOCABULARY else "is more"
-        raise InvalidSamplingParamsError(
-            f"{name} = {count} {asked} than max_logprobs = {model.max_logprobs}; ask for fewer, or "
+        raise InvalidSamplingParamsError.of_field(
+            name,
+            f"= {count} {asked} than max_logprobs = {model.max_logprobs}; ask for fewer, or "
             "make the engine with a larger max_logprobs (-1: no limit)",
-            field=name,
         )
     return wanted
 
@@ -338,10 +338,10 @@ def _pickled(processors: Sequence[LogitsProcessor | str]) -> list[bytes | str]:
             ) from error
     size = sum(map(len, found))
     if size > _MAX_PICKLED_BYTES:
-        raise InvalidSamplingParamsError(
-            f"logits_processors are {size} bytes with the data that they hold, more than "
+        raise InvalidSamplingParamsError.of_field(
+            "logits_processors",
+            f"are {size} bytes with the data that they hold, more than "
             f"{_MAX_PICKLED_BYTES}; put the data into a module that the ranks import",
-            field="logits_processors",
         )
     return found
 
@@ -350,16 +350,15 @@ def _check_tokenizer(params: SamplingParams, tokenizer: Tokenizer | None) -> Non
     """Checks what the tokenizer, or its absence, rules out."""
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         if texts and tokenizer is None:
-            raise InvalidSamplingParamsError(
-                f"{name} needs a tokenizer, and the model has none; use {name}_token_ids",
-                field=name,
+            raise InvalidSamplingParamsError.of_field(
+                name, f"needs a tokenizer, and the model has none; use {name}_token_ids"
             )
     is_slow = tokenizer is not None and tokenizer.fast_backend is None
     if is_slow and params.detokenize and not params.spaces_between_special_tokens:
-        raise InvalidSamplingParamsError(
-            "spaces_between_special_tokens = False is not supported with this model's tokenizer, "
+        raise InvalidSamplingParamsError.of_field(
+            "spaces_between_special_tokens",
+            "= False is not supported with this model's tokenizer, "
             "which is written in Python; leave it at True",
-            field="spaces_between_special_tokens",
         )
 
 
@@ -369,13 +368,12 @@ def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     try:
         found = [tuple(tokenizer.encode(form, False)) for form in (word, " " + word)]
     except InvalidPromptError as error:
-        raise InvalidSamplingParamsError(
-            f"bad_words holds {text!r}, which cannot be tokenized: {error}", field="bad_words"
+        raise InvalidSamplingParamsError.of_field(
+            "bad_words", f"holds {text!r}, which cannot be tokenized: {error}"
         ) from error
     if not all(found):
-        raise InvalidSamplingParamsError(
-            f"bad_words holds {text!r}, which has no tokens; give another, or leave it out",
-            field="bad_words",
+        raise InvalidSamplingParamsError.of_field(
+            "bad_words", f"holds {text!r}, which has no tokens; give another, or leave it out"
         )
     return found
 
@@ -424,15 +422,14 @@ def _check_sequences(
 
 def _check_priority(priority: int, config: SchedulerConfig) -> None:
     if not _is_int(priority) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise InvalidPriorityError(
-            f"priority must be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}",
-            field="priority",
+        raise InvalidPriorityError.of_field(
+            "priority", f"must be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}"
         )
     if priority and config.policy == "fcfs":
-        raise InvalidPriorityError(
-            f"priority = {priority}, but requests are served as they arrive; set "
+        raise InvalidPriorityError.of_field(
+            "priority",
+            f"= {priority}, but requests are served as they arrive; set "
             "scheduling_policy='priority', or leave the priority at 0",
-            field="priority",
         )
 
 

@@ -145,10 +145,10 @@ class Tokenizer:
                 )
             end_ids = self.end_token_ids(model)
             if not end_ids:
-                raise InvalidSamplingParamsError(
-                    "structured_outputs needs an end token, and the model names none; set "
+                raise InvalidSamplingParamsError.of_field(
+                    "structured_outputs",
+                    "needs an end token, and the model names none; set "
                     "eos_token_id in its config.json",
-                    field="structured_outputs",
                 )
             backend = copy.copy(self.fast_backend)
             backend.no_padding()
@@ -382,13 +382,13 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
             field="messages",
         )
     if not messages:
-        raise InvalidPromptError("messages is empty; give at least one", field="messages")
+        raise InvalidPromptError.of_field("messages", "is empty; give at least one")
     conversation = []
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
         if not isinstance(message, Mapping):
-            raise InvalidPromptError(
-                f"{place} must be a dict with role and content, got {message!r:.80}", field=place
+            raise InvalidPromptError.of_field(
+                place, f"must be a dict with role and content, got {message!r:.80}"
             )
         found = dict(message)
         if isinstance(found.get("content"), (list, tuple)):

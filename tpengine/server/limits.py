@@ -307,10 +307,10 @@ def check_request_id(request_id: str, name: str = "request_id") -> None:
     """
     fits = 0 < len(request_id) <= MAX_REQUEST_ID
     if not fits or not all("!" <= char <= "~" for char in request_id):
-        raise InvalidPromptError(
-            f"{name} must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
+        raise InvalidPromptError.of_field(
+            name,
+            f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
             f"got {len(request_id)} characters; choose another, or leave it out",
-            field=name,
         )
 
 
@@ -325,9 +325,8 @@ def check_conversation(roles: Iterable[str], count: int, limits: Limits) -> None
         InvalidPromptError: it has too many messages, or a role is too long.
     """
     if count > limits.max_chat_messages:
-        raise InvalidPromptError(
-            f"messages must be at most {limits.max_chat_messages}, got {count}; drop the oldest",
-            field="messages",
+        raise InvalidPromptError.of_field(
+            "messages", f"must be at most {limits.max_chat_messages}, got {count}; drop the oldest"
         )
     longest = max((len(role.encode()) for role in roles), default=0)
     if longest > MAX_ROLE_BYTES:
@@ -365,10 +364,10 @@ def check_num_ids(name: str, count: int, max_model_len: int) -> None:
         InvalidPromptError: there are more than a few outputs can have.
     """
     if count > _SLACK * max_model_len:
-        raise InvalidPromptError(
-            f"{name} are {count}, more than {_SLACK} times max_model_len = {max_model_len}; "
+        raise InvalidPromptError.of_field(
+            name,
+            f"are {count}, more than {_SLACK} times max_model_len = {max_model_len}; "
             "send them in parts",
-            field=name,
         )
 
 
@@ -405,28 +404,26 @@ def check_sampling(
     for name in ("logit_bias", "allowed_token_ids"):
         count = len(getattr(params, name) or ())
         if count * num_sequences > limits.max_rule_entries:
-            raise InvalidSamplingParamsError(
-                f"{name} has {count} entries for each of {num_sequences} sequences, together "
+            raise InvalidSamplingParamsError.of_field(
+                name,
+                f"has {count} entries for each of {num_sequences} sequences, together "
                 f"{count * num_sequences}, and {limits.max_rule_entries} is the limit; give fewer, "
                 "or ask for fewer sequences",
-                field=name,
             )
     max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
     num_tokens = min(max_tokens, max_model_len) * num_sequences
     for name, length in (("logprobs", num_tokens), ("prompt_logprobs", max_prompt_len)):
         count = getattr(params, name)
         if count == WHOLE_VOCABULARY:
-            raise InvalidSamplingParamsError(
-                f"{name} = {count}, the whole vocabulary, is for Python callers only; give a "
-                "number",
-                field=name,
+            raise InvalidSamplingParamsError.of_field(
+                name, f"= {count}, the whole vocabulary, is for Python callers only; give a number"
             )
         if count is not None and (count + 1) * length > limits.max_logprob_entries:
-            raise InvalidSamplingParamsError(
-                f"{name} = {count} of up to {length} tokens is more than the "
+            raise InvalidSamplingParamsError.of_field(
+                name,
+                f"= {count} of up to {length} tokens is more than the "
                 f"{limits.max_logprob_entries} candidates that a request may hold; ask for fewer, "
                 "or for fewer tokens",
-                field=name,
             )
 
 

@@ -192,10 +192,10 @@ class ServerState:
 
     def _check_free(self, name: str) -> None:
         if not name or name in (*self.names, *self.adapters):
-            raise InvalidAdapterError(
-                f"lora_name = {name!r:.200} is empty or taken; choose another, or unload the "
+            raise InvalidAdapterError.of_field(
+                "lora_name",
+                f"= {name!r:.200} is empty or taken; choose another, or unload the "
                 "adapter of this name",
-                field="lora_name",
             )
 
     def _adapter_path(self, path: str) -> str:
@@ -208,10 +208,10 @@ class ServerState:
         except (OSError, RuntimeError, ValueError):  # a loop of links; no path at all
             is_inside = False
         if not is_inside:
-            raise InvalidAdapterError(
-                f"lora_path = {path!r:.200} is not in the folder of adapters (--lora-folder); name "
+            raise InvalidAdapterError.of_field(
+                "lora_path",
+                f"= {path!r:.200} is not in the folder of adapters (--lora-folder); name "
                 "a folder in it",
-                field="lora_path",
             )
         return str(folder)
 
@@ -238,10 +238,10 @@ class ServerState:
         length = sum(len(text.encode()) for text in texts)
         if self._max_text_bytes is not None and length > self._max_text_bytes:
             max_model_len = self.loaded_engine().model_config.max_model_len
-            raise RequestIgnoredError(
-                f"{name} has {length} bytes, more than {self._max_text_bytes}, which is more than "
+            raise RequestIgnoredError.of_field(
+                name,
+                f"has {length} bytes, more than {self._max_text_bytes}, which is more than "
                 f"max_model_len = {max_model_len} tokens; shorten it",
-                field=name,
             )
 
     def check_num_tokens(self, num_prompt_tokens: int) -> None:

@@ -134,10 +134,9 @@ class Vocabulary:
                         self._tokenizer, n_vocab=self.size, eos_token=self.end_token_ids
                     )
                 except Exception as error:  # the library raises errors of several types
-                    raise InvalidSamplingParamsError(
-                        "structured_outputs cannot be used with this model's tokenizer: "
-                        f"{error!s:.{_MAX_REASON}}",
-                        field="structured_outputs",
+                    raise InvalidSamplingParamsError.of_field(
+                        "structured_outputs",
+                        f"cannot be used with this model's tokenizer: {error!s:.{_MAX_REASON}}",
                     ) from error
             return self._tokens
 

@@ -84,9 +84,8 @@ def read_resumption(
     if not window_s and not message.resume_from:
         return None
     if not message.HasField("request_id"):
-        raise errors.InvalidPromptError(
-            "request_id is missing; resume_window_s and resume_from need the client's own",
-            field="request_id",
+        raise errors.InvalidPromptError.of_field(
+            "request_id", "is missing; resume_window_s and resume_from need the client's own"
         )
     check_request_id(message.request_id)
     plain = pb.GenerateRequest()
@@ -141,8 +140,7 @@ def read_seconds(name: str, milliseconds: int) -> float:
         InvalidPromptError: it is negative.
     """
     if milliseconds < 0:
-        text = f"{name} must be at least 0, got {milliseconds}"
-        raise errors.InvalidPromptError(text, field=name)
+        raise errors.InvalidPromptError.of_field(name, f"must be at least 0, got {milliseconds}")
     return milliseconds / 1e3
 
 
@@ -164,9 +162,8 @@ def read_sampling_params(
 
 def _read_early_stopping(value: int) -> bool | str:
     if value not in _EARLY_STOPPING:
-        raise errors.InvalidSamplingParamsError(
-            f"early_stopping must be one of {pb.EarlyStopping.keys()}, got {value}",
-            field="early_stopping",
+        raise errors.InvalidSamplingParamsError.of_field(
+            "early_stopping", f"must be one of {pb.EarlyStopping.keys()}, got {value}"
         )
     return _EARLY_STOPPING[value]
 

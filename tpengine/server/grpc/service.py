@@ -94,8 +94,9 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         """Completes one prompt; one answer."""
         for name in ("resume_window_s", "resume_from"):
             if request.HasField(name):
-                text = f"{name} is for GenerateStream; leave it out, or stream"
-                raise InvalidPromptError(text, field=name)
+                raise InvalidPromptError.of_field(
+                    name, "is for GenerateStream; leave it out, or stream"
+                )
         async with self._open(request, context, _FINAL) as mailbox:
             return await ResponseWriter().write(await mailbox.take())
 

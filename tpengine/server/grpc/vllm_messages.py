@@ -45,7 +45,7 @@ def read_request(
     for field, value in message.ListFields():
         name = field.name
         if name in REFUSED and value:  # rank 0 is the only one
-            raise InvalidPromptError(f"{name} is not offered; leave it out", field=name)
+            raise InvalidPromptError.of_field(name, "is not offered; leave it out")
     given = message.WhichOneof("input")
     if given is None:
         raise InvalidPromptError("a request needs tokenized or text; got neither")
