@@ -65,7 +65,7 @@ def read(state: ServerState, path: str, body: dict[str, Any]) -> Any:
 def refused(state: ServerState, path: str, **body: Any) -> tuple[str | None, str]:
     with pytest.raises(RequestError) as caught:
         read(state, path, {**BASES[path], **body})
-    return getattr(caught.value, "param", None), str(caught.value)
+    return caught.value.field, str(caught.value)
 
 
 def names(table: Any) -> list[str]:

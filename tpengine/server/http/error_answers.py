@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+
+from starlette.responses import JSONResponse
 
 from tpengine import errors
 from tpengine.server.error_texts import log_internal_error, text_for_client
@@ -33,25 +32,9 @@ class HttpError(errors.MalformedRequestError):
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
-@dataclass(frozen=True, slots=True)
-class HttpRefusal:
-    """The answer to a client for an error.
-
-    Attributes:
-        body: `{"error": {"message", "type", "param", "code"}}`.
-    """
-
-    status: int
-    body: dict[str, Any]
-    headers: dict[str, str]
-
-    def content(self) -> bytes:
-        """The body in JSON."""
-        return json.dumps(self.body).encode()
-
-
-def refusal(error: Exception, request_id: str) -> HttpRefusal:
-    """The answer for an error; logs it if it is a fault of the server."""
+def refusal(error: Exception, request_id: str) -> JSONResponse:
+    """The answer for an error, `{"error": {"message", "type", "param", "code"}}`. Logs it if it is a
+    fault of the server."""
     known = errors.status_of(type(error))
     status, code, headers = known.http, known.code, dict[str, str]()
     if isinstance(error, HttpError):
@@ -72,4 +55,4 @@ def refusal(error: Exception, request_id: str) -> HttpRefusal:
         "param": getattr(error, "field", None),
         "code": code,
     }
-    return HttpRefusal(status, {"error": told}, headers)
+    return JSONResponse({"error": told}, status, headers)
