@@ -12,7 +12,7 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from tpengine.engine.requests import GenerateRequest
-from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
+from tpengine.errors import InvalidPromptError
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tpengine.server.limits import Limits, at_most, check_sampling, last_ids, most_tokens_of_text
@@ -76,11 +76,7 @@ def read_sampling_params(
         given = getattr(message, constraint)
         name = "json" if constraint == "json_schema" else constraint
         value = list(given.choices) if name == "choice" else given
-        try:
-            fields["structured_outputs"] = StructuredOutputsParams.read({name: value})
-        except InvalidSamplingParamsError as error:
-            text = f"{constraint}: {error}"
-            raise InvalidSamplingParamsError(text, field=constraint) from None
+        fields["structured_outputs"] = StructuredOutputsParams.read({name: value})
     for name, read in LISTS.items():
         if value := getattr(message, name):  # it has room for millions of entries
             bound = limits.max_entries()[name]
