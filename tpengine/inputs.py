@@ -8,7 +8,8 @@ from os import PathLike, fspath
 from typing import Any, NotRequired, TypedDict
 
 from tpengine.errors import InvalidPromptError
-from tpengine.sampling_params import SamplingParams, read_int
+from tpengine.options import read_int
+from tpengine.sampling_params import SamplingParams
 
 
 class TextPrompt(TypedDict):

@@ -322,8 +322,8 @@ class LLM:
                     self._pump()
                 output = outputs.pop(0)
                 finished = output.finished
-                if output.error is not None:
-                    raise RequestError(output.error)
+                if output.failure is not None:
+                    raise output.failure
                 yield output.outputs[0].text
                 if output.outputs[0].finish_reason == "abort":
                     raise RequestAbortedError(f"request {request_id!r} was aborted")

@@ -1,7 +1,8 @@
-"""Options: dataclass fields that declare their defaults and limits, with a docstring each.
+"""Dataclass fields that declare their defaults and limits, with a docstring each.
 
 `EngineArgs`, the arguments of a server and those of a command are `Options`. The check of a value,
-its command-line option and its line in `--help` follow from the field alone.
+its command-line option and its line in `--help` follow from the field alone. So do those of a
+parameter of a request (`Parameter`), and besides them the form of its value and who may set it.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import enum
 import functools
 import inspect
 import json
 import math
+import sys
 import textwrap
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
+from operator import index
 from typing import Any, ClassVar, Self
 
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, InvalidSamplingParamsError
 
 NOTHING = "nothing"
 """`only_for` of an option that is accepted with any value and has no effect."""
@@ -63,16 +69,13 @@ class Declaration:
         """Whether `--help` leaves the option out, since it cannot change anything."""
         return bool(self.refused) or self.only_for == NOTHING
 
-    def check(self, name: str, value: Any) -> None:
-        """Checks a value that has its field's type.
-
-        Raises:
-            ConfigError: it is not one of the choices, or outside the limits.
-        """
+    def problem(self, value: Any) -> str:
+        """What is wrong with a value that has its field's type, in words that follow the field's
+        name; empty: it is one of the choices, and within the limits."""
         advice = f"; {self.advice}" if self.advice else ""
         if self.choices and value not in self.choices:
             listed = ", ".join(str(choice) for choice in self.choices)
-            raise ConfigError(f"{name} must be one of {listed}; got {value!r}{advice}")
+            return f" must be one of {listed}; got {value!r}{advice}"
         for number in each(value):
             if not isinstance(number, (int, float)):
                 continue
@@ -85,7 +88,8 @@ class Declaration:
                 limits = " and ".join(self._limits(number))
                 if number < self.at_most < math.inf:
                     advice = ""
-                raise ConfigError(f"{name} must be {limits}, got {number}{advice}")
+                return f" must be {limits}, got {number}{advice}"
+        return ""
 
     def _limits(self, number: float) -> Iterator[str]:
         """The limits in words; "finite" only for a number that is not."""
@@ -126,7 +130,7 @@ class Options:
             ConfigError: a value has another type, is not one of the choices, is outside the limits,
                 or is refused.
         """
-        types = typing.get_type_hints(type(self))
+        hints = typing.get_type_hints(type(self))
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             refused = spec.metadata["option"].refused
@@ -134,10 +138,11 @@ class Options:
                 raise ConfigError(
                     f"{spec.name} = {value!r} is refused: {refused}; leave it at {spec.default!r}"
                 )
-            if not _is_of_type(value, types[spec.name]):
+            if not _is_of_type(value, hints[spec.name]):
                 raise ConfigError(f"{spec.name} must be {spec.type}, got {value!r}")
-            if value is not None:
-                spec.metadata["option"].check(spec.name, value)
+            problem = "" if value is None else spec.metadata["option"].problem(value)
+            if problem:
+                raise ConfigError(spec.name + problem)
 
     def changed(self, only_for: str) -> list[str]:
         """Returns `name = value` of each option with this `only_for` that was changed."""
@@ -159,17 +164,16 @@ class Options:
         cls, parser: argparse.ArgumentParser, specs: Iterable[dataclasses.Field[Any]]
     ) -> None:
         group = parser.add_argument_group(cls.group)
-        types = typing.get_type_hints(cls)
-        texts = _docstrings_of_fields(cls)
+        hints = typing.get_type_hints(cls)
+        texts = docstrings_of_fields(cls)
         for spec in specs:
             declared: Declaration = spec.metadata["option"]
-            names = ["--" + spec.name.replace("_", "-"), *filter(None, [declared.short])]
-            words = _reading(declared, types[spec.name])
+            words = reading(declared, hints[spec.name])
             words |= {"default": spec.default, "help": argparse.SUPPRESS}
             if not declared.is_hidden:
                 words["help"] = texts[spec.name].replace("%", "%%").removesuffix(".")
                 words["help"] += _default_in_words(spec, texts[spec.name])
-            group.add_argument(*names, **words)
+            group.add_argument(*filter(None, [option_name(spec.name), declared.short]), **words)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
@@ -184,12 +188,17 @@ def each(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _reading(declared: Declaration, hint: Any) -> dict[str, Any]:
+def option_name(field: str) -> str:
+    """The name of a field's option: of `max_num_seqs` it is `--max-num-seqs`."""
+    return "--" + field.replace("_", "-")
+
+
+def reading(declared: Declaration, hint: Any) -> dict[str, Any]:
     """How argparse reads an option: the arguments of `add_argument` without default and help."""
     kinds = _types_in(hint)
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
-    if Sequence[str] in kinds:
+    if Sequence[str] in kinds or list[str] in kinds:
         words = {"action": "extend", "nargs": "+"} if declared.takes_words else {"action": "append"}
         return words | {"metavar": declared.metavar}
     if Sequence[float] in kinds:
@@ -219,7 +228,7 @@ def _default_in_words(spec: dataclasses.Field[Any], text: str) -> str:
     return "" if spec.default is None or "default: " in text else " (default: %(default)s)"
 
 
-def _docstrings_of_fields(cls: type) -> dict[str, str]:
+def docstrings_of_fields(cls: type) -> dict[str, str]:
     """The docstring below each field of a class and of its bases, by name. It is read from the
     source, since Python does not keep it."""
     texts: dict[str, str] = {}
@@ -234,7 +243,9 @@ def _docstrings_of_fields(cls: type) -> dict[str, str]:
 
 def _types_in(hint: Any) -> list[Any]:
     """The types that a hint such as `float | Sequence[float] | None` joins, without None."""
-    return [one for one in typing.get_args(hint) or (hint,) if one is not type(None)]
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    return [kind for kind in kinds if kind is not type(None)]
 
 
 def _is_of_type(value: object, hint: Any) -> bool:
@@ -267,6 +278,206 @@ def _one_or_more_numbers(text: str) -> float | list[float]:
             f"must be a number, or one per rank with commas between them; got {text!r}"
         ) from None
     return numbers if len(numbers) > 1 else numbers[0]
+
+
+class WrongValueError(ValueError):
+    """A value that a parameter does not take; the text follows the parameter's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter(Declaration):
+    """Which values a parameter of a request takes, and who may set it.
+
+    Attributes:
+        besides: a number that is taken although it is outside the limits.
+        read: brings a value into its one form, or raises `WrongValueError`; None: by the type.
+        doors: protocols that have it; all of them have its name.
+        max_entries: bound of its entries over a protocol: an attribute of `server.limits.Limits`.
+        endless: its numbers above the length of a sequence all mean the same.
+        help_default: what it is where a command does not have its option, for `--help`; None: it is
+            no option of a command.
+    """
+
+    besides: float | None = None
+    read: Callable[[Any], Any] | None = None
+    doors: tuple[str, ...] = ("grpc", "http")
+    max_entries: str = ""
+    endless: bool = False
+    help_default: str | None = None
+
+
+def parameter(default: Any, choices: tuple[Any, ...] = (), **declared: Any) -> Any:
+    """A field of a dataclass of parameters with its default and its `Parameter`.
+
+    The docstring below the field says what it does; the first sentence is its text in `--help`.
+    """
+    metadata = {"option": Parameter(choices, **declared)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parameters(owner: type) -> dict[str, Parameter]:
+    """The parameters of a dataclass by name."""
+    return {spec.name: spec.metadata["option"] for spec in dataclasses.fields(owner)}
+
+
+def read_parameters(owner: Any, place: str = "") -> None:
+    """Checks all parameters of an object, and brings each into the one form of its type: numbers of
+    NumPy become Python's, and lists and maps new ones of Python.
+
+    Args:
+        place: of the object, with a dot at the end; empty: it is the request's own.
+
+    Raises:
+        InvalidSamplingParamsError: a value has another type, or is outside its limits.
+    """
+    values, name = vars(owner), ""
+    try:
+        for name, final, read in _readers(owner.__class__):
+            if values[name] is not final:
+                values[name] = read(values[name])
+    except WrongValueError as wrong:
+        field = place.partition(".")[0] or name
+        raise InvalidSamplingParamsError(f"{place}{name}{wrong}", field=field) from None
+
+
+@functools.cache
+def _readers(owner: type) -> list[tuple[str, Any, Callable[[Any], Any]]]:
+    """Name and reader of each parameter, and between them its default if that needs no reading."""
+    hints = typing.get_type_hints(owner)
+    readers = []
+    for spec in dataclasses.fields(owner):
+        read = _reader(hints[spec.name], spec.metadata["option"])
+        is_list = isinstance(spec.default, tuple)
+        readers.append((spec.name, object() if is_list else spec.default, read))
+    return readers
+
+
+def _reader(hint: Any, declared: Parameter) -> Callable[[Any], Any]:
+    """The function that reads values of a type, or raises `WrongValueError`."""
+    kinds = [kind for kind in _types_in(hint) if kind is not Any] or [hint]
+    origin, args = typing.get_origin(kinds[0]), typing.get_args(kinds[0])
+    read: Callable[[Any], Any]
+    if declared.read is not None:
+        read = declared.read
+    elif origin is list:
+        read = _list_reader(args[0], declared)
+    elif origin is Mapping:
+        read = _map_reader(args[1], declared)
+    elif bool in kinds and int in kinds:
+        count = _reader(int, declared)
+
+        def read(value: Any) -> Any:
+            return count(int(value) if isinstance(value, bool) else value)
+    elif kinds[0] in (int, float):
+        read = _number_reader(kinds[0], declared)
+    elif isinstance(kinds[0], enum.EnumType):
+        members: Any = kinds[0]
+        read = functools.partial(_read_choice, {member.value: member for member in members})
+    elif declared.choices:
+        read = functools.partial(_read_choice, {choice: choice for choice in declared.choices})
+    else:
+        read = functools.partial(_read_plain, kinds[0])
+    if type(None) not in typing.get_args(hint):
+        return read
+    return lambda value: None if value is None else read(value)
+
+
+def _number_reader(kind: type[int] | type[float], declared: Parameter) -> Callable[[Any], Any]:
+    low, above = declared.at_least, declared.more_than
+    high = min(declared.at_most, sys.float_info.max)
+
+    def read(value: Any) -> int | float:
+        if type(value) is kind and low <= value <= high and above < value:  # NaN is not
+            return value
+        number: int | float
+        try:
+            if isinstance(value, bool) or not (kind is int or isinstance(value, Real)):
+                raise TypeError  # bool is a subclass of int
+            number = index(value) if kind is int else float(value)
+        except OverflowError:
+            number = math.inf
+        except TypeError:
+            noun = "an integer" if kind is int else "a number"
+            raise WrongValueError(f" must be {noun}, got {value!r}") from None
+        if number != declared.besides and (problem := declared.problem(number)):
+            raise WrongValueError(problem)
+        return number
+
+    return read
+
+
+def read_int(name: str, value: Any, at_least: int) -> int:
+    """An argument that is an integer.
+
+    Raises:
+        InvalidSamplingParamsError: it is none, or less than `at_least`.
+    """
+    try:
+        return int(_number_reader(int, Parameter(at_least=at_least))(value))
+    except WrongValueError as wrong:
+        raise InvalidSamplingParamsError(f"{name}{wrong}", field=name) from None
+
+
+def _list_reader(kind: Any, declared: Parameter) -> Callable[[Any], Any]:
+    """Reads a list of values of one type; a text is a list of one, and None is an empty list."""
+    read_item = _reader(kind, declared)
+
+    def read(value: Any) -> list[Any]:
+        if type(value) not in (list, tuple):  # these are quicker to tell than the others
+            if value is None:
+                return []
+            if isinstance(value, str) and kind is str:
+                value = [value]
+            if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+                raise WrongValueError(f" must be a list, got {value!r}")
+        items: list[Any] = []
+        try:
+            for item in value:
+                items.append(read_item(item))
+        except WrongValueError as wrong:
+            raise WrongValueError(f"[{len(items)}]{wrong}") from None
+        if kind is str and "" in items:
+            raise WrongValueError(f"[{items.index('')}] must be a text that is not empty")
+        return items
+
+    return read
+
+
+def _map_reader(kind: Any, declared: Parameter) -> Callable[[Any], Any]:
+    """Reads a map from token ids to values of one type."""
+    read_id, read_item = _number_reader(int, Parameter(at_least=0)), _reader(kind, declared)
+
+    def read(value: Any) -> dict[int, Any]:
+        if not isinstance(value, Mapping):
+            raise WrongValueError(f" must map ids to numbers, got {value!r}")
+        items: dict[int, Any] = {}
+        key = token_id = None
+        try:
+            for key, item in value.items():
+                token_id = None
+                token_id = read_id(key)
+                items[token_id] = read_item(item)
+        except WrongValueError as wrong:
+            place = f"[{key}]" if token_id is not None else ": an id"
+            raise WrongValueError(place + str(wrong)) from None
+        return items
+
+    return read
+
+
+def _read_choice(choices: dict[Any, Any], value: Any) -> Any:
+    """The choice that a value names, or is."""
+    for name, choice in choices.items():
+        if value is choice or (type(value) is type(name) and value == name):
+            return choice
+    raise WrongValueError(f" must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _read_plain(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        noun = {bool: "True or False", str: "a text"}.get(kind, f"a {kind.__name__}")
+        raise WrongValueError(f" must be {noun}, got {value!r:.80}")
+    return value
 
 
 def read_bundle(text: str) -> dict[str, float]:

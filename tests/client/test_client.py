@@ -23,7 +23,7 @@ from client.talks import PATIENCE_S, talk_with
 from tpengine import LLM, SamplingParams
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
-from tpengine.client.convert import to_request
+from tpengine.client.client_messages import to_request
 from tpengine.client.generation_client import GenerationClient, typed_errors
 from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
 from tpengine.errors import (
@@ -286,7 +286,7 @@ def test_commands(server: ServerProcess, llm: LLM, capsys: pytest.CaptureFixture
     assert "start one with `tpengine serve`" in no_server
     assert main(["client", "generate", "word " * (2 * MODEL_LENGTH), *words, *where]) == 1
     refused = capsys.readouterr()
-    assert "InvalidPromptError" in refused.err
+    assert "RequestIgnoredError" in refused.err
     assert refused.out == ""  # not even the prompt: the server refused it
     assert main(["client", "generate", PROMPT, "--tls", *where]) == 1
     assert "does not speak TLS" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from support.server_process import ServerProcess
 
 from client.talks import Talk, talk_with
 from tpengine import LLM, SamplingParams
-from tpengine.client.convert import to_request
+from tpengine.client.client_messages import to_request
 from tpengine.client.generation_client import ClientTLS, GenerationClient
 from tpengine.errors import (
     ConfigError,

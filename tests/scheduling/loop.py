@@ -12,6 +12,7 @@ from scheduling.fake_worker import VOCAB_SIZE, FakeWorker
 from tpengine.config import SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.output_processor import OutputProcessor
+from tpengine.errors import RequestFailedError
 from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
@@ -199,7 +200,9 @@ class Loop:
         """Aborts the request, or lets it fail."""
         before = sorted({s.status.name for s in request.unfinished_sequences})
         if failed:
-            ended = self.scheduler.fail_request(request.request_id, "it was told to")
+            ended = self.scheduler.fail_request(
+                request.request_id, RequestFailedError("it was told to")
+            )
         else:
             ended = self.scheduler.abort_request(request.request_id)
         assert (ended is None) == (not before)

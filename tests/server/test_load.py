@@ -25,7 +25,7 @@ from support.server_process import ServerProcess, wait_until
 from support.silent_reader import SilentReader
 
 from tpengine import SamplingParams
-from tpengine.client.convert import to_request
+from tpengine.client.client_messages import to_request
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.load import percentiles
 from tpengine.errors import DeadlineExceededError

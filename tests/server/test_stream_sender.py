@@ -14,7 +14,7 @@ import pytest
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
-from tpengine.server.grpc.convert import ResponseWriter
+from tpengine.server.grpc.generation_messages import ResponseWriter
 from tpengine.server.stream_sender import send_stream
 
 WAIT_S = 60.0

@@ -23,7 +23,7 @@ from server.calls import TIMEOUT_S, refused
 from server.guarded import guarded_server
 from tpengine import LLM, SamplingParams
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc import vllm_convert as convert
+from tpengine.server.grpc import vllm_messages
 from tpengine.server.limits import Limits
 
 PROMPT = "The capital of France is"
@@ -134,7 +134,7 @@ def test_what_unset_and_zero_mean(stub: Any) -> None:
 
     def read(**fields: Any) -> SamplingParams:
         message = pb.SamplingParams(**fields)
-        return convert.read_sampling_params(message, neutral.output_kind, Limits(), 99)
+        return vllm_messages.read_sampling_params(message, neutral.output_kind, Limits(), 99)
 
     assert read() == read(n=0, top_p=0.0, top_k=0, repetition_penalty=0.0) == neutral
     neutral.temperature, neutral.seed, neutral.logprobs = 0.0, 0, 0
@@ -181,11 +181,16 @@ def test_a_refused_field_is_named(stub: Any, name: str, value: Any) -> None:
 def test_every_field_is_read_or_refused() -> None:
     """A field that a newer package adds must be looked at."""
     fields, params = pb.GenerateRequest.DESCRIPTOR, pb.SamplingParams.DESCRIPTOR
-    read = {*convert.MAY_BE_ZERO, *convert.MAY_BE_UNSET, *convert.ZERO_MEANS, *convert.LISTS}
+    read = {
+        *vllm_messages.MAY_BE_ZERO,
+        *vllm_messages.MAY_BE_UNSET,
+        *vllm_messages.ZERO_MEANS,
+        *vllm_messages.LISTS,
+    }
     read |= {"spaces_between_special_tokens", "grammar_from_first_token"}  # without effect here
     assert set(params.fields_by_name) - read == {one.name for one in params.oneofs[0].fields}
     read = {"request_id", "tokenized", "text", "sampling_params", "stream"}
-    assert set(fields.fields_by_name) - read == set(convert.REFUSED)
+    assert set(fields.fields_by_name) - read == set(vllm_messages.REFUSED)
 
 
 @pytest.mark.parametrize("method", NOT_OFFERED)

@@ -14,7 +14,7 @@ from tpengine import envs
 from tpengine.cli import conversation
 from tpengine.cli.lines import Line, read_lines
 from tpengine.cli.parser import SamplingOptions, in_words
-from tpengine.client.convert import Prompt, Sampling
+from tpengine.client.client_messages import Prompt, Sampling
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.grpc_channel import ClientTLS
 from tpengine.client.load import COMPLETE, describe_load, poisson_plan, run_load, summarise

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpengine.client.convert import Sampling
+from tpengine.client.client_messages import Sampling
 from tpengine.client.generation_client import GenerationClient
 from tpengine.errors import TPEngineError
 

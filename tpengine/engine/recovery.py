@@ -35,6 +35,7 @@ from tpengine.errors import (
     EngineError,
     GroupLostError,
     RankLoss,
+    RequestFailedError,
     counted,
     is_temporary,
 )
@@ -165,7 +166,7 @@ class Recovery:
                 f"alone; the other requests go on. The last time: {loss.report()}"
             )
             logger.error("%s", reason)
-            failed = self._scheduler.fail_request(culprit.request_id, reason)
+            failed = self._scheduler.fail_request(culprit.request_id, RequestFailedError(reason))
         self._scheduler.restrict(self._poison.allowed)
         self.state = EngineState.RECOVERING
         self._count_loss(loss, counts=not is_isolation_step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from tpengine.errors import IllegalMoveError
+from tpengine.errors import IllegalMoveError, RequestError
 from tpengine.inputs import NO_OWNER, Adapter, Owner
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
@@ -136,8 +136,8 @@ class Request:
     sequences: list[Sequence]
     metrics: RequestMetrics
     priority: int = 0
-    error: str | None = None
-    """Message for its user: why it was ignored or failed."""
+    error: RequestError | None = None
+    """Why it was ignored or failed."""
     end_token_ids: frozenset[int] = field(default_factory=frozenset)
     """Ids that end it: the model's, unless `ignore_eos`, and its `stop_token_ids`."""
     num_candidates: int = 0

@@ -24,16 +24,16 @@ On the event loop:
     async_engine/mailbox.py: `Mailbox.put` calls its listener; it merges what is not taken yet.
     server/stream_sender.py: `_TokenSender._on_output` is the listener; its `_send` takes the
         output.
-    server/grpc/convert.py: `ResponseWriter.write_tokens` makes the message. An output with more
-        than tokens (the last one, or log probabilities) is returned to `send_stream`, which uses
-        `ResponseWriter.write`.
+    server/grpc/generation_messages.py: `ResponseWriter.write_tokens` makes the message. An output
+        with more than tokens (the last one, or log probabilities) is returned to `send_stream`,
+        which uses `ResponseWriter.write`.
     grpc: `context.write` serializes and sends the message. (Of a stream that can be resumed,
         `_produce` adds it to server/kept_streams.py, whose `KeptStream.send` writes it.)
     (A gateway's stream takes the same way from server/grpc/vllm.py, with `VllmWriter` of
-        server/grpc/vllm_convert.py.)
+        server/grpc/vllm_messages.py.)
 In the client:
     client/generation_client.py: `GenerationClient.stream` yields it.
-    client/convert.py: `to_output` makes the `RemoteOutput` for that.
+    client/client_messages.py: `to_output` makes the `RemoteOutput` for that.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from tpengine.errors import InvalidPromptError, RequestAbortedError
 from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.sampling_params import RequestOutputKind
-from tpengine.server.grpc.convert import (
+from tpengine.server.grpc.generation_messages import (
     ResponseWriter,
     adds_prompt,
     read_conversation,
@@ -94,7 +94,9 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         """Completes one prompt; one answer."""
         for name in ("resume_window_s", "resume_from"):
             if request.HasField(name):
-                raise InvalidPromptError(f"{name} is for GenerateStream; leave it out, or stream")
+                raise InvalidPromptError.of_field(
+                    name, "is for GenerateStream; leave it out, or stream"
+                )
         async with self._open(request, context, _FINAL) as mailbox:
             return await ResponseWriter().write(await mailbox.take())
 
@@ -192,7 +194,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Converts token ids to text."""
         engine = self._state.loaded_engine()
-        check_num_ids(len(request.token_ids), engine.model_config.max_model_len)
+        check_num_ids("token_ids", len(request.token_ids), engine.model_config.max_model_len)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await engine.detokenize(list(request.token_ids), skip))
 

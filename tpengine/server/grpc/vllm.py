@@ -21,7 +21,7 @@ import tpengine
 from tpengine.engine.tokenizer import tokenizer_archive
 from tpengine.errors import InvalidPromptError, NotOfferedError, RequestAbortedError
 from tpengine.server.grpc.service import abort_requests, open_request
-from tpengine.server.grpc.vllm_convert import VllmWriter, read_request
+from tpengine.server.grpc.vllm_messages import VllmWriter, read_request
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import send_stream
@@ -78,7 +78,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         """Ends requests of the same client, or with the admin token of any client."""
         count, most = len(request.request_ids), self._limits.max_calls
         if count > most:
-            raise InvalidPromptError(f"request_ids must be at most {most}, got {count}")
+            raise InvalidPromptError.of_field("request_ids", f"must be at most {most}, got {count}")
         await abort_requests(self._state, request.request_ids)
         return pb.AbortResponse()
 
