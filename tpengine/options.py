@@ -7,7 +7,6 @@ parameter of a request (`Parameter`), and besides them the form of its value and
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import enum
@@ -24,9 +23,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
 from operator import index
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tpengine.errors import ConfigError, InvalidSamplingParamsError
+
+if TYPE_CHECKING:
+    import argparse
 
 NOTHING = "nothing"
 """`only_for` of an option that is accepted with any value and has no effect."""
@@ -163,6 +165,8 @@ class Options:
     def _add_options(
         cls, parser: argparse.ArgumentParser, specs: Iterable[dataclasses.Field[Any]]
     ) -> None:
+        import argparse
+
         group = parser.add_argument_group(cls.group)
         hints = typing.get_type_hints(cls)
         texts = docstrings_of_fields(cls)
@@ -195,6 +199,8 @@ def option_name(field: str) -> str:
 
 def reading(declared: Declaration, hint: Any) -> dict[str, Any]:
     """How argparse reads an option: the arguments of `add_argument` without default and help."""
+    import argparse  # programs without a command line do without it
+
     kinds = _types_in(hint)
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
@@ -274,6 +280,8 @@ def _one_or_more_numbers(text: str) -> float | list[float]:
     try:
         numbers = [float(word) for word in text.split(",")]
     except ValueError:
+        import argparse
+
         raise argparse.ArgumentTypeError(
             f"must be a number, or one per rank with commas between them; got {text!r}"
         ) from None
