@@ -101,10 +101,11 @@ $(VENV)/.packages-all: $(VENV)/.packages-demo
 	@touch $@
 COMMA := ,
 
-# $(call build,ISAS): the libraries into tpengine/lib. nice: pip, which has one thread, goes first.
+# $(call build,ISAS): the libraries into tpengine/lib. pip, which has one thread, goes first (nice);
+# ninja would look for make's jobserver, which only makes have.
 build = @$(BIN)/cmake -S csrc -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 		-DTPENGINE_CPU_ISAS=$(1) -DTPENGINE_CUDA=$(TPENGINE_CUDA) >/dev/null \
-	&& nice $(BIN)/cmake --build build/native -- --quiet \
+	&& env -u MAKEFLAGS nice $(BIN)/cmake --build build/native -- --quiet \
 	&& $(BIN)/cmake --install build/native --prefix . >/dev/null
 
 $(VENV)/.kernels-BEST-$(TPENGINE_CUDA): $(NATIVE) $(VENV)/.tools
