@@ -88,7 +88,7 @@ inline void shrink_tile(const ShrinkInputs<X, W, R>& x, const W* w, float* out, 
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < kLoRATile; ++c) total[r][c] = set1(0.f);
-  const auto add_line = [&](const X* const* inputs, int64_t place) {
+  const auto add_line = [&](auto&& inputs_of) {
     fetch.at_step<kLoRATile>();
 #pragma GCC unroll 8
     for (int i = 0; i < kLine; i += P::kSize) {
@@ -97,18 +97,16 @@ inline void shrink_tile(const ShrinkInputs<X, W, R>& x, const W* w, float* out, 
       for (int c = 0; c < kLoRATile; ++c) column[c] = P::weight(w + c * kLine + i);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const typename P::Input input = P::input(inputs[r] + place + i);
+        const typename P::Input input = P::input(inputs_of(r) + i);
 #pragma GCC unroll 4
         for (int c = 0; c < kLoRATile; ++c) total[r][c] = P::add(total[r][c], input, column[c]);
       }
     }
     w += kLoRATile * kLine;
   };
-  const X* rest[R];
-  for (int r = 0; r < R; ++r) rest[r] = x.rest[r];
-  // one loop, so that a line is compiled once
-  for (int64_t line = 0; line < x.whole + (x.left > 0 ? 1 : 0); ++line)
-    add_line(line < x.whole ? x.row : rest, line < x.whole ? line * kLine : 0);
+  for (int64_t line = 0; line < x.whole; ++line)
+    add_line([&](int r) { return x.row[r] + line * kLine; });
+  if (x.left > 0) add_line([&](int r) { return x.rest[r]; });
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) store_sums(out + r * stride, total[r]);
 }
@@ -125,23 +123,8 @@ inline void shrink_rows(const LoRAArgs& a, const LoRAItem& item, int64_t row, It
                          fetch);
 }
 
-// Adds the sums of rows, V vectors each, to outputs from `first` on, of which `count` exist. Not
-// inlined: else each number of rows would have a copy for each type.
-template <class X, int V>
-__attribute__((noinline)) void add_to_outputs(const LoRAArgs& a, const LoRAItem& item, int64_t row,
-                                              int64_t num_rows, int64_t first, int64_t count,
-                                              const Vec (*total)[V]) {
-  for (int64_t r = 0; r < num_rows; ++r) {
-    X* out = (X*)a.out + a.rows[row + r] * a.out_stride + item.first_output + first;
-    for (int v = 0; v < V; ++v, out += kLanes) {
-      const int64_t left = count - v * kLanes;
-      store_outputs(out, load_outputs(out, left) + total[r][v], left);
-    }
-  }
-}
-
 // Outputs [first, first + V kLanes) of R rows; `count` of them exist.
-template <class W, int R, int V>
+template <class X, class W, int R, int V>
 inline void expand_block(const LoRAArgs& a, const LoRAItem& item, int64_t row, int64_t first,
                          int64_t count, ItemFetch& fetch) {
   constexpr int kVectors = kLoRAPanel / kLanes;  // of a panel
@@ -164,21 +147,29 @@ inline void expand_block(const LoRAArgs& a, const LoRAItem& item, int64_t row, i
       for (int v = 0; v < V; ++v) total[r][v] = fma(number, weight[v], total[r][v]);
     }
   }
-  a.dtype == DType::kFloat32 ? add_to_outputs<float>(a, item, row, R, first, count, total)
-                             : add_to_outputs<uint16_t>(a, item, row, R, first, count, total);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    X* out = (X*)a.out + a.rows[row + r] * a.out_stride + item.first_output + first;
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v, out += kLanes) {
+      const int64_t left = count - v * kLanes;
+      store_outputs(out, load_outputs(out, left) + total[r][v], left);
+    }
+  }
 }
 
-template <class W, int R>
+template <class X, class W, int R>
 inline void expand_rows(const LoRAArgs& a, const LoRAItem& item, int64_t row, ItemFetch& fetch) {
   if constexpr (R > 1) {
-    if (item.end - row < R) return expand_rows<W, R - 1>(a, item, row, fetch);
+    if (item.end - row < R) return expand_rows<X, W, R - 1>(a, item, row, fetch);
   }
   int64_t first = 0;
   for (; item.num_outputs - first > kExpandOutputs - kLoRAPanel; first += kExpandOutputs)
-    expand_block<W, R, kExpandOutputs / kLanes>(a, item, row, first, item.num_outputs - first,
-                                                fetch);
+    expand_block<X, W, R, kExpandOutputs / kLanes>(a, item, row, first, item.num_outputs - first,
+                                                   fetch);
   for (; first < item.num_outputs; first += kLoRAPanel)
-    expand_block<W, R, kLoRAPanel / kLanes>(a, item, row, first, item.num_outputs - first, fetch);
+    expand_block<X, W, R, kLoRAPanel / kLanes>(a, item, row, first, item.num_outputs - first,
+                                               fetch);
 }
 
 template <class X, class W>
@@ -189,7 +180,7 @@ inline void lora_item(const LoRAArgs& a, const LoRAItem& item, const LoRAItem* n
       shrink_rows<X, W, kShrinkRows>(a, item, row, fetch);
   } else {
     for (int64_t row = item.begin; row < item.end; row += kExpandRows)
-      expand_rows<W, kExpandRows>(a, item, row, fetch);
+      expand_rows<X, W, kExpandRows>(a, item, row, fetch);
   }
 }
 
