@@ -291,7 +291,7 @@ def test_an_instruction_set_that_was_not_built_is_refused_by_name(
         NativeLibraryError, match=r"'avx2'; this machine supports generic; .* not built: `make set"
     ):
         library.set_cpu_isa("avx2")
-    with pytest.raises(NativeLibraryError, match="'avx512'; this machine supports generic$"):
+    with pytest.raises(NativeLibraryError, match=r"'avx512'; this machine supports generic$"):
         library.set_cpu_isa("avx512")
 
 
