@@ -38,7 +38,7 @@ from tpengine.server.limits import Limits, OpenCalls
 Code = grpc.StatusCode
 ONE, TWO, ADMIN = (f"{name}-0123456789abcdef" for name in ("one", "two", "admin"))
 WINDOW_S, LONG = 20.0, 1900
-OPTIONS = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--max-model-len", "2048"]
+OPTIONS = ["--dtype", "bfloat16", "--cpu-kv-cache-space", "0.05", "--max-model-len", "2048"]
 AT_ONCE = 8
 QUESTIONS = ["What is two plus three?", "Tell me a story.", "Wie heißt die Hauptstadt von Ærø?"]
 

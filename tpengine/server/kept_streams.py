@@ -89,8 +89,8 @@ class KeptStream:
         error = None
         try:
             await produce(self)
-        except Exception as one:
-            error = one
+        except Exception as raised:
+            error = raised
         self.end(error)
 
     def add(self, message: bytes, position: int) -> None:
