@@ -23,8 +23,8 @@ from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.server.http.tool_formats import FORMATS
 from tpengine.server.http.tools import Tools
 from tpengine.server.http.write import AnswerWriter, Style, usage
-from tpengine.server.stream_sender import has_only_tokens
 from tpengine.server.state import ServerState
+from tpengine.server.stream_sender import has_only_tokens
 
 WEATHER = {
     "type": "object",
