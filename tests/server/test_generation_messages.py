@@ -318,13 +318,9 @@ def test_answers() -> None:
     two = CompletionOutput(1, "", (), None, None, finish_reason="stop", stop_reason="é")
     times = (10.0, 12.0, 10.5, 11.0, 0.5, 12.0)
     metrics = RequestMetrics(*times, num_preemptions=1, num_cached_tokens=2)
-    writer = ResponseWriter()
-    going = CompletionOutput(0, "x", (9, 9, 9, 9), None, None)
-    asyncio.run(writer.write(output(outputs=[going], finished=False)))
-    last = output(
-        outputs=[one, two], metrics=metrics, num_cached_tokens=2, prompt_logprobs=[None, likely]
-    )
-    answer = asyncio.run(writer.write(last))
+    counts = {"num_cached_tokens": 2, "num_output_tokens": 5}
+    last = output(outputs=[one, two], metrics=metrics, prompt_logprobs=[None, likely], **counts)
+    answer = asyncio.run(ResponseWriter().write(last))
     first, second = answer.outputs
     assert (first.text, list(first.token_ids), first.cumulative_logprob) == ("x", [9], -2.0)
     assert first.finish_reason == pb.FINISH_REASON_STOP
