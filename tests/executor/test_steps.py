@@ -35,7 +35,7 @@ def serve(channels: list[Channel], respond: Respond) -> None:
         try:
             while True:
                 respond(rank, channel, receive(channel, TIMEOUT_S))
-        except ChannelError:
+        except (ChannelError, ValueError):  # either end may be closed
             channel.close()
 
     for rank, channel in enumerate(channels):
