@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from executor.sabotage import VARIABLE, Sabotage, after_call, write
+from executor.sabotage import VARIABLE, Sabotage, harm, write
 from tpengine import EngineArgs, LLMEngine
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
@@ -76,10 +76,9 @@ def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
     worker's module is imported; yields a list that gets every group's places."""
 
     class SabotagedWorker(RayWorker):
-        def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-            answer = super().call(method, *args, **kwargs)
-            after_call(self, method, args, rank, sabotage)
-            return answer
+        def create(self, config: Any) -> None:
+            super().create(config)
+            harm(self, rank, sabotage)
 
     places: list[Any] = []
     start = Group.start

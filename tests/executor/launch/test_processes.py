@@ -79,8 +79,8 @@ def test_spares(folder: Path, wait_until: Wait) -> None:
         expected = ranks.generate()
         now = ranks.replace_beside_frozen_spare(wait_until)
         assert ranks.generate() == expected
-        ranks.executor.spares.fill([""])
-        wait_until(lambda: ranks.executor.spares.num_started == 2, PATIENCE_S)
+        ranks.executor.home.spares.fill([""])
+        wait_until(lambda: ranks.executor.home.spares.num_started == 2, PATIENCE_S)
     wait_until(lambda: not any(map(NodeAgent.state, now)), PATIENCE_S)
 
 
@@ -184,12 +184,12 @@ def test_a_process_that_cannot_be_started(
     starter.stop()
 
 
-def test_a_program_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of it fail soon, and its end and its last words are known."""
+def test_a_program_that_ends_at_once(monkeypatch: pytest.MonkeyPatch, wait_until: Wait) -> None:
+    """It is soon found, and its end and its last words are known."""
     monkeypatch.syspath_prepend(Path(driver_process.__file__).parent.parent)
     starter = Starter("executor.nowhere")
     process = RankProcess(starter)
-    assert process.answer() is None
+    wait_until(lambda: process.answer() is None, PATIENCE_S)
     machine = OwnMachine()
     machine.children = {process.pid: process}
     assert machine.ask("", "wait_for_end", [(process.pid, 0)], PATIENCE_S) == []
