@@ -11,8 +11,8 @@ from tpengine.compat import aliases
 
 
 def _getter(name: str) -> Callable[..., Any]:
-    """A method that returns an attribute, whatever its arguments are."""
-    return lambda own, *ignored: getattr(own, name)
+    """A method that returns an attribute."""
+    return lambda own: getattr(own, name)
 
 
 class ModelConfig(config.ModelConfig):
@@ -20,7 +20,6 @@ class ModelConfig(config.ModelConfig):
 
     get_vocab_size, get_hidden_size = _getter("vocab_size"), _getter("hidden_size")
     get_head_size, get_total_num_kv_heads = _getter("head_dim"), _getter("total_num_kv_heads")
-    get_num_layers = _getter("num_layers")  # of a rank: each rank has a part of every layer
 
     def get_num_kv_heads(self, parallel_config: config.ParallelConfig) -> int:
         """Key and value heads of a rank; ranks share one if there are more ranks than heads."""
@@ -29,6 +28,10 @@ class ModelConfig(config.ModelConfig):
     def get_num_attention_heads(self, parallel_config: config.ParallelConfig) -> int:
         """Query heads of a rank."""
         return self.total_num_heads // parallel_config.tensor_parallel_size
+
+    def get_num_layers(self, parallel_config: config.ParallelConfig) -> int:
+        """Each rank has a part of every layer."""
+        return self.num_layers
 
 
 class CacheConfig(config.CacheConfig):
