@@ -336,12 +336,6 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def has_penalties(self) -> bool:
-        """Whether a penalty is set, so that logits depend on earlier tokens."""
-        neutral = (0.0, 0.0, 1.0)
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != neutral
-
-    @property
     def num_sequences(self) -> int:
         """Number of sequences that are generated at the same time."""
         return self.best_of or self.n
