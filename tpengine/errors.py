@@ -3,6 +3,8 @@
 Two families: a `RequestError` is the caller's mistake and fails one request; an `EngineError` is a
 fault of the engine or of the machine and concerns all requests. Each error carries its arguments in
 `args`, so that it survives pickling between processes.
+
+`STATUSES` says how servers answer each of them. Both doors and the Python client read it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from errno import EADDRINUSE, EAGAIN, EMFILE, ENFILE, ENOMEM, ENOSPC
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tpengine.outputs import RequestOutput
 
@@ -34,6 +36,11 @@ class RequestError(TPEngineError, ValueError):
     def __init__(self, message: str, *args: object, field: str | None = None) -> None:
         super().__init__(message, *args)
         self.field = field  # pickle carries it, as each attribute that is not in `args`
+
+    @classmethod
+    def of_field(cls, field: str, problem: str) -> Self:
+        """The error whose text begins with its field."""
+        return cls(f"{field} {problem}", field=field)
 
 
 class InvalidSamplingParamsError(RequestError):
@@ -82,7 +89,7 @@ class DeadlineExceededError(RequestError):
             did not tell.
     """
 
-    def __init__(self, message: str, where: str) -> None:
+    def __init__(self, message: str, where: str = "unknown") -> None:
         super().__init__(message, where)
         self.where = where
 
@@ -353,6 +360,67 @@ class ServerError(EngineError):
 class ServerUnavailableError(ServerError):
     """A server cannot be reached, does not answer, has ended, or takes no new requests; the same
     call may succeed later or on another server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How servers answer an error.
+
+    Attributes:
+        grpc: name of gRPC's status code.
+        http: status over HTTP.
+        code: in the body over HTTP, for programs; None: the status says enough.
+        text: what the client is told; None: the error's own text, which is written for it.
+        retry_after_s: seconds after which the client may try again, unless the error knows better;
+            None: no advice.
+    """
+
+    grpc: str
+    http: int
+    code: str | None = None
+    text: str | None = None
+    retry_after_s: float | None = None
+
+
+STATUSES: Mapping[type[Exception], Status] = {
+    MessageTooLargeError: Status("RESOURCE_EXHAUSTED", 413, "request_too_large"),
+    QueueFullError: Status("RESOURCE_EXHAUSTED", 429, "rate_limit_exceeded"),
+    DeadlineExceededError: Status("DEADLINE_EXCEEDED", 408, "deadline_exceeded"),
+    RequestAbortedError: Status("CANCELLED", 499, "request_aborted"),  # 499 is nginx's
+    DuplicateRequestError: Status("ALREADY_EXISTS", 409, "duplicate_request_id"),
+    ModelNotFoundError: Status("NOT_FOUND", 404, "model_not_found"),
+    NotKeptError: Status("NOT_FOUND", 410, "stream_not_kept"),
+    NotOfferedError: Status("UNIMPLEMENTED", 501, "not_offered"),
+    UnauthenticatedError: Status("UNAUTHENTICATED", 401, "invalid_api_key"),
+    PermissionDeniedError: Status("PERMISSION_DENIED", 403, "permission_denied"),
+    RequestError: Status("INVALID_ARGUMENT", 400),
+    RequestIgnoredError: Status("INVALID_ARGUMENT", 400, "context_length_exceeded"),
+    RequestFailedError: Status("INTERNAL", 500, text="the request failed while it ran"),
+    EngineLoadingError: Status("UNAVAILABLE", 503, "loading", retry_after_s=2.0),
+    EngineDrainingError: Status("UNAVAILABLE", 503, "draining", retry_after_s=2.0),
+    EngineDeadError: Status(
+        "UNAVAILABLE",
+        503,
+        "engine_dead",
+        "the engine failed, and this server ends; ask another, or again when it is back",
+        2.0,
+    ),
+    # The text of any other exception may hold anything, also another client's prompt.
+    Exception: Status("INTERNAL", 500, text="the server failed; its log says more"),
+}
+"""By kind of error; the row of the nearest base class counts. If all that a client gets is gRPC's
+code, as from a proxy, it raises the first kind that has this code."""
+
+
+def status_of(kind: type[Exception]) -> Status:
+    """How servers answer a kind of error."""
+    return next(STATUSES[base] for base in kind.__mro__ if base in STATUSES)
+
+
+def retry_after_s(error: Exception) -> float | None:
+    """Seconds after which a client may try again; None: no advice."""
+    own: float | None = getattr(error, "retry_after_s", status_of(type(error)).retry_after_s)
+    return own
 
 
 def counted(count: int, noun: str) -> str:

@@ -63,7 +63,6 @@ HOMES = {
     "grpc_status": {"server/grpc", "client"},
     "google": {"server/grpc", "client", "proto"},
     "smg_grpc_proto": {"server/grpc"},
-    "fastapi": {"server/http"},
     "starlette": {"server/http"},
     "uvicorn": {"server/http"},
     "httptools": {"server/http"},

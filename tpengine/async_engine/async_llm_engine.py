@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tpengine.async_engine.admission import Admission, QueueLimits
 from tpengine.async_engine.engine_thread import EngineThread
@@ -39,6 +39,9 @@ from tpengine.errors import (
 from tpengine.inputs import LoRARequest, PromptInputs, check_not_served
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # its package is optional
+    from tpengine.engine.prometheus import EngineMetrics
 
 START_S = 3600.0
 SHUTDOWN_S = 30.0
@@ -437,8 +440,8 @@ class AsyncLLMEngine(RefusesNames):
             reason = f"no step was finished for {silent_s:.1f} s, and requests wait for one"
         return ServiceHealth(state, state != "dead", not reason, silent_s, reason)
 
-    def metrics_text(self, model_name: str | None = None) -> bytes:
-        """Returns the engine's metrics in Prometheus' text format.
+    def metrics(self, model_name: str | None = None) -> EngineMetrics:
+        """Returns the engine's metrics at this moment, as prometheus_client's servers take them.
 
         Args:
             model_name: their label; default: the name of the model's folder.
@@ -448,12 +451,17 @@ class AsyncLLMEngine(RefusesNames):
         """
         if importlib.util.find_spec("prometheus_client") is None:
             raise ConfigError("metrics need prometheus_client: pip install 'tpengine[serve]'")
-        from prometheus_client import generate_latest
-
         from tpengine.engine.prometheus import EngineMetrics
 
         name = model_name or Path(self.model_config.model).name
-        return generate_latest(EngineMetrics(name, self.stats(), self._engine.counters))
+        return EngineMetrics(name, self.stats(), self._engine.counters)
+
+    def metrics_text(self, model_name: str | None = None) -> bytes:
+        """Returns the same in Prometheus' text format."""
+        metrics = self.metrics(model_name)
+        from prometheus_client import generate_latest
+
+        return generate_latest(metrics)
 
     @property
     def llm_engine(self) -> LLMEngine:

@@ -144,7 +144,8 @@ def put(message: Any, kind: type[RequestError], **fields: object) -> None:
                 content = _CONTENTS.get(blank.DESCRIPTOR.fields_by_name[name].cpp_type, _WHOLE)
                 raise kind(
                     f"{name} can hold only {content} in the protocol, got {reprlib.repr(value)}: "
-                    f"{error}"
+                    f"{error}",
+                    field=name,
                 ) from error
         # The value is an iterator, which the first attempt has used up.
         raise kind(f"{' or '.join(fields)} does not fit into the protocol: {first}") from first
@@ -166,8 +167,8 @@ def to_milliseconds(name: str, seconds: float) -> int | None:
         RequestError: it is not a number.
     """
     if not isinstance(seconds, Real) or not seconds <= math.inf:  # False for NaN
-        raise RequestError(
-            f"{name} must be a number of seconds, or math.inf for no limit; got {seconds!r}"
+        raise RequestError.of_field(
+            name, f"must be a number of seconds, or math.inf for no limit; got {seconds!r}"
         )
     most_s = _MOST_MS / 1e3
     return None if seconds > most_s else round(1000 * max(seconds, -most_s))

@@ -33,8 +33,6 @@ from tpengine.client.grpc_channel import (
 from tpengine.client.resuming import Outage
 from tpengine.errors import (
     InvalidPromptError,
-    ModelNotFoundError,
-    NotKeptError,
     RequestAbortedError,
     RequestError,
     ServerUnavailableError,
@@ -42,6 +40,7 @@ from tpengine.errors import (
 )
 from tpengine.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto.status_details import has_details
 
 Answer = TypeVar("Answer")
 GRACE_S = 0.5
@@ -49,7 +48,6 @@ GRACE_S = 0.5
 RESUME_WINDOW_S = 30.0
 """Seconds for which a client asks a server to keep a stream whose connection has broken."""
 _LEAVE_S = 1.0
-_LOCALLY_CANCELLED = "Locally cancelled by application!"
 
 
 class GenerationClient:
@@ -175,10 +173,6 @@ class GenerationClient:
                     left_s = timeout_s - (time.monotonic() - begun)
                     if pause_s is None or pause_s >= left_s:
                         raise
-                except ModelNotFoundError as error:
-                    if request.resume_from:  # the stream has begun, so the model is there
-                        raise NotKeptError(str(error)) from error
-                    raise
                 finally:
                     call.cancel()  # no effect on a call that has ended
                 await asyncio.sleep(pause_s)
@@ -339,8 +333,7 @@ async def typed_errors(call: Any, target: str) -> AsyncIterator[None]:
     except asyncio.CancelledError:
         # grpc.aio also raises it when the *server* ended the call with CANCELLED. If the call
         # ended otherwise, it is the caller's own cancellation, and must not be lost.
-        if call.done() and await call.code() is grpc.StatusCode.CANCELLED:
-            words = await call.details()
-            if words and words != _LOCALLY_CANCELLED:
-                raise RequestAbortedError(f"{target}: {words}") from None
+        cancelled = call.done() and await call.code() is grpc.StatusCode.CANCELLED
+        if cancelled and has_details(await call.trailing_metadata()):
+            raise RequestAbortedError(f"{target}: {await call.details()}") from None
         raise

@@ -35,8 +35,8 @@ def read_grammar(
     if params.structured_outputs is None:
         return None
     if tokenizer is None:
-        raise InvalidSamplingParamsError(
-            "structured_outputs needs a tokenizer, and the model has none; name one"
+        raise InvalidSamplingParamsError.of_field(
+            "structured_outputs", "needs a tokenizer, and the model has none; name one"
         )
     thinking = _thinking(prompt or "", tokenizer) if is_chat else Thinking.NONE
     # For the library no text matches an added token, special or not, as the think tags of Qwen.

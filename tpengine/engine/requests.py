@@ -80,11 +80,13 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
-            raise InvalidSamplingParamsError(
-                f"params must be SamplingParams, got {self.params!r:.80}"
+            raise InvalidSamplingParamsError.of_field(
+                "params", f"must be SamplingParams, got {self.params!r:.80}"
             )
         if not isinstance(self.arrival_time, float | int | None):
-            raise InvalidPromptError(f"arrival_time is in seconds, got {self.arrival_time!r:.80}")
+            raise InvalidPromptError.of_field(
+                "arrival_time", f"is in seconds, got {self.arrival_time!r:.80}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,13 @@ def check_request_id(request_id: object, is_live: Callable[[str], bool]) -> None
         DuplicateRequestError: an unfinished request has it.
     """
     if not isinstance(request_id, str) or not request_id:
-        raise InvalidPromptError(f"request_id must be a non-empty string, got {request_id!r}")
+        raise InvalidPromptError.of_field(
+            "request_id", f"must be a non-empty string, got {request_id!r}"
+        )
     if is_live(request_id):
         raise DuplicateRequestError(
-            f"request id {request_id!r} belongs to an unfinished request; choose another"
+            f"request id {request_id!r} belongs to an unfinished request; choose another",
+            field="request_id",
         )
 
 
@@ -138,7 +143,9 @@ def as_request_ids(given: str | Iterable[str]) -> list[str]:
     """
     ids: list[Any] = list(given) if is_list(given) else [given]
     if not all(isinstance(one, str) for one in ids):
-        raise InvalidPromptError(f"a request_id must be a string, or a list of such, got {given!r}")
+        raise InvalidPromptError(
+            f"a request_id must be a string, or a list of such, got {given!r}", field="request_id"
+        )
     return ids
 
 
@@ -191,7 +198,8 @@ def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> lis
         if not _is_int(token_id) or not 0 <= token_id < vocab_size:
             raise InvalidPromptError(
                 f"{name}[{position}] = {token_id!r} is no id of the vocabulary; ids are integers "
-                f"in [0, {vocab_size - 1}]"
+                f"in [0, {vocab_size - 1}]",
+                field=name,
             )
     return [index(token_id) for token_id in token_ids]
 
@@ -247,12 +255,15 @@ def _read_prompt(
     if not is_list(token_ids):
         hint = "; give its ['input_ids']" if isinstance(token_ids, Mapping) else ""
         raise InvalidPromptError(
-            f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}{hint}"
+            f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}{hint}",
+            field="prompt_token_ids",
         )
     try:
         token_ids = list(token_ids)
     except TypeError as error:  # a tensor without dimensions is an Iterable that cannot be iterated
-        raise InvalidPromptError(f"prompt_token_ids must be a list of integers: {error}") from error
+        raise InvalidPromptError.of_field(
+            "prompt_token_ids", f"must be a list of integers: {error}"
+        ) from error
     if num_kept is not None:
         token_ids = token_ids[-num_kept:]
     if not token_ids:
@@ -321,9 +332,10 @@ def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | Non
     wanted = model.vocab_size if count == WHOLE_VOCABULARY else min(count, model.vocab_size)
     if 0 <= model.max_logprobs < wanted:
         asked = f"asks for all {wanted} tokens, more" if count == WHOLE_VOCABULARY else "is more"
-        raise InvalidSamplingParamsError(
-            f"{name} = {count} {asked} than max_logprobs = {model.max_logprobs}; ask for fewer, or "
-            "make the engine with a larger max_logprobs (-1: no limit)"
+        raise InvalidSamplingParamsError.of_field(
+            name,
+            f"= {count} {asked} than max_logprobs = {model.max_logprobs}; ask for fewer, or "
+            "make the engine with a larger max_logprobs (-1: no limit)",
         )
     return wanted
 
@@ -342,32 +354,32 @@ def _pickled(processors: Sequence[LogitsProcessor | str]) -> list[bytes | str]:
         except Exception as error:  # objects raise anything while they are pickled
             raise InvalidSamplingParamsError(
                 f"the logits processor {processor!r} cannot be sent to the ranks: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}",
+                field="logits_processors",
             ) from error
     size = sum(map(len, found))
     if size > _MAX_PICKLED_BYTES:
-        raise InvalidSamplingParamsError(
-            f"logits_processors are {size} bytes with the data that they hold, more than "
-            f"{_MAX_PICKLED_BYTES}; put the data into a module that the ranks import"
+        raise InvalidSamplingParamsError.of_field(
+            "logits_processors",
+            f"are {size} bytes with the data that they hold, more than "
+            f"{_MAX_PICKLED_BYTES}; put the data into a module that the ranks import",
         )
     return found
 
 
 def _check_tokenizer(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
     """Checks what the tokenizer, or its absence, rules out."""
-    for name, texts, ids in (
-        ("stop strings", params.stop, "stop_token_ids"),
-        ("bad_words", params.bad_words, "bad_words_token_ids"),
-    ):
+    for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         if texts and tokenizer is None:
-            raise InvalidSamplingParamsError(
-                f"{name} need a tokenizer, and the model has none; use {ids}"
+            raise InvalidSamplingParamsError.of_field(
+                name, f"needs a tokenizer, and the model has none; use {name}_token_ids"
             )
     is_slow = tokenizer is not None and tokenizer.fast_backend is None
     if is_slow and params.detokenize and not params.spaces_between_special_tokens:
-        raise InvalidSamplingParamsError(
-            "spaces_between_special_tokens = False is not supported with this model's tokenizer, "
-            "which is written in Python; leave it at True"
+        raise InvalidSamplingParamsError.of_field(
+            "spaces_between_special_tokens",
+            "= False is not supported with this model's tokenizer, "
+            "which is written in Python; leave it at True",
         )
 
 
@@ -377,12 +389,12 @@ def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     try:
         found = [tuple(tokenizer.encode(form, False)) for form in (word, " " + word)]
     except InvalidPromptError as error:
-        raise InvalidSamplingParamsError(
-            f"bad_words holds {text!r}, which cannot be tokenized: {error}"
+        raise InvalidSamplingParamsError.of_field(
+            "bad_words", f"holds {text!r}, which cannot be tokenized: {error}"
         ) from error
     if not all(found):
-        raise InvalidSamplingParamsError(
-            f"bad_words holds {text!r}, which has no tokens; give another, or leave it out"
+        raise InvalidSamplingParamsError.of_field(
+            "bad_words", f"holds {text!r}, which has no tokens; give another, or leave it out"
         )
     return found
 
@@ -408,33 +420,37 @@ def _check_sequences(
     if count > config.max_num_seqs:
         raise InvalidSamplingParamsError(
             f"n or best_of = {count} sequences, but max_num_seqs = {config.max_num_seqs} run at "
-            "once; ask for fewer, or raise max_num_seqs"
+            "once; ask for fewer, or raise max_num_seqs",
+            field="n" if count == params.n else "best_of",
         )
     if not params.use_beam_search:
         return 0
     if count > config.max_num_batched_tokens:
         raise InvalidSamplingParamsError(
             f"best_of = {count} beams advance together, but a step holds max_num_batched_tokens = "
-            f"{config.max_num_batched_tokens} tokens; ask for fewer, or raise it"
+            f"{config.max_num_batched_tokens} tokens; ask for fewer, or raise it",
+            field="best_of",
         )
     candidates = num_candidates(count, num_end_ids)
     if candidates > vocab_size:
         raise InvalidSamplingParamsError(
             f"beam search with best_of = {count} and {num_end_ids} end tokens looks at "
-            f"{candidates} candidates, but the vocabulary has {vocab_size}; ask for fewer"
+            f"{candidates} candidates, but the vocabulary has {vocab_size}; ask for fewer",
+            field="best_of",
         )
     return candidates
 
 
 def _check_priority(priority: int, config: SchedulerConfig) -> None:
     if not _is_int(priority) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise InvalidPriorityError(
-            f"priority must be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}"
+        raise InvalidPriorityError.of_field(
+            "priority", f"must be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}"
         )
     if priority and config.policy == "fcfs":
-        raise InvalidPriorityError(
-            f"priority = {priority}, but requests are served as they arrive; set "
-            "scheduling_policy='priority', or leave the priority at 0"
+        raise InvalidPriorityError.of_field(
+            "priority",
+            f"= {priority}, but requests are served as they arrive; set "
+            "scheduling_policy='priority', or leave the priority at 0",
         )
 
 

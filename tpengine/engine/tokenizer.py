@@ -140,13 +140,15 @@ class Tokenizer:
             if self.fast_backend is None:
                 raise InvalidSamplingParamsError(
                     "structured_outputs needs a tokenizer of the library tokenizers, and this "
-                    "model's is written in Python"
+                    "model's is written in Python",
+                    field="structured_outputs",
                 )
             end_ids = self.end_token_ids(model)
             if not end_ids:
-                raise InvalidSamplingParamsError(
-                    "structured_outputs needs an end token, and the model names none; set "
-                    "eos_token_id in its config.json"
+                raise InvalidSamplingParamsError.of_field(
+                    "structured_outputs",
+                    "needs an end token, and the model names none; set "
+                    "eos_token_id in its config.json",
                 )
             backend = copy.copy(self.fast_backend)
             backend.no_padding()
@@ -376,27 +378,31 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InvalidPromptError(
             'messages must be a list of {"role": ..., "content": ...}, got '
-            f"{type(messages).__name__}"
+            f"{type(messages).__name__}",
+            field="messages",
         )
     if not messages:
-        raise InvalidPromptError("messages is empty; give at least one")
+        raise InvalidPromptError.of_field("messages", "is empty; give at least one")
     conversation = []
     for i, message in enumerate(messages):
+        place = f"messages[{i}]"
         if not isinstance(message, Mapping):
-            raise InvalidPromptError(
-                f"messages[{i}] must be a dict with role and content, got {message!r:.80}"
+            raise InvalidPromptError.of_field(
+                place, f"must be a dict with role and content, got {message!r:.80}"
             )
         found = dict(message)
         if isinstance(found.get("content"), (list, tuple)):
-            found["content"] = _join_parts(found["content"], f"messages[{i}]['content']")
+            found["content"] = _join_parts(found["content"], f"{place}.content")
         # The template knows what a call of a tool without a text looks like.
         is_call = bool(found.get("tool_calls")) and found.get("content") is None
         for key in ("role",) if is_call else ("role", "content"):
             if key not in found:
-                raise InvalidPromptError(f"messages[{i}] has no {key!r}: {found!r}")
+                text = f"{place} has no {key!r}: {found!r}"
+                raise InvalidPromptError(text, field=f"{place}.{key}")
             if not isinstance(found[key], str):
                 raise InvalidPromptError(
-                    f"messages[{i}][{key!r}] must be a string, got {found[key]!r}"
+                    f"{place}.{key} must be a string, got {found[key]!r}",
+                    field=f"{place}.{key}",
                 )
         conversation.append(found)
     return conversation
@@ -406,14 +412,15 @@ def _join_parts(parts: Sequence[Any], place: str) -> str:
     """Returns the content of a message that is given as parts.
 
     Args:
-        place: where the parts stand, for the error.
+        place: path of the parts, for the error.
     """
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise InvalidPromptError(
                 f'{place}[{i}] must be {{"type": "text", "text": ...}}, got {part!r:.80}; this '
-                "engine reads text alone"
+                "engine reads text alone",
+                field=f"{place}[{i}]",
             )
     return "\n".join(part["text"] for part in parts)
 

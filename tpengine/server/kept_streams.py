@@ -248,7 +248,8 @@ class KeptStreams:
             asked_s = math.nan
         if not asked_s >= 0:
             raise errors.MalformedRequestError(
-                f"{name} must be a number of seconds of at least 0, got {str(asked)[:20]!r}"
+                f"{name} must be a number of seconds of at least 0, got {str(asked)[:20]!r}",
+                field=name,
             )
         return min(asked_s, self._limits.resume_window_s)
 

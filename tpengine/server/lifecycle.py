@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_thread import EngineStart
@@ -29,7 +28,7 @@ from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.server import GrpcServer, batch_wake_ups
 from tpengine.server.limits import default_message_bytes
 from tpengine.server.server_args import ServerArgs, join_address
-from tpengine.server.state import METRICS_TYPE, ServerState, State
+from tpengine.server.state import ServerState, State
 
 if TYPE_CHECKING:  # its packages are optional
     from tpengine.server.http.http_server import HttpServer
@@ -48,7 +47,6 @@ _RANKS_S = 8.0
 _AT_ONCE_S = 1.0
 """Time for everything after a second signal."""
 _EXIT_S = 10.0
-_METRICS_READ_S = 5.0
 _MAX_OPEN_FILES, _FEW_FILES = 1 << 20, 256
 
 
@@ -140,9 +138,9 @@ class _Server:
             scheme = "http" if tls is None else "https"
             addresses.append(f"; OpenAI on {scheme}://{join_address(args.host, http_port)}/v1")
         if args.metrics_port is not None:
-            metrics_port = MetricsPort(args.metrics_port, self._state.metrics_text)
-            stack.callback(metrics_port.close)
-            addresses.append(f"; metrics on http://127.0.0.1:{metrics_port.port}/metrics")
+            port, close = open_metrics_port(args.metrics_port, self._state)
+            stack.callback(close)
+            addresses.append(f"; metrics on http://127.0.0.1:{port}/metrics")
         return addresses
 
     def _make_http(self) -> HttpServer | None:
@@ -366,55 +364,31 @@ def _exit_within(seconds: float, code: int) -> None:
     timer.start()
 
 
-class MetricsPort:
-    """Serves a text at /metrics, for Prometheus: HTTP on loopback, on threads of its own.
+def open_metrics_port(port: int, collector: Any) -> tuple[int, Callable[[], None]]:
+    """Serves metrics to Prometheus, over HTTP on loopback and on threads of their own.
 
     Args:
         port: 0: any free one.
-        text: makes the text; called on these threads.
+        collector: its `collect` has the metrics at that moment; called on these threads.
 
-    Attributes:
-        port: the port that it listens on, on 127.0.0.1.
+    Returns:
+        The port on 127.0.0.1, and a function that closes it.
 
     Raises:
         ConfigError: the port is taken.
     """
+    from prometheus_client import start_http_server
 
-    def __init__(self, port: int, text: Callable[[], bytes]) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            timeout = _METRICS_READ_S  # a silent client holds a thread for no longer
-            server_version = "tpengine"
-            sys_version = ""
+    try:
+        server, thread = start_http_server(port, "127.0.0.1", collector)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics_port = {port} cannot be had: {error}; choose another"
+        ) from error
 
-            def do_GET(self) -> None:
-                if self.path.partition("?")[0] != "/metrics":
-                    self.send_error(404, "only /metrics is here")
-                    return
-                body = text()
-                self.send_response(200)
-                self.send_header("Content-Type", METRICS_TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Logs nothing: a scraper comes every few seconds."""
-
-        try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        except OSError as error:
-            raise ConfigError(
-                f"metrics_port = {port} cannot be had: {error}; choose another"
-            ) from error
-        self._server.daemon_threads = True
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="tpengine-metrics", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(_METRICS_READ_S)
+    return int(server.server_port), close

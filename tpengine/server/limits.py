@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import ipaddress
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.tokenizer import Tokenizer
@@ -108,7 +109,7 @@ class Limits:
     resume_window_s: float = 0.0
     max_resume_bytes: int = 16 << 20
     max_all_resume_bytes: int = 256 << 20
-    queue: QueueLimits = field(default_factory=QueueLimits)
+    queue: QueueLimits = dataclasses.field(default_factory=QueueLimits)
 
     @property
     def places(self) -> int:
@@ -289,7 +290,8 @@ def read_timeout(given: str) -> float:
     if not given.isdecimal() or len(given) > _MAX_TIMEOUT_DIGITS:
         raise MalformedRequestError(
             f"{TIMEOUT_KEY} must be a number of milliseconds of at most {_MAX_TIMEOUT_DIGITS} "
-            f"digits, got {given[:20]!r}"
+            f"digits, got {given[:20]!r}",
+            field=TIMEOUT_KEY,
         )
     return int(given) / 1e3
 
@@ -305,9 +307,10 @@ def check_request_id(request_id: str, name: str = "request_id") -> None:
     """
     fits = 0 < len(request_id) <= MAX_REQUEST_ID
     if not fits or not all("!" <= char <= "~" for char in request_id):
-        raise InvalidPromptError(
-            f"{name} must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
-            f"got {len(request_id)} characters; choose another, or leave it out"
+        raise InvalidPromptError.of_field(
+            name,
+            f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
+            f"got {len(request_id)} characters; choose another, or leave it out",
         )
 
 
@@ -322,14 +325,15 @@ def check_conversation(roles: Iterable[str], count: int, limits: Limits) -> None
         InvalidPromptError: it has too many messages, or a role is too long.
     """
     if count > limits.max_chat_messages:
-        raise InvalidPromptError(
-            f"messages must be at most {limits.max_chat_messages}, got {count}; drop the oldest"
+        raise InvalidPromptError.of_field(
+            "messages", f"must be at most {limits.max_chat_messages}, got {count}; drop the oldest"
         )
     longest = max((len(role.encode()) for role in roles), default=0)
     if longest > MAX_ROLE_BYTES:
         raise InvalidPromptError(
             f"the role of a message in messages has {longest} bytes, and may have at most "
-            f"{MAX_ROLE_BYTES}"
+            f"{MAX_ROLE_BYTES}",
+            field="messages",
         )
 
 
@@ -350,16 +354,20 @@ def most_tokens_of_text(text: str) -> int:
     return len(text.encode()) + _FRAME_TOKENS
 
 
-def check_num_ids(count: int, max_model_len: int) -> None:
+def check_num_ids(name: str, count: int, max_model_len: int) -> None:
     """Bounds the number of ids that are to become text.
+
+    Args:
+        name: of the field.
 
     Raises:
         InvalidPromptError: there are more than a few outputs can have.
     """
     if count > _SLACK * max_model_len:
-        raise InvalidPromptError(
-            f"token_ids are {count}, more than {_SLACK} times max_model_len = {max_model_len}; "
-            "send them in parts"
+        raise InvalidPromptError.of_field(
+            name,
+            f"are {count}, more than {_SLACK} times max_model_len = {max_model_len}; "
+            "send them in parts",
         )
 
 
@@ -378,50 +386,53 @@ def check_sampling(
         InvalidSamplingParamsError: a value exceeds its bound.
     """
     num_sequences = params.num_sequences
-    at_most("n" if num_sequences == params.n else "best_of", num_sequences, limits.max_n)
+    name = "n" if num_sequences == params.n else "best_of"
+    at_most(name, num_sequences, limits.max_n, name)
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         for text in texts:
             size = len(text.encode())
-            at_most(f"the UTF-8 bytes of a string in {name}", size, limits.max_stop_bytes)
-    sizes = [sum(len(word.encode()) for word in params.bad_words)]
-    sizes += [sum(map(len, params.bad_words_token_ids))]
-    for what, size in zip(
-        ("UTF-8 bytes of bad_words", "ids of bad_words_token_ids"), sizes, strict=True
+            at_most(f"the UTF-8 bytes of a string in {name}", size, limits.max_stop_bytes, name)
+    for unit, name, size in (
+        ("UTF-8 bytes", "bad_words", sum(len(word.encode()) for word in params.bad_words)),
+        ("ids", "bad_words_token_ids", sum(map(len, params.bad_words_token_ids))),
     ):
-        at_most(f"the {what}, all together,", size, limits.max_word_ids)
+        at_most(f"the {unit} of {name}, all together,", size, limits.max_word_ids, name)
     if params.structured_outputs is not None:
         size = params.structured_outputs.num_bytes * num_sequences
         what = f"the bytes of structured_outputs, times {num_sequences} sequences,"
-        at_most(what, size, limits.max_grammar_bytes)
+        at_most(what, size, limits.max_grammar_bytes, "structured_outputs")
     for name in ("logit_bias", "allowed_token_ids"):
         count = len(getattr(params, name) or ())
         if count * num_sequences > limits.max_rule_entries:
-            raise InvalidSamplingParamsError(
-                f"{name} has {count} entries for each of {num_sequences} sequences, together "
+            raise InvalidSamplingParamsError.of_field(
+                name,
+                f"has {count} entries for each of {num_sequences} sequences, together "
                 f"{count * num_sequences}, and {limits.max_rule_entries} is the limit; give fewer, "
-                "or ask for fewer sequences"
+                "or ask for fewer sequences",
             )
     max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
     num_tokens = min(max_tokens, max_model_len) * num_sequences
     for name, length in (("logprobs", num_tokens), ("prompt_logprobs", max_prompt_len)):
         count = getattr(params, name)
         if count == WHOLE_VOCABULARY:
-            raise InvalidSamplingParamsError(
-                f"{name} = {count}, the whole vocabulary, is for Python callers only; give a number"
+            raise InvalidSamplingParamsError.of_field(
+                name, f"= {count}, the whole vocabulary, is for Python callers only; give a number"
             )
         if count is not None and (count + 1) * length > limits.max_logprob_entries:
-            raise InvalidSamplingParamsError(
-                f"{name} = {count} of up to {length} tokens is more than the "
+            raise InvalidSamplingParamsError.of_field(
+                name,
+                f"= {count} of up to {length} tokens is more than the "
                 f"{limits.max_logprob_entries} candidates that a request may hold; ask for fewer, "
-                "or for fewer tokens"
+                "or for fewer tokens",
             )
 
 
-def at_most(what: str, count: int, bound: int) -> None:
-    """Checks a count against its bound.
+def at_most(what: str, count: int, bound: int, field: str) -> None:
+    """Checks a count of a sampling parameter, `field`, against its bound.
 
     Raises:
         InvalidSamplingParamsError: it is over it.
     """
     if count > bound:
-        raise InvalidSamplingParamsError(f"{what} must be at most {bound}, got {count}")
+        text = f"{what} must be at most {bound}, got {count}"
+        raise InvalidSamplingParamsError(text, field=field)

@@ -30,7 +30,7 @@ MAX_QUEUED = (1 << 63) - 1
 _QUEUE = QueueLimits()
 _PLACES_OF_OTHERS = 1024
 """Places for calls that by default no single client can take."""
-_HTTP_PACKAGES = ("fastapi", "uvicorn", "httptools", "orjson")
+_HTTP_PACKAGES = ("starlette", "uvicorn", "httptools", "orjson")
 
 
 @dataclass

@@ -119,8 +119,12 @@ class ServerState:
         health = self.engine.health()
         return self.calls.why_full if health.ready else health.reason or health.state
 
+    def collect(self) -> Iterable[Any]:
+        """The metrics for Prometheus; none while the model loads."""
+        return () if self.engine is None else self.engine.metrics(self.model).collect()
+
     def metrics_text(self) -> bytes:
-        """The figures for Prometheus; empty while the model loads."""
+        """The same as text."""
         return b"" if self.engine is None else self.engine.metrics_text(self.model)
 
     def ask_to_close(self, why: str, drain_timeout_s: float | None = None) -> None:
@@ -168,7 +172,8 @@ class ServerState:
             raise ModelNotFoundError(
                 f"model {model[:200]!r} is not served here, but {self.model!r} is; give that name, "
                 "or none, or have the server take yours as well with --served-model-name, or as a "
-                "LoRA adapter with --lora-modules"
+                "LoRA adapter with --lora-modules",
+                field="model",
             )
         return self.adapters[model]
 
@@ -191,9 +196,10 @@ class ServerState:
 
     def _check_free(self, name: str) -> None:
         if not name or name in (*self.names, *self.adapters):
-            raise InvalidAdapterError(
-                f"lora_name = {name!r:.200} is empty or taken; choose another, or unload the "
-                "adapter of this name"
+            raise InvalidAdapterError.of_field(
+                "lora_name",
+                f"= {name!r:.200} is empty or taken; choose another, or unload the "
+                "adapter of this name",
             )
 
     def _adapter_path(self, path: str) -> str:
@@ -206,9 +212,10 @@ class ServerState:
         except (OSError, RuntimeError, ValueError):  # a loop of links; no path at all
             is_inside = False
         if not is_inside:
-            raise InvalidAdapterError(
-                f"lora_path = {path!r:.200} is not in the folder of adapters (--lora-folder); name "
-                "a folder in it"
+            raise InvalidAdapterError.of_field(
+                "lora_path",
+                f"= {path!r:.200} is not in the folder of adapters (--lora-folder); name "
+                "a folder in it",
             )
         return str(folder)
 
@@ -219,7 +226,8 @@ class ServerState:
             ModelNotFoundError: there is no adapter of this name.
         """
         if self.adapters.pop(name, None) is None:
-            raise ModelNotFoundError(f"{name!r:.200} is no adapter here; see /v1/models")
+            text = f"{name!r:.200} is no adapter here; see /v1/models"
+            raise ModelNotFoundError(text, field="lora_name")
 
     def check_text(self, name: str, texts: Iterable[str]) -> None:
         """Refuses a text that cannot fit before it is tokenized: one thread tokenizes for all.
@@ -234,9 +242,10 @@ class ServerState:
         length = sum(len(text.encode()) for text in texts)
         if self._max_text_bytes is not None and length > self._max_text_bytes:
             max_model_len = self.loaded_engine().model_config.max_model_len
-            raise RequestIgnoredError(
-                f"{name} has {length} bytes, more than {self._max_text_bytes}, which is more than "
-                f"max_model_len = {max_model_len} tokens; shorten it"
+            raise RequestIgnoredError.of_field(
+                name,
+                f"has {length} bytes, more than {self._max_text_bytes}, which is more than "
+                f"max_model_len = {max_model_len} tokens; shorten it",
             )
 
     def check_num_tokens(self, num_prompt_tokens: int) -> None:

@@ -45,7 +45,7 @@ def to_grammar(
         raise
     except Exception as error:  # the converters of the library raise errors of several types
         reason = f"{_NAME}.{constraint.kinds[0]} cannot be read: {error!s:.300}"
-        raise InvalidSamplingParamsError(reason) from error
+        raise InvalidSamplingParamsError(reason, field=_NAME) from error
     if thinking is not Thinking.NONE:
         lark = _thinking_grammar(thinking, THINK_CLOSING in special_tokens)
         first, *rest = grammar["grammars"]
@@ -97,7 +97,8 @@ def _read_tags(given: Any) -> list[Any]:
     name = f"{_NAME}.structural_tag"
     if "format" in given:
         raise InvalidSamplingParamsError(
-            f"{name} has the field format, which is not served; give structures and triggers"
+            f"{name} has the field format, which is not served; give structures and triggers",
+            field=_NAME,
         )
     try:
         triggers = [str(one) for one in given["triggers"]]
@@ -111,7 +112,8 @@ def _read_tags(given: Any) -> list[Any]:
     if not tags:
         raise InvalidSamplingParamsError(
             f'{name} must have "structures" with begin, schema and end, and "triggers" of which '
-            f"each begin starts with one; got {json.dumps(given)[:80]}"
+            f"each begin starts with one; got {json.dumps(given)[:80]}",
+            field=_NAME,
         )
     return tags
 

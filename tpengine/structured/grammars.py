@@ -134,15 +134,16 @@ class Vocabulary:
                         self._tokenizer, n_vocab=self.size, eos_token=self.end_token_ids
                     )
                 except Exception as error:  # the library raises errors of several types
-                    raise InvalidSamplingParamsError(
-                        "structured_outputs cannot be used with this model's tokenizer: "
-                        f"{error!s:.{_MAX_REASON}}"
+                    raise InvalidSamplingParamsError.of_field(
+                        "structured_outputs",
+                        f"cannot be used with this model's tokenizer: {error!s:.{_MAX_REASON}}",
                     ) from error
             return self._tokens
 
 
 def _refusal(why: str) -> InvalidSamplingParamsError:
-    return InvalidSamplingParamsError(f"structured_outputs is refused: {why}")
+    name = "structured_outputs"
+    return InvalidSamplingParamsError(f"{name} is refused: {why}", field=name)
 
 
 def reason(matcher: LLMatcher) -> str:

@@ -65,7 +65,7 @@ def read(state: ServerState, path: str, body: dict[str, Any]) -> Any:
 def refused(state: ServerState, path: str, **body: Any) -> tuple[str | None, str]:
     with pytest.raises(RequestError) as caught:
         read(state, path, {**BASES[path], **body})
-    return getattr(caught.value, "param", None), str(caught.value)
+    return caught.value.field, str(caught.value)
 
 
 def names(table: Any) -> list[str]:
@@ -126,28 +126,29 @@ def test_what_has_no_effect_is_accepted(state: ServerState, path: str) -> None:
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": ""}, None),
         (TEXT, {"prompt": ["a", 5]}, "prompt[1]"),
-        (TEXT, {"prompt": [[5], [10**9]]}, None),
+        (TEXT, {"prompt": [[5], [10**9]]}, "prompt_token_ids"),
         (TEXT, {"prompt": ["a"] * 300}, "prompt"),
         (TEXT, {"best_of": 3, "stream": True}, "best_of"),
         (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        (TEXT, {"max_tokens": 0}, None),
+        (TEXT, {"max_tokens": 0}, "max_tokens"),
         (TEXT, {"stop": {"a": 1}}, "stop"),
-        (TEXT, {"stop": ["a"] * 65}, None),
+        (TEXT, {"stop": ["a"] * 65}, "stop"),
         (TEXT, {"logit_bias": {"a": 1}}, "logit_bias"),
         (TEXT, {"logit_bias": [1]}, "logit_bias"),
         (TEXT, {"temperature": 10**400}, "temperature"),
         (TEXT, {"stream_options": {"no": 1}}, "stream_options.no"),
-        (TEXT, {"request_id": "a b"}, None),
-        (TEXT, {"priority": 5}, None),
+        (TEXT, {"request_id": "a b"}, "request_id"),
+        (TEXT, {"priority": 5}, "priority"),
         (TEXT, {"model": 5}, "model"),
-        (CHAT, {"messages": []}, None),
+        (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "a", "user": "b"}]}, "messages[0].user"),
         (CHAT, {"messages": ["a"]}, "messages[0]"),
-        (CHAT, {"messages": [{"role": "user"}]}, None),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
          "messages[0].tool_calls"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content[0]"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"top_logprobs": -1, "logprobs": True, "max_tokens": None}, "top_logprobs"),
         (CHAT, {"add_special_tokens": True}, "add_special_tokens"),

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
 from support.browser import WAIT_S, Browser, open_browser
 from support.server_process import ServerProcess
 from support.waiting import wait_until
@@ -22,7 +24,7 @@ from server.http.open_port import open_port, read_answer, request
 from server.http.openai_door import Door
 from tpengine.server.auth import Authenticator
 from tpengine.server.http import page
-from tpengine.server.http.page import FEED, FILES, add_page
+from tpengine.server.http.page import FEED, FILES, page_routes
 from tpengine.server.state import ServerState
 
 KEY = "key-0123456789abcdef"
@@ -289,11 +291,9 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         leave(browser, "401")
 
 
-def stub() -> FastAPI:
+def stub() -> Starlette:
     """A server with the page and answers of the test's own."""
-    app = FastAPI(openapi_url=None)
     asked: list[Any] = []
-    app.state.asked = asked
 
     async def cut(*events: str, end: str = "data: [DONE]\r\n\r\n") -> AsyncIterator[bytes]:
         """The bytes of a stream; all characters and ends of lines are cut in two, by a pause after
@@ -311,15 +311,12 @@ def stub() -> FastAPI:
         whole = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
         return json.dumps(whole, ensure_ascii=False)
 
-    @app.get(FEED)
-    async def feed() -> Any:
-        return {"state": "running", "uptime_s": 1.0}
+    async def feed(call: Request) -> Any:
+        return JSONResponse({"state": "running", "uptime_s": 1.0})
 
-    @app.get("/v1/models")
-    async def models() -> Any:
-        return {"data": [{"id": "one"}, {"id": "<b>two</b>"}]}
+    async def models(call: Request) -> Any:
+        return JSONResponse({"data": [{"id": "one"}, {"id": "<b>two</b>"}]})
 
-    @app.post("/v1/chat/completions")
     async def chat(call: Request) -> Any:
         asked.append(await call.json())
         match asked[-1]["messages"][-1]["content"]:
@@ -334,12 +331,15 @@ def stub() -> FastAPI:
                 return StreamingResponse(cut('{"error": {"message": "<b>no memory</b>"}}'))
         return StreamingResponse(cut(chunk(reasoning_content=THOUGHTS), chunk(content=TAGS)))
 
-    @app.post("/v1/completions")
     async def completions(call: Request) -> Any:
         asked.append(await call.json())
         return StreamingResponse(cut('{"choices": [{"index": 0, "text": "continued"}]}'))
 
-    add_page(app, ServerState(["stub"], 1.0))
+    routes = [Route(FEED, feed), Route("/v1/models", models)]
+    routes += [Route("/v1/chat/completions", chat, methods=["POST"])]
+    routes += [Route("/v1/completions", completions, methods=["POST"])]
+    app = Starlette(routes=[*routes, *page_routes(ServerState(["stub"], 1.0))])
+    app.state.asked = asked
     return app
 
 

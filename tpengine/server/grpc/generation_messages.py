@@ -79,13 +79,13 @@ def read_resumption(
     window_s = kept.granted_s("resume_window_s", message.resume_window_s)
     if message.resume_from < 0:
         raise errors.InvalidPromptError(
-            f"resume_from must be at least 0, got {message.resume_from}"
+            f"resume_from must be at least 0, got {message.resume_from}", field="resume_from"
         )
     if not window_s and not message.resume_from:
         return None
     if not message.HasField("request_id"):
-        raise errors.InvalidPromptError(
-            "request_id is missing; resume_window_s and resume_from need the client's own"
+        raise errors.InvalidPromptError.of_field(
+            "request_id", "is missing; resume_window_s and resume_from need the client's own"
         )
     check_request_id(message.request_id)
     plain = pb.GenerateRequest()
@@ -102,9 +102,10 @@ def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:
     for name, bound in limits.max_entries().items():
         value = getattr(sampling, name)
         count = len(value.ids if name == "allowed_token_ids" else value)
-        at_most(f"the number of entries of {name}", count, bound)
+        at_most(f"the number of entries of {name}", count, bound, name)
     for word in sampling.bad_words_token_ids:
-        at_most("the ids of one of bad_words_token_ids", len(word.ids), limits.max_stop_bytes)
+        name = "bad_words_token_ids"
+        at_most(f"the ids of one of {name}", len(word.ids), limits.max_stop_bytes, name)
 
 
 def _max_prompt_len(message: pb.GenerateRequest, most: int) -> int:
@@ -139,7 +140,7 @@ def read_seconds(name: str, milliseconds: int) -> float:
         InvalidPromptError: it is negative.
     """
     if milliseconds < 0:
-        raise errors.InvalidPromptError(f"{name} must be at least 0, got {milliseconds}")
+        raise errors.InvalidPromptError.of_field(name, f"must be at least 0, got {milliseconds}")
     return milliseconds / 1e3
 
 
@@ -161,8 +162,8 @@ def read_sampling_params(
 
 def _read_early_stopping(value: int) -> bool | str:
     if value not in _EARLY_STOPPING:
-        raise errors.InvalidSamplingParamsError(
-            f"early_stopping must be one of {pb.EarlyStopping.keys()}, got {value}"
+        raise errors.InvalidSamplingParamsError.of_field(
+            "early_stopping", f"must be one of {pb.EarlyStopping.keys()}, got {value}"
         )
     return _EARLY_STOPPING[value]
 

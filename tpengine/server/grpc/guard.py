@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -22,16 +21,13 @@ from typing import Any, NoReturn
 from urllib.parse import unquote
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError, Message
-from google.rpc.error_details_pb2 import BadRequest, RequestInfo, RetryInfo
-from google.rpc.status_pb2 import Status
+from google.protobuf.message import DecodeError
 
 from tpengine import errors
-from tpengine.proto import STATUS_DETAILS_KEY, TIMEOUT_KEY
-from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto import TIMEOUT_KEY
+from tpengine.proto.status_details import write_details
 from tpengine.server.auth import ANONYMOUS, Authenticator, Client, name_of
-from tpengine.server.error_texts import field_in, log_internal_error, row_of, text_for_client
+from tpengine.server.error_texts import log_internal_error, text_for_client
 from tpengine.server.grpc.wire import check_fields
 from tpengine.server.limits import (
     MAX_REQUEST_ID,
@@ -44,26 +40,6 @@ from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import write_within
 
 _HEALTH = "/grpc.health.v1.Health/"
-
-STATUS_CODES: Mapping[type[Exception], grpc.StatusCode] = {
-    errors.QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.MessageTooLargeError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.RequestAbortedError: grpc.StatusCode.CANCELLED,
-    errors.DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
-    errors.ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
-    errors.NotKeptError: grpc.StatusCode.NOT_FOUND,
-    errors.NotOfferedError: grpc.StatusCode.UNIMPLEMENTED,
-    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
-    errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
-    errors.RequestFailedError: grpc.StatusCode.INTERNAL,
-    errors.RequestError: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.EngineLoadingError: grpc.StatusCode.UNAVAILABLE,
-    errors.EngineDrainingError: grpc.StatusCode.UNAVAILABLE,
-    errors.EngineDeadError: grpc.StatusCode.UNAVAILABLE,
-    Exception: grpc.StatusCode.INTERNAL,
-}
-"""Status code of each kind of error; the row of the nearest base class counts."""
 
 
 @dataclass(slots=True)
@@ -93,7 +69,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     and the exception's text. It also waits for a message without limit before it calls the method,
     and holds any number of such calls. Here a client is authenticated first, open calls are
     counted, a message must arrive within some seconds, it is read inside the method, and each error
-    gets its status from `STATUS_CODES`.
+    gets its status from `errors.STATUSES`.
 
     Args:
         authenticator: identifies the client.
@@ -292,71 +268,33 @@ async def _refuse(context: Any, error: Exception, call: Call) -> NoReturn:
     if isinstance(error, grpc.aio.InternalError):  # a write to a call that its client has left
         raise asyncio.CancelledError from error
     request_id = getattr(call.message, "request_id", "")[:MAX_REQUEST_ID] or call.request_id
-    answer = refusal(error, call.message, request_id)
-    if answer.code is grpc.StatusCode.INTERNAL:
+    code = grpc.StatusCode[errors.status_of(type(error)).grpc]
+    if code is grpc.StatusCode.INTERNAL:
         log_internal_error(error, request_id)
-    await context.abort(answer.code, answer.text, _trailers(answer, request_id))
+    field = path_at_fault(error, call.message) if code is grpc.StatusCode.INVALID_ARGUMENT else None
+    text = text_for_client(error, request_id, field)
+    await context.abort(code, text, write_details(error, text, request_id, field))
     raise asyncio.CancelledError  # for the type checker: abort raises
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The answer to a client for an error.
-
-    Attributes:
-        field: path of the field at fault, as in `sampling.top_p`; None: no single field.
-        retry_after_s: seconds after which a retry may succeed; None: unknown.
-    """
-
-    code: grpc.StatusCode
-    text: str
-    field: str | None = None
-    retry_after_s: float | None = None
-
-
-def refusal(error: Exception, message: object, request_id: str) -> Refusal:
-    """The code and text of an error.
+def path_at_fault(error: Exception, message: Any) -> str | None:
+    """The path in a client's message of the field that an error is about, as in `sampling.top_p`;
+    None: it is about no single field.
 
     Args:
-        message: the call's message; None: it could not be read.
+        message: None: it could not be read.
     """
-    code = row_of(error, STATUS_CODES)
-    field = None
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        field = _field_at_fault(error, message)
-    text = text_for_client(error, request_id, field)
-    return Refusal(code, text, field, getattr(error, "retry_after_s", None))
-
-
-def _field_at_fault(error: Exception, message: object) -> str | None:
-    """The path of the field that an error is about; the text of every error names its field."""
-    text = str(error)
-    known = message.DESCRIPTOR.fields_by_name if isinstance(message, Message) else {}
+    field: str | None = getattr(error, "field", None)
+    if message is None:
+        return field
+    known, oneofs = message.DESCRIPTOR.fields_by_name, message.DESCRIPTOR.oneofs_by_name
     if isinstance(error, errors.InvalidSamplingParamsError):
-        place = "sampling_params" if "sampling_params" in known else "sampling"  # vLLM's or ours
-        kind = known[place].message_type if place in known else None
-        found = field_in(text, (kind or pb.SamplingParams.DESCRIPTOR).fields_by_name)
-        return place if found is None else f"{place}.{found}"
-    if isinstance(error, errors.InvalidPriorityError):
-        return "priority"
-    if isinstance(error, errors.InvalidPromptError):
-        first = re.match(r"\w*", text)
-        if first and first[0] in known:
-            return first[0]
-        if isinstance(message, Message) and "input" in message.DESCRIPTOR.oneofs_by_name:
-            return message.WhichOneof("input") or "input"
-    return None
-
-
-def _trailers(answer: Refusal, request_id: str) -> tuple[tuple[str, bytes], ...]:
-    """The refusal in gRPC's richer error model, for programs."""
-    status = Status(code=answer.code.value[0], message=answer.text)
-    status.details.add().Pack(RequestInfo(request_id=request_id))
-    if answer.field is not None:
-        violation = BadRequest.FieldViolation(field=answer.field, description=answer.text)
-        status.details.add().Pack(BadRequest(field_violations=[violation]))
-    if answer.retry_after_s is not None:
-        delay = Duration()
-        delay.FromNanoseconds(int(answer.retry_after_s * 1e9))
-        status.details.add().Pack(RetryInfo(retry_delay=delay))
-    return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+        if "sampling_params" not in known:
+            return "sampling" if field is None else f"sampling.{field}"
+        if field == "structured_outputs":  # vLLM has a field for each kind of constraint
+            field = message.sampling_params.WhichOneof("constraint")
+        return "sampling_params" if field is None else f"sampling_params.{field}"
+    # The engine names no field for a prompt as such, which has several forms.
+    if isinstance(error, errors.InvalidPromptError) and field not in known and "input" in oneofs:
+        return message.WhichOneof("input") or "input"
+    return field

@@ -94,7 +94,9 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         """Completes one prompt; one answer."""
         for name in ("resume_window_s", "resume_from"):
             if request.HasField(name):
-                raise InvalidPromptError(f"{name} is for GenerateStream; leave it out, or stream")
+                raise InvalidPromptError.of_field(
+                    name, "is for GenerateStream; leave it out, or stream"
+                )
         async with self._open(request, context, _FINAL) as mailbox:
             return await ResponseWriter().write(await mailbox.take())
 
@@ -192,7 +194,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Converts token ids to text."""
         engine = self._state.loaded_engine()
-        check_num_ids(len(request.token_ids), engine.model_config.max_model_len)
+        check_num_ids("token_ids", len(request.token_ids), engine.model_config.max_model_len)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await engine.detokenize(list(request.token_ids), skip))
 

@@ -78,7 +78,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         """Ends requests of the same client, or with the admin token of any client."""
         count, most = len(request.request_ids), self._limits.max_calls
         if count > most:
-            raise InvalidPromptError(f"request_ids must be at most {most}, got {count}")
+            raise InvalidPromptError.of_field("request_ids", f"must be at most {most}, got {count}")
         await abort_requests(self._state, request.request_ids)
         return pb.AbortResponse()
 

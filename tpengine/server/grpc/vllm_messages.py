@@ -12,7 +12,7 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from tpengine.engine.requests import GenerateRequest
-from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
+from tpengine.errors import InvalidPromptError
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tpengine.server.limits import Limits, at_most, check_sampling, last_ids, most_tokens_of_text
@@ -43,8 +43,9 @@ def read_request(
         RequestError: a field is out of its bounds, or is not offered.
     """
     for field, value in message.ListFields():
-        if field.name in REFUSED and value:  # rank 0 is the only one
-            raise InvalidPromptError(f"{field.name} is not offered; leave it out")
+        name = field.name
+        if name in REFUSED and value:  # rank 0 is the only one
+            raise InvalidPromptError.of_field(name, "is not offered; leave it out")
     given = message.WhichOneof("input")
     if given is None:
         raise InvalidPromptError("a request needs tokenized or text; got neither")
@@ -75,13 +76,11 @@ def read_sampling_params(
         given = getattr(message, constraint)
         name = "json" if constraint == "json_schema" else constraint
         value = list(given.choices) if name == "choice" else given
-        try:
-            fields["structured_outputs"] = StructuredOutputsParams.read({name: value})
-        except InvalidSamplingParamsError as error:
-            raise InvalidSamplingParamsError(f"{constraint}: {error}") from None
+        fields["structured_outputs"] = StructuredOutputsParams.read({name: value})
     for name, read in LISTS.items():
         if value := getattr(message, name):  # it has room for millions of entries
-            at_most(f"the number of entries of {name}", len(value), limits.max_entries()[name])
+            bound = limits.max_entries()[name]
+            at_most(f"the number of entries of {name}", len(value), bound, name)
             fields[name] = read(value)
     fields |= {name: getattr(message, name) for name in MAY_BE_ZERO}
     fields |= {name: getattr(message, name) or zero for name, zero in ZERO_MEANS.items()}

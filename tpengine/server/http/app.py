@@ -10,11 +10,13 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tpengine
@@ -25,15 +27,14 @@ from tpengine.server.auth import Authenticator
 from tpengine.server.http.calls import ParseTurns, read_call
 from tpengine.server.http.error_answers import HttpError, refusal
 from tpengine.server.http.fields import FieldError, Fields
-from tpengine.server.http.openai_routes import PATHS, router
-from tpengine.server.http.page import FILES, add_page
+from tpengine.server.http.openai_routes import PATHS, openai_routes
+from tpengine.server.http.page import FILES, page_routes
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.limits import Limits, OpenCalls, check_num_ids, check_request_id
 from tpengine.server.state import METRICS_TYPE, ServerState
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", *FILES})
 """They need no token, and answer while the model loads."""
-_READ = ["GET", "HEAD"]
 
 
 def make_app(
@@ -41,17 +42,16 @@ def make_app(
     authenticator: Authenticator,
     limits: Limits,
     cors_origins: Sequence[str] = (),
-) -> FastAPI:
+) -> Starlette:
     """The application; the arguments are those of `HttpServer`."""
-    handlers: dict[Any, Any] = {HTTPException: _refuse}
-    app = FastAPI(openapi_url=None, exception_handlers=handlers, redirect_slashes=False)
-    app.state.limits, app.state.server, app.state.turns = limits, state, ParseTurns()
-    _add_routes(app, state)
-    _add_text_routes(app, state, limits)
+    routes = [*_server_routes(state), *_text_routes(state, limits)]
     if state.adapter_folder is not None:
-        _add_adapter_routes(app, state)
-    app.include_router(router(state, limits))
-    add_page(app, state)
+        routes += _adapter_routes(state)
+    routes += [*openai_routes(state, limits), *page_routes(state)]
+    handlers: dict[Any, Any] = {HTTPException: _refuse}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    app.state.limits, app.state.server, app.state.turns = limits, state, ParseTurns()
     app.add_middleware(_Entrance, authenticator=authenticator, calls=state.calls)
     if cors_origins:  # outermost: a browser's question has no token, and a page reads refusals too
         app.add_middleware(
@@ -67,7 +67,7 @@ def make_app(
 class _Entrance:
     """Gives each call its id and its client, and turns errors before the first byte into answers.
 
-    FastAPI's own handling of unknown errors logs their text, which may hold a prompt.
+    Starlette's own handling of unknown errors logs their text, which may hold a prompt.
     """
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator, calls: OpenCalls) -> None:
@@ -110,8 +110,7 @@ class _Entrance:
         except Exception as error:
             told = refusal(error, state["request_id"])
             if not has_begun:  # else the connection is closed, and the client sees a cut answer
-                response = JSONResponse(told.body, told.status, told.headers)
-                await response(scope, receive, answer)
+                await told(scope, receive, answer)
 
 
 async def _refuse(request: Request, error: HTTPException) -> NoReturn:
@@ -126,7 +125,7 @@ async def _refuse(request: Request, error: HTTPException) -> NoReturn:
     raise HttpError(f"{what} is no URL of this server{hint}", error.status_code, "unknown_url")
 
 
-def _add_routes(app: FastAPI, state: ServerState) -> None:
+def _server_routes(state: ServerState) -> list[Route]:
     def names() -> list[str]:
         return [*state.names, *state.adapters]
 
@@ -137,38 +136,41 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
             about["parent"] = state.model
         return {"id": name, "object": "model", "created": state.created, **about}
 
-    @app.api_route("/health", methods=_READ)
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         alive = state.engine is None or state.engine.health().alive
         return Response(status_code=200 if alive else 503)
 
-    @app.api_route("/ready", methods=_READ)
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         why = state.why_not_ready()
         return Response(why, 200 if why is None else 503, media_type="text/plain")
 
-    @app.api_route("/version", methods=_READ)
-    async def version() -> Response:
+    async def version(request: Request) -> Response:
         return JSONResponse({"version": tpengine.__version__})
 
-    @app.api_route("/metrics", methods=_READ)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         return Response(state.metrics_text(), media_type=METRICS_TYPE)
 
-    @app.api_route("/v1/models", methods=_READ)
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [card(name) for name in names()]})
 
-    @app.api_route("/v1/models/{name:path}", methods=_READ)
-    async def model(name: str) -> Response:
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
         state.check_open(name)
         return JSONResponse(card(name))
 
+    return [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/version", version),
+        Route("/metrics", metrics),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
 
-def _add_adapter_routes(app: FastAPI, state: ServerState) -> None:
+
+def _adapter_routes(state: ServerState) -> list[Route]:
     """The routes that load and unload adapters, in vLLM's form; they need the admin token."""
 
-    @app.post("/v1/load_lora_adapter")
     async def load(request: Request) -> Response:
         fields = await _read_admin(request)
         name, path = fields.take("lora_name", str, ""), fields.take("lora_path", str, "")
@@ -176,7 +178,6 @@ def _add_adapter_routes(app: FastAPI, state: ServerState) -> None:
         await state.load_adapter(name, path)
         return Response(f"LoRA adapter {name!r} is loaded", media_type="text/plain")
 
-    @app.post("/v1/unload_lora_adapter")
     async def unload(request: Request) -> Response:
         fields = await _read_admin(request)
         name = fields.take("lora_name", str, "")
@@ -185,6 +186,11 @@ def _add_adapter_routes(app: FastAPI, state: ServerState) -> None:
         state.unload_adapter(name)
         return Response(f"LoRA adapter {name!r} is unloaded", media_type="text/plain")
 
+    return [
+        Route("/v1/load_lora_adapter", load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
+    ]
+
 
 async def _read_admin(request: Request) -> Fields:
     call = await read_call(request)
@@ -192,10 +198,9 @@ async def _read_admin(request: Request) -> Fields:
     return Fields(call.body)
 
 
-def _add_text_routes(app: FastAPI, state: ServerState, limits: Limits) -> None:
+def _text_routes(state: ServerState, limits: Limits) -> list[Route]:
     """The routes between text and token ids, in vLLM's form."""
 
-    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         call = await read_call(request)
         is_chat = "messages" in call.body
@@ -205,7 +210,6 @@ def _add_text_routes(app: FastAPI, state: ServerState, limits: Limits) -> None:
         about = {"count": len(token_ids), "max_model_len": length}
         return JSONResponse({**about, "tokens": token_ids, "token_strs": None})
 
-    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         fields, engine = Fields((await read_call(request)).body), state.loaded_engine()
         state.check_open(fields.take("model", str, state.model))
@@ -213,6 +217,11 @@ def _add_text_routes(app: FastAPI, state: ServerState, limits: Limits) -> None:
             raise FieldError("tokens", "is missing")
         token_ids: list[int] = fields.take("tokens", list, [])
         fields.end()
-        check_num_ids(len(token_ids), engine.model_config.max_model_len)
+        check_num_ids("tokens", len(token_ids), engine.model_config.max_model_len)
         check_token_ids("tokens", token_ids, engine.model_config.vocab_size)
         return JSONResponse({"prompt": await engine.detokenize(token_ids, False)})
+
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import orjson
 from starlette.requests import Request
 
-from tpengine.errors import MalformedRequestError
+from tpengine.errors import MalformedRequestError, MessageTooLargeError
 from tpengine.proto import RESUME_WINDOW_KEY, TIMEOUT_KEY
 from tpengine.server.auth import Client
 from tpengine.server.http.error_answers import HttpError
@@ -82,8 +82,8 @@ async def read_call(request: Request) -> HttpCall:
     """Reads the body of a call, whose client has been identified.
 
     Raises:
-        HttpError: the body is too large (413), does not arrive in time (408), or is not declared as
-            plain JSON (415).
+        MessageTooLargeError: the body is too large.
+        HttpError: it does not arrive in time (408), or is not declared as plain JSON (415).
         MalformedRequestError: it is not a JSON object, or the deadline is not a number.
     """
     named = request.headers.get(TIMEOUT_KEY)
@@ -158,7 +158,8 @@ async def _read_body(request: Request, most: int, timeout_s: float) -> bytes:
     """Reads the body within its bounds.
 
     Raises:
-        HttpError: it is too large (413), or has not arrived in time (408).
+        MessageTooLargeError: it is too large.
+        HttpError: it has not arrived in time.
     """
     # llhttp bounds the value, but not the zeros in front of it, and int() reads 4,300 digits.
     declared = request.headers.get("content-length", "").lstrip("0")
@@ -182,10 +183,8 @@ async def _read_body(request: Request, most: int, timeout_s: float) -> bytes:
 
 
 def _refuse_size(size: str, most: int) -> NoReturn:
-    raise HttpError(
-        f"the body has {size} bytes, and may have at most {most} (--max-message-mib); send less",
-        413,
-        "request_too_large",
+    raise MessageTooLargeError(
+        f"the body has {size} bytes, and may have at most {most} (--max-message-mib); send less"
     )
 
 

@@ -57,15 +57,10 @@ KINDS = {
 
 
 class FieldError(RequestError):
-    """A field of a body cannot be used.
+    """A field of a body cannot be used."""
 
-    Attributes:
-        param: its path.
-    """
-
-    def __init__(self, param: str, problem: str) -> None:
-        super().__init__(f"{param} {problem}")
-        self.param = param
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}", field=field)
 
 
 class Fields:
@@ -135,7 +130,7 @@ def check_shape(name: str, value: object, bound: int) -> None:
     if isinstance(value, (list, dict)):
         if not bound or isinstance(value, dict) != (name == "logit_bias"):
             raise FieldError(name, f"must not be {KINDS[type(value)]}")
-        at_most(f"the number of entries of {name}", len(value), bound)
+        at_most(f"the number of entries of {name}", len(value), bound, name)
         entries = list(value.values() if isinstance(value, dict) else value)
     for one in entries:
         if isinstance(one, (list, dict)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
@@ -12,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tpengine.async_engine.mailbox import Mailbox
@@ -36,7 +37,7 @@ _STREAM_HEADERS = [
 ]
 
 
-def router(state: ServerState, limits: Limits) -> APIRouter:
+def openai_routes(state: ServerState, limits: Limits) -> list[Route]:
     """The routes. Their errors before the first byte of an answer are the application's to tell.
 
     Args:
@@ -55,7 +56,7 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
         adapter = requests[0].lora_request
         model = state.model if adapter is None else adapter.lora_name
         head = style.head(call.request_id, int(time.time()), model)
-        # The parts of a stream go without the layers that FastAPI puts around `send`.
+        # The parts of a stream go without the layers that Starlette puts around `send`.
         about = {"request_id": call.request_id, "send_body": request.state.send}
         answer = Answer(
             **about, write_s=limits.write_s, state=state, requests=requests, style=style, head=head
@@ -73,10 +74,10 @@ def router(state: ServerState, limits: Limits) -> APIRouter:
         about = {"request_id": stream.request_id, "send_body": request.state.send}
         return KeptAnswer(**about, write_s=limits.write_s, stream=stream, after=after)
 
-    routes = APIRouter()
-    for path, is_chat in zip(PATHS, (False, True), strict=True):
-        routes.add_route(path, partial(answer, is_chat=is_chat), ["POST"])
-    return routes
+    return [
+        Route(path, partial(answer, is_chat=is_chat), methods=["POST"])
+        for path, is_chat in zip(PATHS, (False, True), strict=True)
+    ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,8 +107,8 @@ class _EventStream(ABC):
         except Exception as error:
             if not self.has_begun or isinstance(error, UnreadError):
                 raise
-            told = json.dumps(refusal(error, self.request_id).body)
-            await self._send_last(f"data: {told}\n\n")
+            told = bytes(refusal(error, self.request_id).body)
+            await self._send_last(f"data: {told.decode()}\n\n")
 
     @abstractmethod
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,11 +182,11 @@ class Answer(_EventStream):
         """Submits all requests; leaving the stack ends them."""
         tokenizer = self.state.loaded_engine().llm_engine.tokenizer
         writers, boxes = [], []
+        stack.enter_context(naming_field(self.style.is_chat, self.style.constraint))
         for place, request in enumerate(self.requests):
             first = place * request.params.n
             writers.append(AnswerWriter(self.style, self.head, tokenizer, first))
-            with naming_field(self.style.is_chat, self.style.tools):
-                boxes.append(await stack.enter_async_context(self.state.open(request)))
+            boxes.append(await stack.enter_async_context(self.state.open(request)))
         return boxes, writers
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 import tpengine
 from tpengine.engine.stats import EngineHealth, EngineStats
@@ -54,8 +55,8 @@ FILES = dict(_read_files())
 """The answer of each path of the page. No path is looked up on the disk."""
 
 
-def add_page(app: FastAPI, state: ServerState) -> None:
-    """Adds the routes of the page.
+def page_routes(state: ServerState) -> list[Route]:
+    """The routes of the page.
 
     Args:
         state: of the server; has the engine once it is loaded.
@@ -69,9 +70,8 @@ def add_page(app: FastAPI, state: ServerState) -> None:
     async def feed(request: Request) -> Response:
         return JSONResponse(describe(state), headers={"cache-control": "no-store"})
 
-    for path, whole in FILES.items():
-        app.add_route(path, partial(file, whole=whole), ["GET"])
-    app.add_route(FEED, feed, ["GET"])
+    files = [Route(path, partial(file, whole=whole)) for path, whole in FILES.items()]
+    return [*files, Route(FEED, feed)]
 
 
 def describe(state: ServerState) -> dict[str, Any]:

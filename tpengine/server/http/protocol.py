@@ -132,7 +132,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._check_head(len(self.url))
         if self._num_unanswered > MAX_PIPELINED:
             text = f"more than {MAX_PIPELINED} requests wait in this connection; open another"
-            self._refuse(HttpError(text, 429, "too_many_pipelined"))
+            self._refuse(HttpError(text, 429, "too_many_pipelined", {"retry-after": "2"}))
         if self._violation is not None:
             raise self._violation  # ends the parser's work
         self.server_state.default_headers = [(b"date", _date(int(time.time())))]
@@ -205,16 +205,9 @@ class HttpProtocol(HttpToolsProtocol):
         """Writes a refusal that has no request, and closes soon."""
         request_id = f"req-{uuid.uuid4().hex}"
         told = refusal(error, request_id)
-        content = told.content()
-        headers = {
-            **told.headers,
-            REQUEST_ID_KEY: request_id,
-            "content-type": "application/json",
-            "content-length": str(len(content)),
-            "connection": "close",
-        }
-        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self.transport.write(STATUS_LINE[told.status] + head.encode() + b"\r\n" + content)
+        told.headers.update({REQUEST_ID_KEY: request_id, "connection": "close"})
+        head = b"".join(b"%b: %b\r\n" % pair for pair in told.raw_headers)
+        self.transport.write(STATUS_LINE[told.status_code] + head + b"\r\n" + bytes(told.body))
         self.flow.resume_reading()  # and drop it
         self._unset_keepalive_if_required()
         if self.transport.can_write_eof():

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tpengine.engine.requests import GenerateRequest
-from tpengine.errors import InvalidPriorityError, InvalidPromptError, InvalidSamplingParamsError
+from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.http.calls import HttpCall
 from tpengine.server.http.fields import (
@@ -55,23 +55,22 @@ READ_BY_BOTH = (
 
 
 @contextmanager
-def naming_field(is_chat: bool, tools: Tools | None = None) -> Iterator[None]:
-    """Adds the field to errors of the engine, which does not know a body's fields.
+def naming_field(is_chat: bool, constraint: str = "structured_outputs") -> Iterator[None]:
+    """Names the body's field in errors of the engine, which does not know bodies.
 
     Args:
-        tools: of the request, which the engine knows only by their grammar.
+        constraint: the field of the body that says what the output must look like.
     """
     try:
         yield
-    except (InvalidPriorityError, InvalidPromptError) as error:
-        word = str(error).partition(" ")[0]
-        field = "messages" if is_chat else "prompt"
-        vars(error)["param"] = word if word in ("priority", "request_id") else field
+    except InvalidPromptError as error:
+        if error.field in (None, "prompt_token_ids"):
+            error.field = "messages" if is_chat else "prompt"
         raise
     except InvalidSamplingParamsError as error:
-        if tools is None or "structured_outputs" not in str(error):
+        if error.field != "structured_outputs" or constraint == error.field:
             raise
-        raise FieldError("tools", f"cannot be held by a grammar: {error}") from None
+        raise FieldError(constraint, f"cannot be held by a grammar: {error}") from None
 
 
 class BodyReader:
@@ -115,11 +114,16 @@ class BodyReader:
         tools = read_tools(fields, self._tokenizer) if self._is_chat else None
         if tools is not None:
             tools.apply(params)
-        style = dataclasses.replace(style, logprobs=params.logprobs, tools=tools)
+        given_form = self._call.body.get("structured_outputs")
+        form = "structured_outputs" if given_form else "response_format"
+        constraint = form if tools is None else "tools"
+        style = dataclasses.replace(
+            style, logprobs=params.logprobs, tools=tools, constraint=constraint
+        )
         given: list[Any]
         given = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
         fields.end((*READ_BY_BOTH, *(READ_BY_CHAT if self._is_chat else READ_BY_COMPLETION)))
-        with naming_field(self._is_chat, tools):
+        with naming_field(self._is_chat, constraint):
             self._check_sampling(params, given)
         if not self._is_chat:
             given = [await self._prompt(one, params, special, style.echo) for one in given]

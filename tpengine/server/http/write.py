@@ -39,6 +39,7 @@ class Style:
         usage: a stream ends with a chunk of usage.
         usage_in_all: each chunk has the usage so far.
         tools: that the model may call; None: none.
+        constraint: the field of the body that says what the output must look like.
     """
 
     is_chat: bool
@@ -51,6 +52,7 @@ class Style:
     usage: bool = False
     usage_in_all: bool = False
     tools: Tools | None = None
+    constraint: str = "structured_outputs"
 
     def head(self, request_id: str, created: int, model: str) -> str:
         """The beginning of an answer or a chunk, up to its first choice.
