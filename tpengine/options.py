@@ -15,6 +15,7 @@ import functools
 import inspect
 import json
 import math
+import reprlib
 import sys
 import textwrap
 import types
@@ -398,7 +399,7 @@ def _number_reader(kind: type[int] | type[float], declared: Parameter) -> Callab
             number = math.inf
         except TypeError:
             noun = "an integer" if kind is int else "a number"
-            raise WrongValueError(f" must be {noun}, got {value!r}") from None
+            raise WrongValueError(f" must be {noun}, got {reprlib.repr(value)}") from None
         if number != declared.besides and (problem := declared.problem(number)):
             raise WrongValueError(problem)
         return number
@@ -428,8 +429,8 @@ def _list_reader(kind: Any, declared: Parameter) -> Callable[[Any], Any]:
                 return []
             if isinstance(value, str) and kind is str:
                 value = [value]
-            if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-                raise WrongValueError(f" must be a list, got {value!r}")
+            if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+                raise WrongValueError(f" must be a list, got {reprlib.repr(value)}")
         items: list[Any] = []
         try:
             for item in value:
@@ -449,7 +450,7 @@ def _map_reader(kind: Any, declared: Parameter) -> Callable[[Any], Any]:
 
     def read(value: Any) -> dict[int, Any]:
         if not isinstance(value, Mapping):
-            raise WrongValueError(f" must map ids to numbers, got {value!r}")
+            raise WrongValueError(f" must map ids to numbers, got {reprlib.repr(value)}")
         items: dict[int, Any] = {}
         key = token_id = None
         try:
@@ -470,13 +471,15 @@ def _read_choice(choices: dict[Any, Any], value: Any) -> Any:
     for name, choice in choices.items():
         if value is choice or (type(value) is type(name) and value == name):
             return choice
-    raise WrongValueError(f" must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    raise WrongValueError(
+        f" must be one of {', '.join(map(repr, choices))}, got {reprlib.repr(value)}"
+    )
 
 
 def _read_plain(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
         noun = {bool: "True or False", str: "a text"}.get(kind, f"a {kind.__name__}")
-        raise WrongValueError(f" must be {noun}, got {value!r:.80}")
+        raise WrongValueError(f" must be {noun}, got {reprlib.repr(value)}")
     return value
 
 

@@ -152,7 +152,7 @@ def read(
 
 
 def test_texts_need_a_tokenizer(engine: LLMEngine) -> None:
-    with pytest.raises(InvalidSamplingParamsError, match="bad_words need a tokenizer"):
+    with pytest.raises(InvalidSamplingParamsError, match="bad_words needs a tokenizer"):
         read(engine, SamplingParams(bad_words=["x"]))
     params = SamplingParams(bad_words_token_ids=[[3, 4]])
     assert read(engine, params) == SamplingRules(bad_words_token_ids=[[3, 4]])

@@ -312,6 +312,7 @@ def sampling_rules(
             word has no tokens, or a logits processor cannot be imported or pickled.
     """
     rules = {name: getattr(params, name) for name in _RULES}
+    rules["min_tokens"] = min(params.min_tokens, model.max_model_len)  # of 64 bits on the wire
     for name in ("logprobs", "prompt_logprobs"):
         rules[name] = _num_logprobs(name, rules[name], model)
     for processor in params.logits_processors or ():
