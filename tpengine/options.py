@@ -115,8 +115,8 @@ def option(default: Any, choices: tuple[Any, ...] = (), **declared: Any) -> Any:
 class Options:
     """Base of dataclasses whose fields are all made by `option`.
 
-    The docstring below a field is its text in `--help`. The default is added to it, unless the
-    docstring itself says "default: ...".
+    The first paragraph of the docstring below a field is its text in `--help`. The default is added
+    to it, unless the docstring itself says "default: ...".
 
     Attributes:
         group: title of the options in `--help`.
@@ -168,13 +168,9 @@ class Options:
         hints = typing.get_type_hints(cls)
         texts = docstrings_of_fields(cls)
         for spec in specs:
-            declared: Declaration = spec.metadata["option"]
-            words = reading(declared, hints[spec.name])
-            words |= {"default": spec.default, "help": argparse.SUPPRESS}
-            if not declared.is_hidden:
-                words["help"] = texts[spec.name].replace("%", "%%").removesuffix(".")
-                words["help"] += _default_in_words(spec, texts[spec.name])
-            group.add_argument(*filter(None, [option_name(spec.name), declared.short]), **words)
+            declared = spec.metadata["option"]
+            hint, text = hints[spec.name], texts.get(spec.name, "")  # a hidden one needs none
+            add_option(group, spec.name, declared, hint, spec.default, text)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
@@ -189,12 +185,22 @@ def each(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def option_name(field: str) -> str:
-    """The name of a field's option: of `max_num_seqs` it is `--max-num-seqs`."""
-    return "--" + field.replace("_", "-")
+def add_option(
+    group: Any, name: str, declared: Declaration, hint: Any, default: Any, text: str
+) -> None:
+    """Adds the option of a field to a group of options: of `max_num_seqs` it is `--max-num-seqs`.
+
+    Args:
+        hint: type of the field.
+        text: for `--help`.
+    """
+    words = _reading(declared, hint) | {"default": default, "help": argparse.SUPPRESS}
+    if not declared.is_hidden:
+        words["help"] = text.replace("%", "%%").removesuffix(".") + _default_in_words(default, text)
+    group.add_argument(*filter(None, ["--" + name.replace("_", "-"), declared.short]), **words)
 
 
-def reading(declared: Declaration, hint: Any) -> dict[str, Any]:
+def _reading(declared: Declaration, hint: Any) -> dict[str, Any]:
     """How argparse reads an option: the arguments of `add_argument` without default and help."""
     kinds = _types_in(hint)
     if bool in kinds:
@@ -222,23 +228,23 @@ def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return read_or_none
 
 
-def _default_in_words(spec: dataclasses.Field[Any], text: str) -> str:
+def _default_in_words(default: Any, text: str) -> str:
     """The end of a line in `--help`; empty if the field's docstring names the default."""
-    if isinstance(spec.default, bool):
-        return f" (default: {'on' if spec.default else 'off'})"
-    return "" if spec.default is None or "default: " in text else " (default: %(default)s)"
+    if isinstance(default, bool):
+        return f" (default: {'on' if default else 'off'})"
+    return "" if default is None or "default: " in text else " (default: %(default)s)"
 
 
 def docstrings_of_fields(cls: type) -> dict[str, str]:
-    """The docstring below each field of a class and of its bases, by name. It is read from the
-    source, since Python does not keep it."""
+    """The first paragraph of the docstring below each field of a class and of its bases, by name.
+    It is read from the source, since Python does not keep it."""
     texts: dict[str, str] = {}
     for one in filter(dataclasses.is_dataclass, cls.__mro__):
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
         for before, after in pairwise(ast.iter_child_nodes(body)):
             match before, after:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    texts.setdefault(name, " ".join(text.split()))
+                    texts.setdefault(name, " ".join(text.partition("\n\n")[0].split()))
     return texts
 
 
@@ -295,8 +301,7 @@ class Parameter(Declaration):
         doors: protocols that have it; all of them have its name.
         max_entries: bound of its entries over a protocol: an attribute of `server.limits.Limits`.
         endless: its numbers above the length of a sequence all mean the same.
-        help_default: what it is where a command does not have its option, for `--help`; None: it is
-            no option of a command.
+        is_option: whether commands have an option for it.
     """
 
     besides: float | None = None
@@ -304,13 +309,13 @@ class Parameter(Declaration):
     doors: tuple[str, ...] = ("grpc", "http")
     max_entries: str = ""
     endless: bool = False
-    help_default: str | None = None
+    is_option: bool = False
 
 
 def parameter(default: Any, choices: tuple[Any, ...] = (), **declared: Any) -> Any:
     """A field of a dataclass of parameters with its default and its `Parameter`.
 
-    The docstring below the field says what it does; the first sentence is its text in `--help`.
+    The first paragraph of the docstring below the field is its text in `--help`.
     """
     metadata = {"option": Parameter(choices, **declared)}
     return dataclasses.field(default=default, metadata=metadata)

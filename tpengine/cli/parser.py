@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from tpengine.errors import InvalidSamplingParamsError, closest
-from tpengine.options import docstrings_of_fields, option_name, parameters, reading
+from tpengine.options import add_option, docstrings_of_fields, parameters
 from tpengine.sampling_params import SamplingParams
 
 
@@ -79,23 +79,21 @@ FlexibleArgumentParser = CommandParser
 """Its name in vLLM."""
 
 
-_OPTIONS = {
-    "sampling_seed" if name == "seed" else name: (name, declared)  # --seed is the engine's
-    for name, declared in parameters(SamplingParams).items()
-    if declared.help_default is not None
-}
-"""By the name of their options: the parameters that commands have."""
+_PARAMETERS = parameters(SamplingParams)
+_OPTIONS = {name: name for name, declared in _PARAMETERS.items() if declared.is_option}
+_OPTIONS["sampling_seed"] = _OPTIONS.pop("seed")  # --seed is the engine's
+"""Parameters that commands have, by the names of their options."""
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options for sampling parameters."""
     group = parser.add_argument_group("sampling")
     texts, hints = docstrings_of_fields(SamplingParams), typing.get_type_hints(SamplingParams)
-    for option, (name, declared) in _OPTIONS.items():
-        words = reading(declared, str if declared.read else hints[name] | None)
-        text = texts[name].partition(". ")[0].removesuffix(".")
-        text += f" (default: {declared.help_default})"
-        group.add_argument(option_name(option), **words, help=text.replace("%", "%%"))
+    for option, name in _OPTIONS.items():
+        declared, hint = _PARAMETERS[name], hints[name]
+        default = False if hint is bool else None
+        hint = str if declared.read else hint | None
+        add_option(group, option, declared, hint, default, texts[name])
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -104,7 +102,7 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InvalidSamplingParamsError: a value is out of its range.
     """
-    values = {name: getattr(args, option) for option, (name, _) in _OPTIONS.items()}
+    values = {name: getattr(args, option) for option, name in _OPTIONS.items()}
     fields = {name: value for name, value in values.items() if value is not None}
     if not fields["ignore_eos"]:
         del fields["ignore_eos"]
