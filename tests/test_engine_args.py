@@ -54,11 +54,11 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "ray and processes": (
         {"executor": "ray", "distributed_executor_backend": "mp"},
-        ("executor = 'ray'", "= mp", "use executor = 'processes'"),
+        ("executor = 'ray'", "= 'mp'", "use executor = 'processes'"),
     ),
     "two of vllm's": (
         {"worker_use_ray": True, "distributed_executor_backend": "mp"},
-        ("worker_use_ray = True", "'mp'", "leave one of them out"),
+        ("worker_use_ray = True", "'mp'", "leave the others out"),
     ),
     "scale file": ({"quantization_param_path": "x"}, ("quantization_param_path", "kv_cache_dtype")),
     "another fp8": ({"kv_cache_dtype": "fp8_e5m2"}, ("fp8_e5m2", "fp8 is e4m3")),
@@ -203,7 +203,7 @@ def test_fields_that_cannot_change_anything(
 def test_other_spellings(args: dict[str, Any], place: str, expected: object) -> None:
     engine_args = EngineArgs(**args)
     assert attrgetter(place)(engine_args.create_engine_config("cuda")) == expected
-    assert (engine_args.executor_choice.name == "ray") == place.startswith("parallel.ray")
+    assert (engine_args.chosen_executor == "ray") == place.startswith("parallel.ray")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tpengine import envs
 from tpengine.compat import aliases
 
 if TYPE_CHECKING:
-    from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-    from tpengine.engine.llm_engine import LLMEngine
-    from tpengine.engine_args import AsyncEngineArgs, EngineArgs
+    from tpengine.compat.arguments import AsyncEngineArgs, EngineArgs
+    from tpengine.compat.engine_names import LLMEngine
+    from tpengine.compat.offline import LLM
+    from tpengine.compat.online import AsyncLLMEngine
     from tpengine.inputs import (
         BeamSearchParams,
         LoRARequest,
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         TextPrompt,
         TokensPrompt,
     )
-    from tpengine.llm import LLM
     from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
     from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -59,8 +58,8 @@ _HOMES = {
     "tpengine.sampling_params": "RequestOutputKind SamplingParams StructuredOutputsParams",
 }
 
-envs.tune_openmp_spinning()
-aliases.install()
+aliases.install()  # before any other file, some of which it adds to
+importlib.import_module("tpengine.envs").tune_openmp_spinning()
 
 
 def __getattr__(name: str) -> Any:

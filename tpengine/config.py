@@ -9,11 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from tpengine.compat import aliases
 from tpengine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
@@ -60,25 +58,6 @@ EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
 """Folder of the small trained model inside the package, the default model."""
 _LONGEST = 1 << 21
 """Most positions that are believed of a model's files: memory grows with them."""
-
-# Why an engine argument that other engines have is refused, and what replaces it.
-ANY_LENGTH = "decode steps are recorded for any length; use enforce_eager to record none"
-NO_CODE = "code is taken from the model's own files; use revision"
-NO_DELAY = "prompts are not delayed; use max_num_batched_tokens for shorter steps"
-NO_DRAFTS = "there is no speculative decoding; use quantization or tensor_parallel_size for speed"
-NO_BACKENDS = "llguidance holds every grammar; leave it out"
-NO_LOADER_CONFIG = "loading has no further settings; use load_format"
-NO_LONG_LORA = "an adapter makes no context longer; use rope_scaling for all requests"
-NO_QLORA = "a base of any form takes adapters; use quantization, and a LoRARequest"
-NO_SHARDED_LORA = "ranks divide A or B as they divide the layer; one of the two is whole"
-NO_NSIGHT = "ranks are not profiled; start a script with one rank under nsys"
-NO_OFFLOAD = "weights stay on the device; use tensor_parallel_size or quantization"
-NO_POOL = "there is no pool of tokenizers; AsyncLLMEngine has a thread of its own for text"
-NO_PROMPT_ADAPTERS = "there are no prompt adapters; use prompts of text or ids"
-NO_SCALES = "the scales of K and V are 1; use kv_cache_dtype alone"
-NO_STAGES = "ranks split every layer, and layers are not spread over them; use tensor_parallel_size"
-NO_TRACES = "there are no traces; use metrics_port of the server or metrics_text()"
-OWN_THREAD = "the engine runs in a thread of this process; use executor='ray' for ranks on Ray"
 
 
 @dataclass(frozen=True)
@@ -152,36 +131,12 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Number of elements of one head."""
         head_dim = self.hf_config.get("head_dim")
-        return int(head_dim or self.get_hidden_size() // self.total_num_heads)
+        return int(head_dim or self.hidden_size // self.total_num_heads)
 
-    # The names of vLLM 0.5.4.
-    def get_vocab_size(self) -> int:
-        """`vocab_size`."""
-        return self.vocab_size
-
-    def get_head_size(self) -> int:
-        """`head_dim`."""
-        return self.head_dim
-
-    def get_total_num_kv_heads(self) -> int:
-        """`total_num_kv_heads`."""
-        return self.total_num_kv_heads
-
-    def get_hidden_size(self) -> int:
+    @property
+    def hidden_size(self) -> int:
         """Number of elements of a token's activation between layers."""
         return int(self.hf_config["hidden_size"])
-
-    def get_num_kv_heads(self, parallel_config: ParallelConfig) -> int:
-        """Key and value heads of a rank; ranks share one if there are more ranks than heads."""
-        return max(1, self.total_num_kv_heads // parallel_config.tensor_parallel_size)
-
-    def get_num_attention_heads(self, parallel_config: ParallelConfig) -> int:
-        """Query heads of a rank."""
-        return self.total_num_heads // parallel_config.tensor_parallel_size
-
-    def get_num_layers(self, parallel_config: ParallelConfig) -> int:
-        """`num_layers`: each rank has a part of every layer."""
-        return self.num_layers
 
     @property
     def sliding_window(self) -> int | None:
@@ -224,10 +179,6 @@ class CacheConfig:
     kv_cache_dtype: str = "auto"
     num_gpu_blocks: int | None = None
     num_cpu_blocks: int | None = None
-
-    # The names of vLLM 0.5.4.
-    cache_dtype = property(attrgetter("kv_cache_dtype"))
-    num_gpu_blocks_override = property(attrgetter("num_device_blocks_override"))
 
 
 @dataclass(frozen=True)
@@ -293,15 +244,6 @@ class ParallelConfig:
     ranks: RanksConfig | None = None
     ray: RayConfig | None = None
 
-    # The names of vLLM 0.5.4.
-    world_size = property(attrgetter("tensor_parallel_size"))
-    pipeline_parallel_size = 1
-
-    @property
-    def distributed_executor_backend(self) -> str | None:
-        """ "ray", "mp" or None."""
-        return "ray" if self.ray is not None else None if self.ranks is None else "mp"
-
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -333,10 +275,6 @@ class SchedulerConfig:
     looks_ahead: bool = False
     max_loras: int = 0
     fairness: str = "none"
-
-    # The names of vLLM 0.5.4.
-    chunked_prefill_enabled = property(attrgetter("enable_chunked_prefill"))
-    delay_factor, num_lookahead_slots, embedding_mode = 0.0, 0, False
 
 
 @dataclass(frozen=True)
@@ -381,13 +319,6 @@ class EngineConfig:
     device: str
     kernels: KernelConfig = KernelConfig()
     lora: LoRAConfig | None = None
-
-    # The names of vLLM 0.5.4.
-    model_config = property(attrgetter("model"))
-    cache_config = property(attrgetter("cache"))
-    parallel_config = property(attrgetter("parallel"))
-    scheduler_config = property(attrgetter("scheduler"))
-    lora_config = property(attrgetter("lora"))
 
     @property
     def num_kept_tokens(self) -> int:
@@ -588,6 +519,3 @@ def resolve_max_model_len(
             "max_position_embeddings, times the factor of linear or yarn); choose a smaller one"
         )
     return wanted
-
-
-aliases.add_names(__name__)

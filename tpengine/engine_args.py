@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from tpengine import config as cfg
 from tpengine.checkpoint.model_files import (
@@ -18,9 +20,8 @@ from tpengine.checkpoint.model_files import (
 )
 from tpengine.checkpoint.quantization_config import FILE_FORMS, chosen_quantization
 from tpengine.errors import ConfigError, counted
-from tpengine.executor_choice import EXECUTORS, ExecutorChoice
 from tpengine.logger import init_logger
-from tpengine.options import NOTHING, Options, each, option, read_bundle
+from tpengine.options import Options, each, option, read_bundle
 
 logger = init_logger(__name__)
 
@@ -28,6 +29,7 @@ GIB = 1 << 30
 _MAX_GIB = 1 << 20
 """More than any machine has; as bytes it still fits into 64 bits."""
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+Config = TypeVar("Config")
 _GPUS, _RANKS, _RAY = "GPUs", "ranks in processes of their own", "ranks on Ray"
 
 
@@ -36,9 +38,7 @@ class EngineArgs(Options):
     """Arguments of an engine; each is also a command-line option (`max_num_seqs` is
     `--max-num-seqs`), with the same default and the text below the field in `--help`.
 
-    The positional ones are those of vLLM 0.5.4, so that scripts for it run. Fields without a text
-    are there for such scripts. Some refuse every value but the default; the others have no effect,
-    and a warning names them.
+    `compat/arguments.py` derives from this class the one that users get: it has vLLM's names too.
     """
 
     group: ClassVar[str] = "engine"
@@ -72,31 +72,21 @@ class EngineArgs(Options):
     kv_cache_dtype: str = option("auto", cfg.KV_CACHE_DTYPES, advice="fp8 is e4m3")
     """Type of K and V in the cache: auto is the model's dtype; fp8, on a GPU, holds twice as many
     tokens; fp8_e4m3 is the same; int8, on a CPU, holds nearly twice as many as bfloat16."""
-    quantization_param_path: str | None = option(None, refused=cfg.NO_SCALES)
     seed: int = option(0, at_least=-(1 << 63), at_most=(1 << 64) - 1)
     """Seed of requests without their own, so that each run gives the same text."""
     max_model_len: int | None = option(None, at_least=1)
     """Most tokens of a sequence, prompt and output together; default: the model's length."""
-    worker_use_ray: bool = option(False)
-    """Same as --executor ray; with --executor local it is an error."""
-    distributed_executor_backend: str | None = option(None, ("ray", "mp"))
-    """ray is the same as --executor ray, mp as --executor processes, and with another --executor
-    each is an error; default: what --executor says."""
-    pipeline_parallel_size: int = option(1, short="-pp", refused=cfg.NO_STAGES)
     tensor_parallel_size: int = option(1, at_least=1, short="-tp")
     """Number of ranks that share the model, each with its own device."""
-    max_parallel_loading_workers: int | None = option(None, only_for=NOTHING)
     block_size: int = option(16, cfg.BLOCK_SIZES)
     """Tokens in a block of the KV cache."""
     enable_prefix_caching: bool = option(True)
     """Reuse blocks of the KV cache for prompts that begin with the same tokens."""
     disable_sliding_window: bool = option(False)
     """Let every layer see all tokens, of which there are then at most as many as the window has."""
-    use_v2_block_manager: bool = option(False, only_for=NOTHING)
     swap_space: float | None = option(None, at_least=0, at_most=_MAX_GIB, unit=" GiB")
     """GiB of host memory per rank for the blocks of preempted sequences, 0 for none; default: the
     smaller of 4 and 10 % of the free memory, divided by the ranks on the machine."""
-    cpu_offload_gb: float = option(0, refused=cfg.NO_OFFLOAD)
     gpu_memory_utilization: float | Sequence[float] = option(
         0.9, more_than=0, at_most=1, only_for=_GPUS
     )
@@ -114,7 +104,6 @@ class EngineArgs(Options):
     """No line of statistics while the engine runs."""
     revision: str | None = option(None)
     """Branch, tag or commit of a model of the hub; default: its main branch."""
-    code_revision: str | None = option(None, refused=cfg.NO_CODE)
     rope_scaling: Mapping[str, Any] | None = option(None, metavar="JSON")
     """Rotary scaling instead of the model's own, such as {"rope_type": "linear", "factor": 2.0}."""
     rope_theta: float | None = option(None, more_than=0)
@@ -127,36 +116,20 @@ class EngineArgs(Options):
     on a GPU these have 16. Default: as the file stores them, whose form may be named too."""
     enforce_eager: bool = option(False)
     """Never record decode steps (CUDA graphs; on CPU: lists of operations)."""
-    max_context_len_to_capture: int | None = option(None, refused=cfg.ANY_LENGTH)
-    max_seq_len_to_capture: int = option(8192, only_for=NOTHING)
-    disable_custom_all_reduce: bool = option(False, only_for=NOTHING)
-    tokenizer_pool_size: int = option(0, only_for=NOTHING)
-    tokenizer_pool_type: str = option("ray", only_for=NOTHING)
-    tokenizer_pool_extra_config: str | None = option(None, refused=cfg.NO_POOL)
     enable_lora: bool = option(False)
     """Serve LoRA adapters in PEFT's format: see docs/lora.md."""
     max_loras: int = option(1, at_least=1, at_most=1 << 10)
     """Slots for adapters on the device: the most that a step may have."""
     max_lora_rank: int = option(16, at_least=1, at_most=512)
     """Highest rank of an adapter; slots have its size."""
-    enable_prompt_adapter: bool = option(False, refused=cfg.NO_PROMPT_ADAPTERS)
-    max_prompt_adapters: int = option(1, refused=cfg.NO_PROMPT_ADAPTERS)
-    max_prompt_adapter_token: int = option(0, refused=cfg.NO_PROMPT_ADAPTERS)
-    fully_sharded_loras: bool = option(False, refused=cfg.NO_SHARDED_LORA)
     lora_extra_vocab_size: int = option(0, (0,), advice="adapters with tokens are not served")
     """Only 0: adapters have no tokens of their own."""
-    long_lora_scaling_factors: str | None = option(None, refused=cfg.NO_LONG_LORA)
     lora_dtype: str = option("auto", ("auto", "float32", "bfloat16"))
     """Type of adapters on the device; auto is the model's."""
     max_cpu_loras: int | None = option(None, at_least=1)
     """Most adapters that each rank keeps in host memory; default: max_loras."""
     device: str = option("auto", cfg.DEVICES)
     """Where the model runs; auto takes a GPU if the machine has one."""
-    ray_workers_use_nsight: bool = option(False, refused=cfg.NO_NSIGHT)
-    num_gpu_blocks_override: int | None = option(None, at_least=1)
-    """Same as --num-device-blocks-override."""
-    num_lookahead_slots: int = option(0, refused=cfg.NO_DRAFTS)
-    model_loader_extra_config: str | None = option(None, refused=cfg.NO_LOADER_CONFIG)
     ignore_patterns: str | Sequence[str] | None = option(None, metavar="PATTERN")
     """Files of a model of the hub that are not fetched, as in '*.safetensors'."""
     preemption_mode: str | None = option("swap", cfg.PREEMPTION_MODES)
@@ -164,29 +137,9 @@ class EngineArgs(Options):
     them to swap_space; recompute drops them and computes its tokens again, which is tens of times
     slower; auto, or None, swaps only requests with more than one sequence. Without room in
     swap_space every mode recomputes."""
-    scheduler_delay_factor: float = option(0.0, refused=cfg.NO_DELAY)
     enable_chunked_prefill: bool | None = option(True)
     """Compute long prompts over more than one step, together with decodes."""
-    guided_decoding_backend: str = option("outlines", refused=cfg.NO_BACKENDS)
-    speculative_model: str | None = option(None, refused=cfg.NO_DRAFTS)
-    speculative_draft_tensor_parallel_size: int | None = option(
-        None, refused=cfg.NO_DRAFTS, short="-spec-draft-tp"
-    )
-    num_speculative_tokens: int | None = option(None, refused=cfg.NO_DRAFTS)
-    speculative_max_model_len: int | None = option(None, refused=cfg.NO_DRAFTS)
-    speculative_disable_by_batch_size: int | None = option(None, refused=cfg.NO_DRAFTS)
-    ngram_prompt_lookup_max: int | None = option(None, refused=cfg.NO_DRAFTS)
-    ngram_prompt_lookup_min: int | None = option(None, refused=cfg.NO_DRAFTS)
-    spec_decoding_acceptance_method: str = option("rejection_sampler", refused=cfg.NO_DRAFTS)
-    typical_acceptance_sampler_posterior_threshold: float | None = option(
-        None, refused=cfg.NO_DRAFTS
-    )
-    typical_acceptance_sampler_posterior_alpha: float | None = option(None, refused=cfg.NO_DRAFTS)
-    qlora_adapter_name_or_path: str | None = option(None, refused=cfg.NO_QLORA)
-    disable_logprobs_during_spec_decoding: bool | None = option(None, refused=cfg.NO_DRAFTS)
-    otlp_traces_endpoint: str | None = option(None, refused=cfg.NO_TRACES)
 
-    # What vLLM does not have, by name only.
     _: KW_ONLY
     scheduling_policy: str = option("fcfs", cfg.SCHEDULING_POLICIES)
     """Order of requests: fcfs is first come, first served; priority serves the lowest number first,
@@ -205,11 +158,10 @@ class EngineArgs(Options):
     stream_interval: int = option(1, at_least=1)
     """New tokens that a stream reports together, after the first; more than 1 saves the driver time
     for each message, and makes streams less even."""
-    executor: str = option("auto", EXECUTORS)
+    executor: str = option("auto", ("auto", "local", "processes", "ray"))
     """Where ranks run: local runs one rank in this process; processes starts a process per rank on
     this machine, without Ray; ray runs an actor per rank on a Ray cluster; auto takes ray for more
-    than one rank, or processes if Ray is not installed, or what --worker-use-ray or
-    --distributed-executor-backend asks for."""
+    than one rank, or processes if Ray is not installed."""
     ray_address: str | None = option(None, only_for=_RAY)
     """Address HOST:PORT of a Ray cluster, or local to start one; default: the cluster of this
     process, or one that `ray start` started on this machine, or a new local one. For TLS between
@@ -262,9 +214,23 @@ class EngineArgs(Options):
             self.kv_cache_dtype = "fp8"
 
     @property
-    def executor_choice(self) -> ExecutorChoice:
-        """Where the ranks run."""
-        return ExecutorChoice(*(getattr(self, spec.name) for spec in fields(ExecutorChoice)))
+    def chosen_executor(self) -> str:
+        """Where the ranks run: local, processes or ray."""
+        if self.executor != "auto":
+            return self.executor
+        if self.tensor_parallel_size == 1:
+            return "local"
+        return "ray" if _is_installed("ray") else "processes"
+
+    def check_installed(self) -> None:
+        """Raises ConfigError if a package that the executor needs is missing."""
+        needed = {"local": [], "processes": ["msgpack"], "ray": ["ray", "msgpack"]}
+        missing = [name for name in needed[self.chosen_executor] if not _is_installed(name)]
+        if missing:
+            raise ConfigError(
+                f"tensor_parallel_size = {self.tensor_parallel_size} with executor = "
+                f"{self.executor!r} needs {' and '.join(missing)}: pip install 'tpengine[ray]'"
+            )
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -295,32 +261,28 @@ class EngineArgs(Options):
         self._check_device(device)
         shares = each(self.gpu_memory_utilization)
         cache_bytes = tuple(int(space * GIB) for space in each(self.cpu_kv_cache_space))
-        model = self._model_config()
+        model, executor = self._model_config(), self.chosen_executor
         return cfg.EngineConfig(
             model=model,
-            cache=cfg.CacheConfig(
-                block_size=self.block_size,
+            cache=self._named(
+                cfg.CacheConfig,
                 gpu_memory_utilization=min(shares),
                 cpu_kv_cache_bytes=min(cache_bytes) if cache_bytes else None,
-                num_device_blocks_override=self.num_device_blocks_override
-                or self.num_gpu_blocks_override,
                 swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
-                enable_prefix_caching=self.enable_prefix_caching,
-                kv_cache_dtype=self.kv_cache_dtype,
             ),
-            parallel=cfg.ParallelConfig(
-                tensor_parallel_size=self.tensor_parallel_size,
+            parallel=self._named(
+                cfg.ParallelConfig,
                 rank_gpu_memory_utilization=shares if len(shares) > 1 else None,
                 rank_cpu_kv_cache_bytes=cache_bytes if len(cache_bytes) > 1 else None,
-                ranks=self._ranks_config(),
-                ray=self._ray_config() if self.executor_choice.name == "ray" else None,
+                ranks=None if executor == "local" else self._named(cfg.RanksConfig),
+                ray=self._ray_config() if executor == "ray" else None,
             ),
             scheduler=self._scheduler_config(model, device),
             recovery=cfg.RecoveryConfig(
                 self.max_recoveries, self.recovery_window, self.recovery_timeout
             ),
             device=device,
-            kernels=cfg.KernelConfig(self.attention_backend, self.enforce_eager),
+            kernels=self._named(cfg.KernelConfig),
             lora=self._lora_config(),
         )
 
@@ -331,8 +293,12 @@ class EngineArgs(Options):
             ConfigError: see the message.
         """
         super().check()
-        self.executor_choice.check()
-        executor = self.executor_choice.name
+        executor = self.chosen_executor
+        if executor == "local" and self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"executor = 'local' runs one rank in this process, got tensor_parallel_size = "
+                f"{self.tensor_parallel_size}; use executor = 'processes', or leave it out"
+            )
         for name in ("gpu_memory_utilization", "cpu_kv_cache_space"):
             values = getattr(self, name)
             if isinstance(values, (list, tuple)) and len(values) != self.tensor_parallel_size:
@@ -346,11 +312,11 @@ class EngineArgs(Options):
                 f"{idle[0]} has no effect with executor = {executor!r}; leave it out, or set "
                 "executor='ray', or 'processes' for what is not for Ray alone (docs/ray.md)"
             )
-        names = ("cpu_kv_cache_space", "num_device_blocks_override", "num_gpu_blocks_override")
-        given = [f"{name} = {size}" for name in names if (size := getattr(self, name)) is not None]
-        if len(given) > 1:
+        space, blocks = self.cpu_kv_cache_space, self.num_device_blocks_override
+        if space is not None and blocks is not None:
             raise ConfigError(
-                f"{' and '.join(given)} each set the size of the cache; leave all but one unset"
+                f"cpu_kv_cache_space = {space} and num_device_blocks_override = {blocks} each set "
+                "the size of the cache; leave one of them unset"
             )
 
     def _check_device(self, device: str) -> None:
@@ -369,8 +335,6 @@ class EngineArgs(Options):
             )
         if device == "cpu" and (idle := self.changed(only_for=_GPUS)):
             logger.warning("no effect on CPU: %s", ", ".join(idle))
-        if idle := self.changed(only_for=NOTHING):
-            logger.warning("tpengine has no such setting: no effect of %s", ", ".join(idle))
 
     def read_model(self) -> tuple[str, dict[str, Any], str]:
         """Returns the model's folder, its configuration, in which the arguments have replaced what
@@ -409,20 +373,14 @@ class EngineArgs(Options):
         )
         tokenizer = self.find_tokenizer(folder)
         self._files().fetch_weights(folder, self.load_format, each(self.ignore_patterns))
-        return cfg.ModelConfig(
+        return self._named(
+            cfg.ModelConfig,
             model=folder,
             tokenizer=tokenizer,
-            tokenizer_mode=self.tokenizer_mode,
-            trust_remote_code=self.trust_remote_code,
             hf_config=hf_config,
-            dtype=self.dtype,
             max_model_len=max_model_len,
-            seed=self.seed,
-            load_format=self.load_format,
             end_token_ids=read_end_token_ids(folder, hf_config),
             quantization=chosen_quantization(self.quantization, hf_config, folder),
-            max_logprobs=self.max_logprobs,
-            logprobs_mode=self.logprobs_mode,
             model_impl=implementation,
         )
 
@@ -447,21 +405,19 @@ class EngineArgs(Options):
         # A rank in another process sends 13 bytes for each, in an answer of at most 256 MiB.
         most = 20_000_000 // (budget + self.max_num_seqs)
         wanted = model.vocab_size if self.max_logprobs == -1 else self.max_logprobs
-        if self.executor_choice.name != "local" and wanted > most:
+        if self.chosen_executor != "local" and wanted > most:
             raise ConfigError(
                 f"max_logprobs = {self.max_logprobs} for each of max_num_batched_tokens = {budget} "
                 f"and max_num_seqs = {self.max_num_seqs} is more than a rank can send for a step; "
                 f"set it to at most {most}, or lower the other two"
             )
-        return cfg.SchedulerConfig(
+        return self._named(
+            cfg.SchedulerConfig,
             max_num_batched_tokens=budget,
-            max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             enable_chunked_prefill=is_chunked,
             policy=self.scheduling_policy,
-            fairness=self.fairness,
             preemption_mode=self.preemption_mode or "auto",
-            stream_interval=self.stream_interval,
             looks_ahead=self.async_scheduling and device == "cuda",
             max_loras=self.max_loras if self.enable_lora else 0,
         )
@@ -469,33 +425,36 @@ class EngineArgs(Options):
     def _lora_config(self) -> cfg.LoRAConfig | None:
         if not self.enable_lora:
             return None
-        slots, in_host = self.max_loras, self.max_cpu_loras or self.max_loras
-        if in_host < slots:
+        in_host = self.max_cpu_loras or self.max_loras
+        if in_host < self.max_loras:
             raise ConfigError(
-                f"max_cpu_loras = {in_host} is less than max_loras = {slots}, which all come from "
-                "host memory; raise it, or leave it out"
+                f"max_cpu_loras = {in_host} is less than max_loras = {self.max_loras}, which all "
+                "come from host memory; raise it, or leave it out"
             )
-        return cfg.LoRAConfig(slots, in_host, self.max_lora_rank, self.lora_dtype)
+        return self._named(cfg.LoRAConfig, max_cpu_loras=in_host)
 
     def _ray_config(self) -> cfg.RayConfig:
-        return cfg.RayConfig(
+        return self._named(
+            cfg.RayConfig,
             address=self.ray_address,
             placement_strategy=self.ray_placement_strategy,
             bundle=None if self.ray_bundle is None else read_bundle(self.ray_bundle),
-            placement_timeout_s=self.placement_timeout_s,
         )
 
-    def _ranks_config(self) -> cfg.RanksConfig | None:
-        if self.executor_choice.name == "local":
-            return None
-        return cfg.RanksConfig(self.start_timeout_s, self.step_timeout_s, self.spare_workers)
+    def _named(self, config_class: Callable[..., Config], **others: Any) -> Config:
+        """A configuration; each field is the argument of its name, unless `others` has it."""
+        names = inspect.signature(config_class).parameters.keys() & vars(self).keys()
+        return config_class(**{name: getattr(self, name) for name in names} | others)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @dataclass
 class AsyncEngineArgs(EngineArgs):
     """Arguments of an `AsyncLLMEngine`, or of a server's engine."""
 
-    engine_use_ray: bool = option(False, refused=cfg.OWN_THREAD)
     disable_log_requests: bool = option(False)
     """No line in the log when a request ends."""
 

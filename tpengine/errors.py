@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from errno import EADDRINUSE, EAGAIN, EMFILE, ENFILE, ENOMEM, ENOSPC
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Self
 
 from tpengine.outputs import RequestOutput
 
@@ -160,25 +160,6 @@ class ConfigError(EngineError, ValueError):
 class RefusedNameError(ConfigError, AttributeError):
     """An object of vLLM 0.5.4 has this attribute, and ours does not; the message says what to use
     instead."""
-
-
-class RefusesNames:
-    """Base of a class that refuses some attributes which the class of its name in vLLM has.
-
-    Attributes:
-        REFUSED: by names, with spaces between them: what to use instead.
-    """
-
-    REFUSED: ClassVar[Mapping[str, str]]
-
-    if not TYPE_CHECKING:  # else type checkers would accept any name
-
-        def __getattr__(self, name: str) -> Any:
-            own = type(self).__name__
-            for names, advice in self.REFUSED.items():
-                if name in names.split():
-                    raise RefusedNameError(f"{own}.{name} is not offered: {advice}")
-            raise AttributeError(f"{own!r} object has no attribute {name!r}")
 
 
 class ModelLoadError(EngineError):

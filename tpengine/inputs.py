@@ -1,5 +1,4 @@
-"""Forms of what a user gives besides `SamplingParams`: prompts, adapters, beam search; and what is
-refused."""
+"""Forms of what a user gives besides `SamplingParams`: prompts, adapters, beam search."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from operator import attrgetter
 from os import PathLike, fspath
 from typing import Any, NotRequired, TypedDict
 
-from tpengine.compat import aliases
 from tpengine.errors import InvalidPromptError
 from tpengine.options import read_int
 from tpengine.sampling_params import SamplingParams
@@ -29,26 +27,6 @@ class TokensPrompt(TypedDict):
 
 
 PromptInputs = str | TextPrompt | TokensPrompt
-
-_NOT_SERVED = {
-    "trace_headers": "leave it out; AsyncLLMEngine logs the times of each request",
-    "prompt_adapter_request": "put the instruction into the prompt",
-}
-"""Argument: what to do without it."""
-
-
-def check_not_served(*values: object) -> None:
-    """Refuses arguments of a request that vLLM takes and tpengine does not, unless they are None.
-
-    Args:
-        values: of the first arguments, in the order of `_NOT_SERVED`.
-
-    Raises:
-        InvalidPromptError: one of them is not None.
-    """
-    for name, value in zip(_NOT_SERVED, values, strict=False):
-        if value is not None:
-            raise InvalidPromptError(f"{name} = {value!r:.80} is not served; {_NOT_SERVED[name]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +138,3 @@ class BeamSearchParams:
         """
         same = {name: value for name, value in vars(self).items() if name != "beam_width"}
         return SamplingParams(n=self.beam_width, use_beam_search=True, **same)
-
-
-aliases.add_names(__name__)

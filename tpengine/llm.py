@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from tqdm import tqdm
 
 from tpengine.checkpoint.model_defaults import recommended_sampling
 from tpengine.checkpoint.model_files import read_generation_config
-from tpengine.compat.aliases import Counter
-from tpengine.compat.guided import guided_options
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import (
     GenerateRequest,
@@ -32,13 +31,12 @@ from tpengine.errors import (
     ConfigError,
     EngineError,
     InvalidSamplingParamsError,
-    RefusesNames,
     RequestAbortedError,
     RequestError,
     counted,
     did_you_mean,
 )
-from tpengine.inputs import BeamSearchParams, LoRARequest, PromptInputs, check_not_served
+from tpengine.inputs import BeamSearchParams, LoRARequest, PromptInputs
 from tpengine.logger import init_logger
 from tpengine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
@@ -50,7 +48,7 @@ Prompts = PromptInputs | Sequence[int] | Sequence[PromptInputs | Sequence[int]]
 Message = Mapping[str, Any]
 
 
-class LLM(RefusesNames):
+class LLM:
     """A language model and its tokenizer, for prompts that are all known at once.
 
     Each run samples the same tokens, since the engine's `seed` is 0 unless another is given.
@@ -58,43 +56,15 @@ class LLM(RefusesNames):
     Args:
         model: folder in Hugging Face layout, or hub name; default: the small model inside
             tpengine.
-        tokenizer: folder or hub name of the tokenizer; default: the model's.
-        **kwargs: further fields of `EngineArgs`, which describes all arguments.
+        **arguments: further fields of `EngineArgs`, which describes all arguments.
 
     Raises:
         EngineError: an argument is wrong, the model cannot be loaded, or memory is too small.
     """
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "DEPRECATE_LEGACY deprecate_legacy_api": "leave it out; no argument is deprecated",
-        "encode": "no embedding models are served; use generate",
-    }
-
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | None = None,
-        tokenizer: str | os.PathLike[str] | None = None,
-        tokenizer_mode: str = "auto",
-        skip_tokenizer_init: bool = False,
-        trust_remote_code: bool = False,
-        tensor_parallel_size: int = 1,
-        dtype: str = "auto",
-        quantization: str | None = None,
-        revision: str | None = None,
-        tokenizer_revision: str | None = None,
-        seed: int = 0,
-        gpu_memory_utilization: float | Sequence[float] = 0.9,
-        swap_space: float | None = None,
-        cpu_offload_gb: float = 0,
-        enforce_eager: bool = False,
-        max_context_len_to_capture: int | None = None,
-        max_seq_len_to_capture: int = 8192,
-        disable_custom_all_reduce: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        arguments = {**locals(), **kwargs}
-        for name in ("self", "kwargs", *(["model"] if model is None else [])):
-            del arguments[name]
+    def __init__(self, model: str | os.PathLike[str] | None = None, **arguments: Any) -> None:
+        if model is not None:
+            arguments["model"] = model
         # A line of statistics would break the progress bar up, which shows the same.
         arguments.setdefault("disable_log_stats", True)
         known = [spec.name for spec in fields(EngineArgs)]
@@ -103,7 +73,7 @@ class LLM(RefusesNames):
                 hint = did_you_mean(name, known)
                 raise ConfigError(f"LLM has no argument {name!r}{hint}")
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        self.request_counter = Counter()
+        self.request_counter: Iterator[int] = itertools.count()
         self._inbox: dict[str, list[RequestOutput]] = {}
         self._finished: list[RequestOutput] = []
 
@@ -114,10 +84,8 @@ class LLM(RefusesNames):
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        prompt_adapter_request: None = None,
-        guided_options_request: Any = None,
-        priority: int | Sequence[int] | None = None,
         *,
+        priority: int | Sequence[int] | None = None,
         on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Completes every prompt.
@@ -132,9 +100,6 @@ class LLM(RefusesNames):
             use_tqdm: show a progress bar, with prompts and tokens.
             lora_request: the adapter, one for all, or a list with one or None per prompt; needs
                 `enable_lora`.
-            prompt_adapter_request: only None.
-            guided_options_request: what all outputs must look like, in the form of vLLM 0.5.4;
-                `structured_outputs` of the parameters is the present one.
             priority: one for all, or a list with one per prompt; lower is served first; needs
                 scheduling_policy "priority".
             on_error: what a prompt that does not pass its checks does. raise: no prompt is
@@ -154,7 +119,6 @@ class LLM(RefusesNames):
             KeyboardInterrupt: on Ctrl-C; the engine has aborted the prompts and can be used again.
         """
         self._finished = []
-        check_not_served(None, prompt_adapter_request)
         pairs = pair_prompts(prompts, prompt_token_ids)
         params = _params_of_each(sampling_params, len(pairs))
         priorities = one_per_prompt("priority", 0 if priority is None else priority, len(pairs))
@@ -165,9 +129,6 @@ class LLM(RefusesNames):
                 pairs, params, priorities, adapters, strict=True
             )
         ]
-        if guided_options_request is not None:
-            held = {"structured_outputs": guided_options(guided_options_request)}
-            requests = [replace(one, params=_changed(one.params, **held)) for one in requests]
         return self._serve(requests, on_error, use_tqdm)
 
     def _serve(
@@ -177,7 +138,7 @@ class LLM(RefusesNames):
         if on_error not in ("raise", "return"):
             raise RequestError(f"on_error must be 'raise' or 'return', got {on_error!r}")
         kind = RequestOutputKind.FINAL_ONLY
-        requests = [replace(one, params=_changed(one.params, output_kind=kind)) for one in requests]
+        requests = [replace(one, params=changed(one.params, output_kind=kind)) for one in requests]
         request_ids = [self._new_request_id() for _ in requests]
         done: dict[str, RequestOutput] = {}
 
@@ -351,7 +312,7 @@ class LLM(RefusesNames):
                 f"{params.num_sequences}; use generate, or ask for one"
             )
         request_id = self._new_request_id()
-        request = replace(request, params=_changed(params, output_kind=RequestOutputKind.DELTA))
+        request = replace(request, params=changed(params, output_kind=RequestOutputKind.DELTA))
         self.llm_engine.add_checked(request_id, self.llm_engine.check_request(request))
         outputs = self._inbox[request_id] = []
         finished = False
@@ -361,8 +322,8 @@ class LLM(RefusesNames):
                     self._pump()
                 output = outputs.pop(0)
                 finished = output.finished
-                if output.error is not None:
-                    raise RequestError(output.error)
+                if output.failure is not None:
+                    raise output.failure
                 yield output.outputs[0].text
                 if output.outputs[0].finish_reason == "abort":
                     raise RequestAbortedError(f"request {request_id!r} was aborted")
@@ -439,7 +400,7 @@ def _params_of_each(given: Any, num_prompts: int) -> list[Any]:
     return one_per_prompt("sampling_params", given, num_prompts)
 
 
-def _changed(params: SamplingParams, **fields: Any) -> SamplingParams:
+def changed(params: SamplingParams, **fields: Any) -> SamplingParams:
     """The same parameters with other values of some. The user's own object stays as it is."""
     params = copy.copy(params)
     vars(params).update(fields)

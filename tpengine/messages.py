@@ -204,6 +204,18 @@ class PromptLogprobs:
     entries: list[TokenLogprobs]
 
 
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """Why no token of a row could be sampled.
+
+    Attributes:
+        field: the sampling parameter at fault; None: not the caller's.
+    """
+
+    text: str
+    field: str | None = None
+
+
 @dataclass(slots=True)
 class StepOutput:
     """Rank 0's answer: what was sampled, in the order of `StepInput.sample_slots`.
@@ -215,8 +227,8 @@ class StepOutput:
             before if the device began with this step earlier.
         candidates: by index in `token_ids`, for sequences with `num_candidates`.
         prompt_logprobs: by row of the step, for requests that ask for them.
-        errors: by index in `token_ids`: why that token could not be sampled; its id has no meaning,
-            and the request cannot go on.
+        errors: by index in `token_ids`: the token could not be sampled, so that its id has no
+            meaning, and the request cannot go on.
         chosen_logprobs: float32, log probability of each of `token_ids`; valid where `logprobs` has
             none. An array, since making a list of it costs more than sending it.
         adapter_errors: by key, why an adapter could not be loaded by all ranks.
@@ -228,7 +240,7 @@ class StepOutput:
     model_s: float = 0.0
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, RowError] = field(default_factory=dict)
     adapter_errors: dict[bytes, str] = field(default_factory=dict)
     chosen_logprobs: array[float] = field(default_factory=lambda: array("f"))
 

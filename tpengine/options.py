@@ -7,7 +7,6 @@ parameter of a request (`Parameter`), and besides them the form of its value and
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import enum
@@ -25,9 +24,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
 from operator import index
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tpengine.errors import ConfigError, InvalidSamplingParamsError
+
+if TYPE_CHECKING:
+    import argparse
 
 NOTHING = "nothing"
 """`only_for` of an option that is accepted with any value and has no effect."""
@@ -164,6 +166,7 @@ class Options:
     def _add_options(
         cls, parser: argparse.ArgumentParser, specs: Iterable[dataclasses.Field[Any]]
     ) -> None:
+
         group = parser.add_argument_group(cls.group)
         hints = typing.get_type_hints(cls)
         texts = docstrings_of_fields(cls)
@@ -194,6 +197,8 @@ def add_option(
         hint: type of the field.
         text: for `--help`.
     """
+    import argparse  # programs without a command line do without it
+
     words = _reading(declared, hint) | {"default": default, "help": argparse.SUPPRESS}
     if not declared.is_hidden:
         words["help"] = text.replace("%", "%%").removesuffix(".") + _default_in_words(default, text)
@@ -202,6 +207,8 @@ def add_option(
 
 def _reading(declared: Declaration, hint: Any) -> dict[str, Any]:
     """How argparse reads an option: the arguments of `add_argument` without default and help."""
+    import argparse  # programs without a command line do without it
+
     kinds = _types_in(hint)
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
@@ -281,6 +288,8 @@ def _one_or_more_numbers(text: str) -> float | list[float]:
     try:
         numbers = [float(word) for word in text.split(",")]
     except ValueError:
+        import argparse
+
         raise argparse.ArgumentTypeError(
             f"must be a number, or one per rank with commas between them; got {text!r}"
         ) from None

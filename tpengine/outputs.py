@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
-from tpengine.compat import aliases
-
 
 @dataclass(slots=True)
 class Logprob:
@@ -95,7 +93,7 @@ class RequestOutput:
             no token before it, has None. None unless the request asks for them, and before the
             whole prompt is computed.
         lora_request: the `LoRARequest` of its adapter; None: it has none.
-        error: why the request was refused or failed; None: no error.
+        failure: the error with which the request was refused or failed; None: no error.
         num_cached_tokens: prompt tokens whose K and V were in the cache.
     """
 
@@ -108,8 +106,13 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     lora_request: Any = None
     _: KW_ONLY
-    error: str | None = None
+    failure: Exception | None = None
     num_cached_tokens: int = 0
+
+    @property
+    def error(self) -> str | None:
+        """Why the request was refused or failed; None: no error."""
+        return None if self.failure is None else str(self.failure)
 
 
 @dataclass
@@ -138,6 +141,3 @@ class BeamSearchOutput:
 
     sequences: list[BeamSearchSequence]
     error: str | None = None
-
-
-aliases.add_names(__name__)

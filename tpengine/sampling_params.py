@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from tpengine.compat import aliases
 from tpengine.errors import InvalidSamplingParamsError, did_you_mean
 from tpengine.options import WrongValueError, parameter, read_parameters
 
@@ -503,6 +502,3 @@ def _wants_prompt(name: str, function: Callable[..., Any]) -> bool:
         f"the logits processor {name!r} must take (output_ids, logits) or (prompt_ids, "
         f"output_ids, logits), but its parameters are {signature}"
     )
-
-
-aliases.add_names(__name__)

@@ -1,35 +1,47 @@
 // Chooses the instruction set and hands the ops to torch's dispatcher. The schemas stand in
 // tpengine/ops/library.py.
+#include <iterator>
+
 #include "launch.h"
 
+// isas.inc, which CMake writes: a line for each instruction set, best first, with the condition
+// that a processor must meet; _1 if its kernels are built, else _0.
+#define TPENGINE_ISA_0(isa, condition)
+#define TPENGINE_ISA_1(isa, condition) \
+  namespace isa {                      \
+  extern const Kernels kKernels;       \
+  }
 namespace tpengine::cpu {
+#include "isas.inc"
+#undef TPENGINE_ISA_0
+#undef TPENGINE_ISA_1
+
 namespace {
 
-// Best first, as far as this CPU goes.
-int supported_kernels(const Kernels* list[4]) {
-  int count = 0;
-#ifdef TPENGINE_X86
-  __builtin_cpu_init();
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
-    list[count++] = &kAvx512Bf16Kernels;
-  if (avx512) list[count++] = &kAvx512Kernels;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c"))
-    list[count++] = &kAvx2Kernels;
-#endif
-  list[count++] = &kGenericKernels;
-  return count;
+struct Isa {
+  const char* name;
+  bool runs_here;
+  const Kernels* kernels;  // null: not built
+};
+
+// Best first, all of them.
+#define TPENGINE_ISA_0(isa, condition) {#isa, static_cast<bool>(condition), nullptr},
+#define TPENGINE_ISA_1(isa, condition) {#isa, static_cast<bool>(condition), &isa::kKernels},
+const Isa kIsas[] = {
+#include "isas.inc"
+};
+
+// Those in use, or the next one of which a block of this size holds whole vectors.
+const Isa* first_of(const Isa* isa, int64_t block_size) {
+  while (!isa->runs_here || isa->kernels == nullptr ||
+         (block_size > 0 && block_size % isa->kernels->vector_lanes != 0))
+    ++isa;  // the generic one, which is the last, is always built and runs everywhere
+  return isa;
 }
 
-const Kernels*& current() {
-  static const Kernels* kernels = [] {
-    const Kernels* list[4];
-    supported_kernels(list);
-    return list[0];
-  }();
-  return kernels;
+const Isa*& current() {
+  static const Isa* isa = first_of(kIsas, 0);
+  return isa;
 }
 
 struct Registration {
@@ -51,14 +63,10 @@ struct Registration {
 
 }  // namespace
 
-const Kernels& kernels() { return *current(); }
+const Kernels& kernels() { return *current()->kernels; }
 
 const Kernels& attention_kernels(int64_t block_size) {
-#ifdef TPENGINE_X86
-  if (block_size % current()->vector_lanes != 0) return kAvx2Kernels;
-#endif
-  (void)block_size;
-  return *current();
+  return *first_of(current(), block_size)->kernels;
 }
 
 }  // namespace tpengine::cpu
@@ -67,22 +75,16 @@ const Kernels& attention_kernels(int64_t block_size) {
 
 TPENGINE_EXPORT const char* tpengine_cpu_isa() { return tpengine::cpu::kernels().name; }
 
-// The index-th instruction set this CPU can run, best first; null after the last.
-TPENGINE_EXPORT const char* tpengine_cpu_isa_at(int32_t index) {
-  const tpengine::cpu::Kernels* list[4];
-  const int count = tpengine::cpu::supported_kernels(list);
-  return index >= 0 && index < count ? list[index]->name : nullptr;
+// The index-th instruction set, best first; null after the last. state: 0 if this CPU cannot run
+// it, 1 if its kernels are not built, else 2.
+TPENGINE_EXPORT const char* tpengine_cpu_isa_at(int32_t index, int32_t* state) {
+  if (index < 0 || index >= static_cast<int32_t>(std::size(tpengine::cpu::kIsas))) return nullptr;
+  const tpengine::cpu::Isa& isa = tpengine::cpu::kIsas[index];
+  *state = !isa.runs_here ? 0 : isa.kernels == nullptr ? 1 : 2;
+  return isa.name;
 }
 
-// 0, or 1 where this CPU cannot run `name` or there is no such instruction set.
-TPENGINE_EXPORT int32_t tpengine_set_cpu_isa(const char* name) {
-  const tpengine::cpu::Kernels* list[4];
-  const int count = tpengine::cpu::supported_kernels(list);
-  for (int i = 0; i < count; ++i) {
-    if (std::strcmp(list[i]->name, name) == 0) {
-      tpengine::cpu::current() = list[i];
-      return 0;
-    }
-  }
-  return 1;
+// The instruction set of this index, which must have state 2.
+TPENGINE_EXPORT void tpengine_set_cpu_isa(int32_t index) {
+  tpengine::cpu::current() = &tpengine::cpu::kIsas[index];
 }

@@ -271,16 +271,10 @@ struct Kernels {
   void (*scale_row)(DType, void* out, const void* x, int64_t size, float factor);
 };
 
-extern const Kernels kGenericKernels;
-#ifdef TPENGINE_X86
-extern const Kernels kAvx2Kernels;
-extern const Kernels kAvx512Kernels;
-extern const Kernels kAvx512Bf16Kernels;
-#endif
-
 // The kernels in use: the best this CPU has, or what set_kernels chose.
 const Kernels& kernels();
-// The kernels for attention over blocks of this size: a block holds whole vectors.
+// The kernels for attention over blocks of this size: the best of them, not better than those in
+// use, of which a block holds whole vectors.
 const Kernels& attention_kernels(int64_t block_size);
 
 }  // namespace tpengine::cpu

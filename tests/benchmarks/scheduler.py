@@ -13,7 +13,7 @@ from tpengine.messages import SamplingRules
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import BlockManager, Scheduler, StepDecisions
-from tpengine.sequence import Request, Sequence
+from tpengine.scheduling.sequence import Request, Sequence
 
 PROMPT_TOKENS = 64
 BLOCK_SIZE = 16

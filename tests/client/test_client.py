@@ -286,7 +286,7 @@ def test_commands(server: ServerProcess, llm: LLM, capsys: pytest.CaptureFixture
     assert "start one with `tpengine serve`" in no_server
     assert main(["client", "generate", "word " * (2 * MODEL_LENGTH), *words, *where]) == 1
     refused = capsys.readouterr()
-    assert "InvalidPromptError" in refused.err
+    assert "RequestIgnoredError" in refused.err
     assert refused.out == ""  # not even the prompt: the server refused it
     assert main(["client", "generate", PROMPT, "--tls", *where]) == 1
     assert "does not speak TLS" in capsys.readouterr().err

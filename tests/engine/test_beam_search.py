@@ -18,7 +18,7 @@ from tpengine.engine.beam_search import BeamSearch, num_candidates
 from tpengine.messages import Candidates
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
-from tpengine.sequence import Request, Sequence
+from tpengine.scheduling.sequence import Request, Sequence
 
 MAX_TOKENS = 14
 TOLERANCE = 1e-4

@@ -17,6 +17,7 @@ from tpengine.messages import (
     Fork,
     NewSequence,
     PromptLogprobs,
+    RowError,
     SamplingRules,
     StepInput,
     StepOutput,
@@ -67,7 +68,7 @@ FULL_OUTPUT = StepOutput(
     model_s=0.25,
     candidates={0: Candidates([1, 2], [-1.0, -2.0], [-1.0, -2.5])},
     prompt_logprobs={2: PromptLogprobs(1, [TokenLogprobs(-0.1, 2, [1], [-0.1])])},
-    errors={1: "every token is banned ✗"},
+    errors={1: RowError("every token is banned ✗", "bad_words")},
     adapter_errors={bytes(range(224, 256)): "its rank is 65"},
     chosen_logprobs=array("f", [-0.1, float("-inf")]),
 )

@@ -281,6 +281,20 @@ def test_choice_of_instruction_set() -> None:
     assert library.cpu_isa() == before
 
 
+def test_an_instruction_set_that_was_not_built_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = library.IsaState
+    isas = {"avx512": states.NOT_HERE, "avx2": states.NOT_BUILT, "generic": states.USABLE}
+    monkeypatch.setattr(library, "_cpu_isas", lambda: isas)
+    with pytest.raises(
+        NativeLibraryError, match=r"'avx2'; this machine supports generic; .* not built: `make set"
+    ):
+        library.set_cpu_isa("avx2")
+    with pytest.raises(NativeLibraryError, match=r"'avx512'; this machine supports generic$"):
+        library.set_cpu_isa("avx512")
+
+
 def test_an_empty_batch_is_no_error() -> None:
     arguments = _arguments()
     empty = torch.zeros(0, 32)

@@ -24,7 +24,7 @@ from tpengine.engine import recovery
 from tpengine.engine.stats import EngineState
 from tpengine.scheduling import SchedulerOutput
 from tpengine.scheduling.scheduler import Scheduler
-from tpengine.sequence import SequenceStatus
+from tpengine.scheduling.sequence import SequenceStatus
 
 from .client import Answer, Job, open_client, serve, summary
 from .conftest import MakeConfig

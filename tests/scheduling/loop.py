@@ -12,6 +12,7 @@ from scheduling.fake_worker import VOCAB_SIZE, FakeWorker
 from tpengine.config import SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.output_processor import OutputProcessor
+from tpengine.errors import RequestFailedError
 from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner
 from tpengine.messages import SamplingRules
 from tpengine.outputs import RequestMetrics, RequestOutput
@@ -26,7 +27,7 @@ from tpengine.scheduling import (
 )
 from tpengine.scheduling.block_manager import NO_BLOCK
 from tpengine.scheduling.fairness import FairShares
-from tpengine.sequence import Request, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 END_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 199))
 
@@ -201,7 +202,9 @@ class Loop:
         """Aborts the request, or lets it fail."""
         before = sorted({s.status.name for s in request.unfinished_sequences})
         if failed:
-            ended = self.scheduler.fail_request(request.request_id, "it was told to")
+            ended = self.scheduler.fail_request(
+                request.request_id, RequestFailedError("it was told to")
+            )
         else:
             ended = self.scheduler.abort_request(request.request_id)
         assert (ended is None) == (not before)

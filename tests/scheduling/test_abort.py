@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from tpengine.scheduling import StepDecisions
-from tpengine.sequence import SequenceStatus
+from tpengine.scheduling.sequence import SequenceStatus
 
 from .loop import Limits, Loop, make_request, statuses
 

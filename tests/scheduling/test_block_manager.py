@@ -9,7 +9,7 @@ import pytest
 from tpengine.errors import CacheSizeError, EngineError
 from tpengine.scheduling import AllocStatus, BlockManager
 from tpengine.scheduling.block_manager import Growth
-from tpengine.sequence import Request, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 from .loop import make_request
 

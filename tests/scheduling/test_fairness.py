@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tpengine.inputs import Owner
 from tpengine.scheduling.fairness import OUTPUT_COST, PROMPT_COST, FairShares, OwnerStats
-from tpengine.sequence import Request
+from tpengine.scheduling.sequence import Request
 
 from .loop import Limits, Loop, make_request, plain
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpengine.inputs import Owner
-from tpengine.sequence import Request
+from tpengine.scheduling.sequence import Request
 
 from .loop import Limits, Loop, make_request, plain
 

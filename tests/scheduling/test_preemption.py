@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpengine.scheduling import FirstComeFirstServed
-from tpengine.sequence import Request
+from tpengine.scheduling.sequence import Request
 
 from .loop import Limits, Loop, sizes, statuses
 
@@ -96,9 +96,8 @@ def test_alone_and_out_of_blocks_ends_as_ignored() -> None:
     assert output.is_empty
     assert output.ignored == [request]
     assert request.sequences[0].num_output_tokens == 3
-    assert request.error is not None
-    assert "9 tokens (prompt and output) need 3 blocks of 4" in request.error
-    assert "lower max_tokens" in request.error
+    assert "9 tokens (prompt and output) need 3 blocks of 4" in str(request.error)
+    assert "lower max_tokens" in str(request.error)
     # Its slot is told with the next step that is sent.
     loop.add_plain(3, first=1)
     assert loop.step().step_input.freed_slots == [0]

@@ -17,7 +17,7 @@ from tpengine.inputs import NO_OWNER, Owner
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import AllocStatus
-from tpengine.sequence import Request
+from tpengine.scheduling.sequence import Request
 
 from .fake_worker import generate_undisturbed
 from .loop import END_TOKEN_IDS, Limits, Loop, make_request, run_alone, statuses

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tpengine.errors import IllegalMoveError
-from tpengine.sequence import LEGAL_MOVES, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import LEGAL_MOVES, Sequence, SequenceStatus
 
 LEGAL = {
     "WAITING": "RUNNING FINISHED_ABORTED FINISHED_IGNORED FINISHED_FAILED",

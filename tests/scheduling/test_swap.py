@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpengine.sequence import Request
+from tpengine.scheduling.sequence import Request
 
 from .loop import Limits, Loop, make_request, plain, run_alone, statuses
 

@@ -5,8 +5,19 @@
 Every name, parameter, method, attribute and flag in `tests/reference/vllm_0_5_4.json` is an item.
 It is the same, or tpengine refuses it with an error that names it, or
 `tests/reference/differences.json` says how it differs and why; `other_values.json` does so for
-names that exist with another value. Names are looked up in the module of the same path, with `vllm`
-replaced by `tpengine`; a parameter must have the same place and default.
+names that exist with another value; arguments without effect, and choices of an argument that are
+refused, follow from the declarations of `EngineArgs`. Names are looked up in the module of the same
+path, with `vllm` replaced by `tpengine`; a parameter must have the same place and default.
+
+`vllm_0_5_4.json` was read once from the sources of 0.5.4. It has for each module and each name:
+    kind: class, dataclass, enum, function, value or import; null: 0.5.4 has no such name.
+    bases: of a class, with keywords such as `total=False`.
+    fields: of a class: name -> [type, default], as source text; null is no type or no default.
+    attributes: of a class: names that `__init__` sets on `self`.
+    methods: of a class: public methods and `__init__`, without `self` and `cls`.
+    flags: of a class with `add_cli_args`: option -> the arguments of `add_argument`.
+    parameters: name -> [type, default], with the marks of a signature: parameters before "/" are
+        positional only, those after "*" or "*args" keyword only.
 """
 
 from __future__ import annotations
@@ -20,36 +31,22 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from tpengine import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
+from tpengine.compat.refused import PARAMETERS
 from tpengine.engine.stats import StatLoggerBase, Stats
 from tpengine.inputs import LoRARequest
+from tpengine.options import NOTHING
 
 FOLDER = Path(__file__).parents[1] / "reference"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 _INTERNAL = ("__init__", "add_cli_args", "from_seq_group")
 _PYTHONS_OWN = ("has no attribute", "cannot import name", "No module named", "unexpected keyword")
-_NO_TEXT_MODEL = "facebook/opt-125m"
-_OTHER_VALUES = {
-    "tokenizer_mode": "slow",
-    "load_format": "safetensors",
-    "dtype": "float32",
-    "kv_cache_dtype": "fp8",
-    "distributed_executor_backend": "ray",
-    "block_size": 32,
-    "gpu_memory_utilization": 0.5,
-    "rope_scaling": {"type": "linear", "factor": 2.0},
-    "quantization": "int8",
-    "lora_dtype": "bfloat16",
-    "device": "cpu",
-}
-"""Another value than the default for fields that take only some values."""
-
 Probe = Callable[[], str | None]
 """Uses an item as a script would; returns how it differs, None if it does not."""
 
@@ -69,19 +66,12 @@ class Item:
 
     Attributes:
         name: as a user would write it, such as `LLM.generate()`.
-        detail: how a different item differs, or the message of a refused one.
+        detail: how a different item differs, or why it is refused and what to use.
     """
 
     name: str
     status: Status
     detail: str = ""
-
-    @property
-    def reason(self) -> str:
-        """The detail without what the name says already; of a refusal, without the tried value."""
-        if self.status is not Status.REFUSED:
-            return self.detail
-        return self.detail.partition(": ")[2].partition("; leave it at")[0]
 
 
 class Comparison:
@@ -96,6 +86,7 @@ class Comparison:
         self._reference = json.loads((FOLDER / "vllm_0_5_4.json").read_text())
         self._differences: dict[str, str] = json.loads((FOLDER / "differences.json").read_text())
         self._other_values: dict[str, str] = json.loads((FOLDER / "other_values.json").read_text())
+        self._declarations = _declarations(self._reference)
         self._unused = {*self._differences, *self._other_values}
 
     def items(self) -> list[Item]:
@@ -122,7 +113,10 @@ class Comparison:
             is_pythons_own = deviation == word or any(text in deviation for text in _PYTHONS_OWN)
             if word in deviation and not is_pythons_own:
                 self._unused.discard(label)
-                return Item(label, Status.REFUSED, " ".join(deviation.split()))
+                reason = " ".join(deviation.split()).partition(": ")[2]
+                return Item(label, Status.REFUSED, reason)
+        if deviation is None and label in self._declarations:
+            return Item(label, *self._declarations[label])
         if deviation is None and label in self._other_values:
             self._unused.discard(label)
             return Item(label, Status.DIFFERENT, self._other_values[label])
@@ -190,6 +184,31 @@ class Comparison:
         return f"{label}()", lambda: _takes(getattr(example, name), told.get("parameters", {}))()
 
 
+def _declarations(reference: dict[str, Any]) -> dict[str, tuple[Status, str]]:
+    """What arguments declare by which they differ: they are refused, have no effect, or have fewer
+    choices."""
+    declarations = {}
+    flags = reference["vllm.engine.arg_utils"]["EngineArgs"]["flags"]
+    options = {names.split()[0]: facts for names, facts in flags.items()}
+    of_llm = reference["vllm.entrypoints.llm"]["LLM"]["methods"]["__init__"]["parameters"]
+    for spec in fields(AsyncEngineArgs):
+        name, declared = spec.name, spec.metadata["option"]
+        choices = options.get(f"--{name.replace('_', '-')}", {}).get("choices", "[]")
+        status, text = Status.DIFFERENT, ""
+        if declared.refused:
+            status, text = Status.REFUSED, declared.refused
+        elif declared.only_for == NOTHING:
+            text = "no effect; a warning names it."
+        elif declared.choices and "*" not in choices:
+            refused = [one for one in ast.literal_eval(choices) if one not in declared.choices]
+            text = f"refuses `{'`, `'.join(refused)}`." if refused else ""
+        if text:
+            is_async = name not in EngineArgs.__dataclass_fields__
+            owners = ["AsyncEngineArgs" if is_async else "EngineArgs", *["LLM"] * (name in of_llm)]
+            declarations |= {f"{owner}({name})": (status, text) for owner in owners}
+    return declarations
+
+
 def _has(example: Any, name: str) -> Probe:
     def probe() -> None:
         getattr(example, name)
@@ -215,39 +234,10 @@ def _takes(function: Any, expected: dict[str, Any]) -> Probe:
 
 
 def _constructs(found: Any, index: int, name: str, default: str | None) -> Probe:
-    """Looks at a constructor's parameter; of `EngineArgs` also whether it takes another value."""
-
-    def probe() -> str | None:
-        given = list(inspect.signature(found).parameters.values())
-        deviation = _deviation(given, index, name, default)
-        if deviation is None and issubclass(found, EngineArgs) and default is not None:
-            return _use_another_value(found, name, default)
-        return deviation
-
-    return probe
-
-
-def _use_another_value(found: type[EngineArgs], name: str, default: str) -> str | None:
-    """Sets a field to a value that is not its default; returns the error if it takes others.
-
-    Raises:
-        ValueError: the field is refused at each value but its default.
-    """
-    neutral = ast.literal_eval(default)
-    others = {None: (7, "7"), False: (True,), True: (False,)}
-    is_number = isinstance(neutral, int | float) and not isinstance(neutral, bool)
-    values = (neutral * 2 + 1,) if is_number else others.get(neutral, ("other",))
-    if name in _OTHER_VALUES:
-        values = (_OTHER_VALUES[name],)
-    for value in values:
-        try:
-            found(**{"model": _NO_TEXT_MODEL, name: value}).check()
-            return None
-        except ValueError as error:
-            last = error
-    if "is refused" in str(last):
-        raise last
-    return str(last)
+    """Looks at a constructor's parameter."""
+    return lambda: _deviation(
+        list(inspect.signature(found).parameters.values()), index, name, default
+    )
 
 
 def _parses(found: Any, flag: str) -> Probe:
@@ -308,8 +298,9 @@ def page(items: list[Item]) -> str:
         by_detail: dict[str, list[str]] = {}
         for item in items:
             if item.status is status:
-                by_detail.setdefault(item.reason, []).append(item.name)
+                by_detail.setdefault(item.detail, []).append(item.name)
         parts += [f"- {_listed(names)}: {detail}" for detail, names in by_detail.items()]
+    parts += [f"- `{name}` of a request: {advice}" for name, advice in PARAMETERS.items()]
     later = json.loads((FOLDER / "later.json").read_text())
     parts += ["", "## From later versions", "", "These names came after 0.5.4 and work here:", ""]
     parts += [f"- `{name}`: {text}" for name, text in later.items()]

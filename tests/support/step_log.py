@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from tpengine.scheduling import Scheduler, SchedulerOutput
-from tpengine.sequence import SequenceStatus
+from tpengine.scheduling.sequence import SequenceStatus
 
 
 @dataclass

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Self
 
 from tpengine.async_engine.admission import Admission, QueueLimits
 from tpengine.async_engine.engine_thread import EngineThread
@@ -33,10 +33,9 @@ from tpengine.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineError,
-    RefusesNames,
     RequestIgnoredError,
 )
-from tpengine.inputs import LoRARequest, PromptInputs, check_not_served
+from tpengine.inputs import LoRARequest, PromptInputs
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 
@@ -61,7 +60,7 @@ class _Intake(enum.Enum):
     CLOSED = "closed"
 
 
-class AsyncLLMEngine(RefusesNames):
+class AsyncLLMEngine:
     """An `LLMEngine` on its own thread, behind `async` methods.
 
     While it has requests it belongs to the event loop that uses it first. `stats`, `health` and
@@ -76,33 +75,18 @@ class AsyncLLMEngine(RefusesNames):
         log_requests: log a line when a request ends.
 
     Raises:
-        ConfigError: the arguments are those of vLLM's constructor; use `from_engine_args`.
         EngineError: the reason why the engine could not start.
     """
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "background_loop": "read is_running; the engine has a thread",
-        "is_tracing_enabled": "read the metrics of the outputs; there is no tracing",
-        "encode": "no embedding models are served; use generate",
-        "engine_step run_engine_loop": "call health(); the engine's thread runs its steps",
-        "get_decoding_config": "leave it out; llguidance holds every grammar",
-    }
-
     def __init__(
         self,
-        build: Callable[[], LLMEngine] | bool = False,
+        build: Callable[[], LLMEngine],
         limits: QueueLimits | None = None,
         *,
         max_step_s: float = MAX_STEP_S,
         start_timeout_s: float = START_S,
         log_requests: bool = True,
-        **unknown: object,
     ) -> None:
-        if isinstance(build, bool) or unknown:
-            raise ConfigError(
-                f"AsyncLLMEngine takes a function that builds the engine, got {build!r} and "
-                f"{sorted(unknown)}; use AsyncLLMEngine.from_engine_args(engine_args)"
-            )
         limits = limits or QueueLimits()
         self._max_step_s = max_step_s
         self._intake = _Intake.OPEN
@@ -118,24 +102,21 @@ class AsyncLLMEngine(RefusesNames):
     def from_engine_args(
         cls,
         engine_args: EngineArgs,
-        start_engine_loop: bool = True,
-        usage_context: object = None,
-        stat_loggers: Mapping[str, Any] | None = None,
         *,
+        stat_loggers: Mapping[str, Any] | None = None,
         limits: QueueLimits | None = None,
-    ) -> AsyncLLMEngine:
+    ) -> Self:
         """Builds the engine and waits until it is ready.
 
         Args:
             engine_args: if they are `AsyncEngineArgs`, `disable_log_requests` counts.
-            start_engine_loop: has no effect, since the engine's thread runs from the start.
-            usage_context, stat_loggers: see `LLMEngine.from_engine_args`.
+            stat_loggers: see `LLMEngine.from_engine_args`.
             limits: of the queue.
 
         Raises:
             EngineError: an argument, the model or the memory does not allow it; see the message.
         """
-        build = partial(LLMEngine.from_engine_args, engine_args, usage_context, stat_loggers)
+        build = partial(LLMEngine.from_engine_args, engine_args, stat_loggers=stat_loggers)
         log_requests = not getattr(engine_args, "disable_log_requests", False)
         return cls(build, limits, log_requests=log_requests)
 
@@ -145,8 +126,6 @@ class AsyncLLMEngine(RefusesNames):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
-        trace_headers: object = None,
-        prompt_adapter_request: object = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
         priority: int = 0,
@@ -160,7 +139,6 @@ class AsyncLLMEngine(RefusesNames):
             sampling_params: default: `SamplingParams()`.
             request_id: a string that no unfinished request has; None: one is made.
             lora_request: its adapter; needs `enable_lora`.
-            trace_headers, prompt_adapter_request: only None is served.
             prompt_token_ids: the prompt as ids; then text in `inputs` is only echoed.
             priority: in [-1000, 1000], lower is served first; needs scheduling_policy "priority".
             deadline: moment of `time.monotonic` at which the request is ended, in any state.
@@ -169,7 +147,6 @@ class AsyncLLMEngine(RefusesNames):
         Raises:
             RequestError, EngineError: see `open`; most of them with the first output.
         """
-        check_not_served(trace_headers, prompt_adapter_request)
         request = GenerateRequest(
             prompt=inputs,
             prompt_token_ids=prompt_token_ids,
@@ -189,8 +166,6 @@ class AsyncLLMEngine(RefusesNames):
         params: SamplingParams,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
-        trace_headers: object = None,
-        prompt_adapter_request: object = None,
     ) -> AsyncStream:
         """Begins to serve a request, whose outputs the stream yields; see `generate`.
 
@@ -200,7 +175,6 @@ class AsyncLLMEngine(RefusesNames):
         Raises:
             RequestError, EngineError: see `open`.
         """
-        check_not_served(trace_headers, prompt_adapter_request)
         request = GenerateRequest(
             inputs,
             params=params,

@@ -20,10 +20,7 @@ from tpengine.async_engine.mailbox import Mailbox
 from tpengine.engine.requests import CheckedRequest, GenerateRequest, check_request_id
 from tpengine.errors import (
     DeadlineExceededError,
-    InvalidSamplingParamsError,
     RequestAbortedError,
-    RequestFailedError,
-    RequestIgnoredError,
     TPEngineError,
 )
 from tpengine.inputs import NO_OWNER, Owner
@@ -329,16 +326,12 @@ class RequestTable:
             return
         reasons = [completion.finish_reason for completion in output.outputs]
         if "error" in reasons:
-            reason = output.error or "the request failed"
-            # The library's words about a grammar are for the client; others are for the log.
-            is_own = reason.startswith("structured_outputs")
-            kind = InvalidSamplingParamsError if is_own else RequestFailedError
-            self._take_out(live, "error", kind(reason))
-        elif output.error is not None and not live.ends_as_output:
-            self._take_out(live, "too long", RequestIgnoredError(output.error))
+            self._take_out(live, "error", output.failure)
+        elif output.failure is not None and not live.ends_as_output:
+            self._take_out(live, "too long", output.failure)
         else:
             live.mailbox.put(output)
-            outcome = "too long" if output.error is not None else str(reasons[0])
+            outcome = "too long" if output.failure is not None else str(reasons[0])
             self._take_out(live, _ABORTED if "abort" in reasons else outcome)
 
     def _take_out(self, live: LiveRequest, outcome: str, error: Exception | None = None) -> bool:

@@ -132,7 +132,7 @@ def load_llm(
         params, words = _sampling_of(engine_args, given, max_tokens)
         from tpengine.llm import LLM
     # Ranks in processes of their own have to be ended in order, at any time.
-    is_local = engine_args.executor_choice.name == "local"
+    is_local = engine_args.chosen_executor == "local"
     with signals_end_at_once(last_words) if is_local else nullcontext():
         return LLM(**vars(engine_args)), params, words
 

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             "--isolate runs the rank in a process of its own, and --executor local in the "
             "server's; leave one of them out"
         )
-    if server_args.isolate and engine_args.executor_choice.is_open_and_local:
+    if server_args.isolate and engine_args.chosen_executor == "local":
         engine_args = replace(engine_args, executor="processes")
     server_args.check_adapters(engine_args)
     authenticator = server_args.authenticator()

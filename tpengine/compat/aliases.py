@@ -1,13 +1,17 @@
 """The names and module paths of vLLM 0.5.4 that scripts import, and what they mean here.
 
-A script of that time changes only `vllm` into `tpengine` in its imports. `MODULES` lists the paths,
-and `REFUSED` the names that tpengine has nothing for: importing one raises an ImportError that says
-what to use, and `hasattr` is False for it.
+A script of that time changes only `vllm` into `tpengine` in its imports. Nothing below `compat/`
+knows of this: `tpengine/__init__.py` installs a finder, which Python asks about every module.
 
-A path that is no file here is served by a finder at the end of `sys.meta_path`, which Python asks
-about modules that no other finder knows. A file of ours whose path is in `MODULES` calls
-`add_names`. Nothing is imported before it is used. The second half of this file holds small things
-that only such scripts need.
+- `MODULES` lists vLLM's paths. A path that is no file here becomes a module with the names that the
+  table gives it; a file of ours whose path is in the table gets them besides its own.
+- `ROOF` lists files of ours whose classes vLLM's have more to them: arguments, methods, attributes.
+  The class of the roof is derived from ours, and takes its name over when our file is imported.
+- `REFUSED` lists names that tpengine has nothing for: importing one raises an ImportError that says
+  what to use, and `hasattr` is False for it.
+
+Nothing is imported before it is used. The second half of this file holds small things that only
+such scripts need.
 
 A refused name is a missing attribute, and `from tpengine import PoolingParams` would drop the text
 of that AttributeError. But Python first asks the finder for a module of this name, as it does below
@@ -20,8 +24,9 @@ import enum
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -51,13 +56,22 @@ MODULES = {
     "tpengine.pooling_params": "",
     "tpengine.prompt_adapter.request": "",
     "tpengine.sampling_params": "tpengine.inputs tpengine.compat.guided",
-    "tpengine.sequence": "tpengine.outputs",
+    "tpengine.sequence": "tpengine.scheduling.sequence tpengine.outputs",
     "tpengine.transformers_utils.tokenizer": "tpengine.engine.tokenizer",
     "tpengine.usage.usage_lib": "tpengine.compat.aliases",
     "tpengine.utils": "tpengine.compat.aliases tpengine.cli.parser",
     "tpengine.version": "tpengine",
 }
 """Module of vLLM, with its first word changed: modules of ours that have its names."""
+
+ROOF = {
+    "tpengine.async_engine.async_llm_engine": "tpengine.compat.online",
+    "tpengine.config": "tpengine.compat.config_names",
+    "tpengine.engine.llm_engine": "tpengine.compat.engine_names",
+    "tpengine.engine_args": "tpengine.compat.arguments",
+    "tpengine.llm": "tpengine.compat.offline",
+}
+"""File of ours: the file whose classes take over the names of its classes."""
 
 REFUSED = {
     "AdapterRequest": "import LoRARequest, which has no base class",
@@ -68,7 +82,9 @@ REFUSED = {
     "INPUT_REGISTRY MULTIMODAL_REGISTRY MultiModalDataDict": "prompts are text or ids; give those",
     "LLMInputs parse_and_batch_prompt": "it is internal to vLLM; give prompts as PromptInputs",
     "SequenceGroup attention core is_cpu": "it is internal to vLLM; use LLMEngine and EngineArgs",
-    "protocol serving_chat": "there is no HTTP server yet; `tpengine serve` speaks gRPC",
+    "protocol serving_chat": (
+        "it is internal to vLLM; `tpengine serve --http-port` serves OpenAI's HTTP"
+    ),
     "LoggingStatLogger": "leave it out; without disable_log_stats the engine logs itself",
     "ModelRegistry": "read docs/models.md, which lists the architectures and says how to add one",
     "PrometheusStatLogger": "use AsyncLLMEngine.metrics_text() or `tpengine serve --metrics-port`",
@@ -108,39 +124,65 @@ def find_name(module: str, name: str) -> Any:
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
-def add_names(module_name: str) -> None:
+def add_names(module: ModuleType) -> None:
     """Makes a module serve the names that vLLM has in it, besides those that it defines itself.
 
     It sets `__getattr__` from outside, so that type checkers still find a wrong name of ours.
     """
-    module = sys.modules[module_name]
-    vars(module)["__getattr__"] = partial(find_name, module_name)
+    vars(module).setdefault("__getattr__", partial(find_name, module.__name__))
     vars(module).setdefault("__path__", [])
 
 
+def take_over(module: ModuleType, *classes: type) -> None:
+    """Puts classes of the roof in the place of the classes of the same names in a file of ours."""
+    vars(module).update({each.__name__: each for each in classes})
+
+
+class _FileLoader(SourceFileLoader):
+    """Loader of a file of ours that gets names or classes of vLLM's."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Runs the file, and adds to its module what `MODULES` and `ROOF` say."""
+        super().exec_module(module)
+        if module.__name__ in MODULES:
+            add_names(module)
+        if module.__name__ in ROOF:
+            importlib.import_module(ROOF[module.__name__])
+
+
 class _Finder:
-    """Finder and loader of the modules in `MODULES` that are no files."""
+    """Finder of the modules in the tables, and loader of those that are no files."""
 
     def find_spec(
-        self, fullname: str, path: object = None, target: object = None
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of a module, or of a package around one; None: an unknown name.
+        """Returns the spec of a module in the tables, or of a package around one; None: it is no
+        affair of this finder.
 
         Raises:
             ImportError: the name is refused; the message says what to use.
         """
         parent, _, name = fullname.rpartition(".")
-        if parent in _PATHS and name in _REASONS:
+        is_refused = parent in _PATHS and name in _REASONS
+        if not is_refused and fullname not in _PATHS and fullname not in ROOF:
+            return None
+        others = (finder.find_spec for finder in sys.meta_path if finder is not self)
+        specs = (find(fullname, path, target) for find in others)
+        if (spec := next(filter(None, specs), None)) is not None:
+            if isinstance(spec.loader, SourceFileLoader):
+                spec.loader = _FileLoader(spec.loader.name, spec.loader.path)
+            return spec
+        if is_refused:
             raise ImportError(f"tpengine has no {name}: {_REASONS[name]}", name=fullname)
         loader: Any = self
-        return ModuleSpec(fullname, loader) if fullname in _PATHS else None
+        return ModuleSpec(fullname, loader)
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Leaves it to Python to make the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Gives a new module its names."""
-        add_names(module.__name__)
+        add_names(module)
 
     def get_code(self, fullname: str) -> NoReturn:
         """Refuses `python -m`.
@@ -148,16 +190,18 @@ class _Finder:
         Raises:
             ImportError: always.
         """
-        raise ImportError(f"{fullname} is no program; `tpengine serve` starts a server")
+        raise ImportError(
+            f"{fullname} is no program; `tpengine serve --http-port 8000` serves OpenAI's HTTP"
+        )
 
 
 _FINDER = _Finder()
 
 
 def install() -> None:
-    """Installs the finder, once in a process."""
+    """Installs the finder, once in a process. It stands first, since it also serves files."""
     if _FINDER not in sys.meta_path:
-        sys.meta_path.append(_FINDER)
+        sys.meta_path.insert(0, _FINDER)
 
 
 class UsageContext(enum.StrEnum):
@@ -171,7 +215,7 @@ class UsageContext(enum.StrEnum):
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
 
-class Counter:
+class Counter(Iterator[int]):
     """Counts 0, 1, 2 and so on by `next`."""
 
     def __init__(self, start: int = 0) -> None:

@@ -1,3 +1,0 @@
-from tpengine.compat import aliases
-
-aliases.add_names(__name__)

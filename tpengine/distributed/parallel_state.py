@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 
-from tpengine.compat import aliases
 from tpengine.errors import CollectiveError, ConfigError, EngineError
 
 _DEVICE_TIMEOUT_S = 600.0
@@ -164,6 +163,3 @@ class ParallelState:
                 f"rank {self.tp_rank} of {self.tp_size} is not connected to the others"
             )
         return self.collectives
-
-
-aliases.add_names(__name__)

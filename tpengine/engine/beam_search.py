@@ -18,8 +18,8 @@ from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.messages import Candidates, TokenLogprobs
 from tpengine.outputs import CompletionOutput, SampleLogprobs
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import StepDecisions
-from tpengine.sequence import Request, Sequence, SequenceStatus
 
 
 @dataclass(frozen=True, slots=True)

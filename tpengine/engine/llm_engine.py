@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, Self
 
 from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tpengine.engine.output_processor import OutputProcessor
@@ -41,28 +41,26 @@ from tpengine.engine.stats import (
 )
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import EngineError, GroupLostError, InvalidPromptError, RefusesNames
+from tpengine.errors import EngineError, GroupLostError, InvalidPromptError
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
 from tpengine.host import DeferredInterrupt
-from tpengine.inputs import LoRARequest, PromptInputs, check_not_served
+from tpengine.inputs import LoRARequest, PromptInputs
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
+from tpengine.scheduling.sequence import Request, Sequence
 from tpengine.scheduling.step import SchedulerOutput, StepDecisions
-from tpengine.sequence import Request, Sequence
 
 logger = init_logger(__name__)
 
 
-class LLMEngine(RefusesNames):
+class LLMEngine:
     """Serves many requests at once: call `add_request` for each, and `step` while there are any.
 
     One thread at a time may use an engine. If it cannot start, it shuts its executor down.
-
-    Its methods and attributes with names of vLLM 0.5.4 do what they do there.
 
     Attributes:
         counters: counters and histograms since the start.
@@ -70,18 +68,6 @@ class LLMEngine(RefusesNames):
         log_stats: whether the engine logs a line of statistics.
         stat_loggers: see `add_logger`.
     """
-
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "remove_lora pin_lora": "leave it out; slots go to the adapters that requests name",
-        "add_prompt_adapter remove_prompt_adapter list_prompt_adapters": "extend the prompt",
-        "get_tokenizer_group get_tokenizer_for_seq": "use get_tokenizer",
-        "get_decoding_config decoding_config": "leave it out; llguidance holds every grammar",
-        "is_tracing_enabled do_tracing create_trace_span": "read the metrics of the outputs",
-        "has_unfinished_requests_for_virtual_engine": "use has_unfinished_requests",
-        "model_executor stop_remote_worker_execution_loop": "call shutdown() to end the ranks",
-        "device_config load_config scheduler": "read the EngineArgs, or call stats()",
-    }
-    multimodal_config = speculative_config = prompt_adapter_config = None
 
     def __init__(self, config: EngineConfig, executor: Executor, log_stats: bool = True) -> None:
         self._config = config
@@ -117,13 +103,12 @@ class LLMEngine(RefusesNames):
     def from_engine_args(
         cls,
         engine_args: EngineArgs,
-        usage_context: object = None,
+        *,
         stat_loggers: Mapping[str, StatLoggerBase] | None = None,
-    ) -> LLMEngine:
+    ) -> Self:
         """Builds an engine.
 
         Args:
-            usage_context: no effect: usage is reported to no one.
             stat_loggers: instead of the engine's own line of statistics; see `add_logger`.
 
         Raises:
@@ -265,8 +250,6 @@ class LLMEngine(RefusesNames):
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
-        trace_headers: None = None,
-        prompt_adapter_request: None = None,
         *,
         prompt_token_ids: list[int] | None = None,
         priority: int = 0,
@@ -279,7 +262,6 @@ class LLMEngine(RefusesNames):
             inputs: text, or a dict with `prompt` or `prompt_token_ids`.
             arrival_time: seconds of `time.time`; None: now.
             lora_request: its adapter; needs `enable_lora`.
-            trace_headers, prompt_adapter_request: only None.
             prompt_token_ids: the prompt as ids; then text in `inputs` is only echoed.
             priority: in [-1000, 1000], lower is served first; needs scheduling_policy "priority".
 
@@ -287,7 +269,6 @@ class LLMEngine(RefusesNames):
             RequestError: this request cannot be served; other requests are not affected.
             EngineDeadError: an earlier step failed.
         """
-        check_not_served(trace_headers, prompt_adapter_request)
         check_request_id(request_id, lambda one: self._scheduler.get_request(one) is not None)
         request = GenerateRequest(
             inputs,

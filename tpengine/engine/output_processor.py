@@ -20,14 +20,14 @@ from tpengine.engine.beam_search import BeamSearch, Sampled, stop_token
 from tpengine.engine.detokenizer import Detokenizer, as_logprobs
 from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
-from tpengine.errors import RequestError
+from tpengine.errors import InvalidSamplingParamsError, RequestError, RequestFailedError
 from tpengine.logger import init_logger
-from tpengine.messages import PromptLogprobs, StepOutput
+from tpengine.messages import PromptLogprobs, RowError, StepOutput
 from tpengine.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from tpengine.outputs import PromptLogprobs as PromptCandidates
 from tpengine.sampling_params import RequestOutputKind
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import SchedulerOutput, StepDecisions
-from tpengine.sequence import Request, Sequence, SequenceStatus
 
 logger = init_logger(__name__)
 
@@ -63,7 +63,7 @@ class _TrackedRequest:
         is_ranked: whether outputs are chosen at the end, with no output before.
         prompt_logprobs: by position of the prompt, None for positions that are not computed yet;
             None unless the request asks for them.
-        error: why a part of the text is missing.
+        failure: why a part of the text is missing.
     """
 
     request: Request
@@ -71,7 +71,7 @@ class _TrackedRequest:
     sequences: list[_TrackedSequence] = field(default_factory=list)
     beams: BeamSearch | None = None
     prompt_logprobs: PromptCandidates | None = None
-    error: str | None = None
+    failure: RequestError | None = None
 
 
 class OutputProcessor:
@@ -143,7 +143,8 @@ class OutputProcessor:
             tracked = self._sequences.get(sequence.seq_id)
             adapter = None if tracked is None else tracked.request.adapter
             if tracked is not None and adapter is not None and adapter.key in output.adapter_errors:
-                _fail(tracked.request, output.adapter_errors[adapter.key], decisions)
+                lost = RequestFailedError(output.adapter_errors[adapter.key])
+                _fail(tracked.request, lost, decisions)
         for place, sequence in enumerate(scheduled.sampled):
             tracked = self._sequences.get(sequence.seq_id)
             if tracked is None:  # it was aborted while the step was computed
@@ -152,7 +153,7 @@ class OutputProcessor:
             if request.request_id in decisions.failed:
                 continue
             if place in output.errors:
-                _fail(request, output.errors[place], decisions)
+                _fail(request, _of_row(output.errors[place]), decisions)
                 continue
             self._counters.record_token(request, now, decisions)
             if request.sampling_params.use_beam_search:
@@ -202,7 +203,7 @@ class OutputProcessor:
                     finished=finished,
                     metrics=request.metrics,
                     lora_request=None if request.adapter is None else request.adapter.request,
-                    error=request.error or tracked.error,
+                    failure=request.error or tracked.failure,
                     num_cached_tokens=request.metrics.num_cached_tokens,
                 )
             )
@@ -308,7 +309,7 @@ class OutputProcessor:
                 try:
                     one.detokenizer.finish()
                 except Exception as error:
-                    tracked.error = _reason(error, tracked.request)
+                    tracked.failure = _for_user(error, tracked.request)
 
     def _completions(self, tracked: _TrackedRequest) -> list[CompletionOutput]:
         """The request's outputs; those of a ranked request best first, numbered by rank."""
@@ -340,7 +341,7 @@ class OutputProcessor:
                 detokenizer.append(token_id)
             detokenizer.finish()
         except Exception as error:  # the user still gets the tokens
-            tracked.error = _reason(error, request)
+            tracked.failure = _for_user(error, request)
         output.text = detokenizer.text
 
 
@@ -363,14 +364,20 @@ def _completion(tracked: _TrackedSequence, kind: RequestOutputKind) -> Completio
     )
 
 
-def _fail(request: Request, error: Exception | str, decisions: StepDecisions) -> None:
-    reason = error if isinstance(error, str) else _reason(error, request)
-    decisions.failed.setdefault(request.request_id, reason)
+def _fail(request: Request, error: Exception, decisions: StepDecisions) -> None:
+    decisions.failed.setdefault(request.request_id, _for_user(error, request))
     decisions.to_report[request.request_id] = request
 
 
-def _reason(error: Exception, request: Request) -> str:
+def _for_user(error: Exception, request: Request) -> RequestError:
     if isinstance(error, RequestError):  # its message is written for the user
-        return str(error)
+        return error.with_traceback(None)
     logger.exception("request %s failed while its output was processed", request.request_id)
-    return f"request {request.request_id!r} failed: {type(error).__name__}: {error}"
+    text = f"request {request.request_id!r} failed: {type(error).__name__}: {error}"
+    return RequestFailedError(text)
+
+
+def _of_row(error: RowError) -> RequestError:
+    if error.field is None:
+        return RequestFailedError(error.text)
+    return InvalidSamplingParamsError(error.text, field=error.field)

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from tpengine.errors import RankLoss, counted
 from tpengine.logger import init_logger
+from tpengine.scheduling.sequence import Request
 from tpengine.scheduling.step import SchedulerOutput
-from tpengine.sequence import Request
 
 logger = init_logger(__name__)
 

@@ -35,6 +35,7 @@ from tpengine.errors import (
     EngineError,
     GroupLostError,
     RankLoss,
+    RequestFailedError,
     counted,
     is_temporary,
 )
@@ -43,8 +44,8 @@ from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.scheduler import Scheduler
+from tpengine.scheduling.sequence import Request
 from tpengine.scheduling.step import SchedulerOutput
-from tpengine.sequence import Request
 
 logger = init_logger(__name__)
 
@@ -165,7 +166,7 @@ class Recovery:
                 f"alone; the other requests go on. The last time: {loss.report()}"
             )
             logger.error("%s", reason)
-            failed = self._scheduler.fail_request(culprit.request_id, reason)
+            failed = self._scheduler.fail_request(culprit.request_id, RequestFailedError(reason))
         self._scheduler.restrict(self._poison.allowed)
         self.state = EngineState.RECOVERING
         self._count_loss(loss, counts=not is_isolation_step)

@@ -522,7 +522,7 @@ def refusal(request_id: str, request: GenerateRequest, error: RequestError) -> R
         prompt_logprobs=None,
         outputs=[CompletionOutput(0, "", (), None, None, finish_reason="error")],
         finished=True,
-        error=str(error),
+        failure=error,
     )
 
 

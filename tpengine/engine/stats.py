@@ -21,8 +21,8 @@ from tpengine.messages import MemoryLedger
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.fairness import OwnerStats
 from tpengine.scheduling.scheduler import Scheduler
+from tpengine.scheduling.sequence import Request
 from tpengine.scheduling.step import SchedulerOutput, StepDecisions
-from tpengine.sequence import Request
 
 logger = init_logger(__name__)
 

@@ -25,6 +25,7 @@ from tpengine.messages import (
     Fork,
     NewSequence,
     PromptLogprobs,
+    RowError,
     SamplingRules,
     StepInput,
     StepOutput,
@@ -48,6 +49,7 @@ _GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
         NewSequence,
         PromptLogprobs,
         SamplingRules,
+        RowError,
         TokenLogprobs,
     )
 }
@@ -203,6 +205,8 @@ def _step_output(fields: list[Any]) -> StepOutput:
     if type(output.token_ids) is bytes:
         output.token_ids = memoryview(output.token_ids).cast("I").tolist()
     output.chosen_logprobs = array.array("f", output.chosen_logprobs)
+    if output.errors:
+        output.errors = {at: RowError(*entry) for at, entry in output.errors.items()}
     if output.logprobs:
         output.logprobs = {at: TokenLogprobs(*entry) for at, entry in output.logprobs.items()}
     if output.candidates:

@@ -51,13 +51,13 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
     """
     args.check()  # before Ray is started
     envs.hide_secrets()
-    chosen = args.executor_choice.name
+    chosen = args.chosen_executor
     if chosen == "local":
         from tpengine.worker.device import detect_device
 
         config = args.create_engine_config(detect_device(args.device))
         return config, LocalExecutor(config)
-    args.executor_choice.check_installed()
+    args.check_installed()
     args.read_model()  # refuses a model that the ranks cannot share, before any process starts
     if chosen == "processes":
         return _create_process_executor(args)
@@ -76,7 +76,7 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
 def _create_process_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
     from tpengine.executor.launch.processes import ProcessExecutor
 
-    if args.executor_choice.is_open:
+    if args.executor == "auto":
         logger.info(
             "Ray is not installed: %d ranks run as processes of this machine",
             args.tensor_parallel_size,

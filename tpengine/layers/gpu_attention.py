@@ -190,7 +190,12 @@ class VarlenBackend:
 
 
 class XformersBackend:
-    """xformers' `memory_efficient_attention_forward`, which picks a kernel itself."""
+    """xformers' `memory_efficient_attention_forward`, which picks a kernel itself.
+
+    Only its causal and local masks are used here. Its masks with a bias of a caller's tensor
+    (`LowerTriangularMaskWithTensorBias`) hold one sequence, not a packed batch, so that models with
+    ALiBi run in `SdpaBackend`.
+    """
 
     name = "xformers"
 
@@ -347,7 +352,7 @@ def _open_backend(name: str, shape: PrefillShape, device: torch.device) -> Prefi
     """Returns the backend, or the reason why it cannot be used."""
     if name != "sdpa":
         if shape.has_slopes:
-            return "it has no linear biases (ALiBi), which this model needs"
+            return "it is called without linear biases (ALiBi), which this model needs"
         if shape.softcap is not None:
             return "it has no soft cap of logits, which this model needs"
         if shape.dtype == torch.float32:

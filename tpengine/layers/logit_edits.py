@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from tpengine.layers.device_values import Array, Pending, upload
+from tpengine.messages import RowError
 from tpengine.sampling_params import LoadedProcessor
 
 MAX_ENTRIES = 1 << 20
@@ -105,7 +106,7 @@ class FilledMasks:
     """
 
     bits: npt.NDArray[np.int32]
-    errors: dict[int, str]
+    errors: dict[int, RowError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class LogitEdits:
         return not (self.processors or self.bias or self.penalties)
 
 
-def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
+def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, RowError]:
     """Edits `logits` in place.
 
     Args:
@@ -178,7 +179,7 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> dict[int, str]:
     return errors
 
 
-def _apply_masks(logits: torch.Tensor, masks: TokenMasks) -> dict[int, str]:
+def _apply_masks(logits: torch.Tensor, masks: TokenMasks) -> dict[int, RowError]:
     """Bans what the masks do not allow; returns the errors by row."""
     filled = masks.filling.result(_MASK_S)
     # Eight tokens at a time: single bits would take three to four times as long.
@@ -202,7 +203,7 @@ def _byte_penalties() -> npt.NDArray[np.float32]:
 
 def find_lost_rows(
     logits: torch.Tensor, chosen: torch.Tensor, edits: LogitEdits, may_be_empty: torch.Tensor
-) -> Pending[dict[int, str]]:
+) -> Pending[dict[int, RowError]]:
     """Finds the rows of which the edits left no token to sample; the reason, by row.
 
     Args:
@@ -226,7 +227,7 @@ def find_lost_rows(
     return Pending([is_empty, ruled & values.isnan()], _reasons)
 
 
-def _reasons(arrays: Sequence[Array]) -> dict[int, str]:
+def _reasons(arrays: Sequence[Array]) -> dict[int, RowError]:
     is_empty, is_nan = arrays
     reason = (
         "no token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and "
@@ -234,7 +235,7 @@ def _reasons(arrays: Sequence[Array]) -> dict[int, str]:
     )
     broken = "its logits are NaN; the model or a logits processor made them so"
     lost = np.flatnonzero(is_empty | is_nan).tolist()
-    return {row: broken if is_nan[row] else reason for row in lost}
+    return {row: RowError(broken if is_nan[row] else reason) for row in lost}
 
 
 def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
@@ -259,8 +260,8 @@ def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
         logits[at] = values
 
 
-def _run_processors(logits: torch.Tensor, calls: Sequence[ProcessorCall]) -> dict[int, str]:
-    errors: dict[int, str] = {}
+def _run_processors(logits: torch.Tensor, calls: Sequence[ProcessorCall]) -> dict[int, RowError]:
+    errors: dict[int, RowError] = {}
     for call in calls:
         row = logits[call.row]
         for processor in call.processors:
@@ -272,7 +273,7 @@ def _run_processors(logits: torch.Tensor, calls: Sequence[ProcessorCall]) -> dic
                 edited = processor.function(*ids, row.clone())
                 _check_edited(edited, row)
             except (Exception, SystemExit) as error:
-                errors[call.row] = (
+                errors[call.row] = RowError(
                     f"the logits processor {processor.name!r} failed: "
                     f"{type(error).__name__}: {error}"
                 )

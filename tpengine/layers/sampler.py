@@ -19,7 +19,7 @@ import torch
 
 from tpengine.layers.device_values import Answer, Array, Pending, known, together, upload
 from tpengine.layers.logit_edits import LogitEdits, apply_edits, find_lost_rows
-from tpengine.messages import Candidates, TokenLogprobs
+from tpengine.messages import Candidates, RowError, TokenLogprobs
 from tpengine.ops import fused_ops as fused
 from tpengine.ops.reference import filtered_weights
 
@@ -85,7 +85,7 @@ class Findings:
     chosen_logprobs: array[float] = field(default_factory=lambda: array("f"))
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, RowError] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
             tensors = [upload(column, logits.device) for column in columns]
         fused.sample_tokens(token_ids, logits, *[*tensors, chosen])
     write_raw(token_ids, chosen)
-    lost: Pending[dict[int, str]] = known({})
+    lost: Pending[dict[int, RowError]] = known({})
     if batch.edits is not None:
         is_beam = upload(batch.num_candidates > 0, logits.device)
         lost = find_lost_rows(logits, token_ids, batch.edits, is_beam)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -220,9 +221,9 @@ def _load_cpu() -> ctypes.CDLL | None:
         return None
     cpu.tpengine_cpu_isa.restype = ctypes.c_char_p
     cpu.tpengine_cpu_isa_at.restype = ctypes.c_char_p
-    cpu.tpengine_cpu_isa_at.argtypes = [ctypes.c_int32]
-    cpu.tpengine_set_cpu_isa.argtypes = [ctypes.c_char_p]
-    cpu.tpengine_set_cpu_isa.restype = ctypes.c_int32
+    cpu.tpengine_cpu_isa_at.argtypes = [ctypes.c_int32, ctypes.POINTER(ctypes.c_int32)]
+    cpu.tpengine_set_cpu_isa.argtypes = [ctypes.c_int32]
+    cpu.tpengine_set_cpu_isa.restype = None
     return cpu
 
 
@@ -320,12 +321,26 @@ def cpu_functions(
     return functions
 
 
+class IsaState(enum.IntEnum):
+    """What can be done with an instruction set for which there are CPU kernels."""
+
+    NOT_HERE = 0  # this CPU does not run it
+    NOT_BUILT = 1  # its kernels are not in the library
+    USABLE = 2
+
+
+def _cpu_isas() -> dict[str, IsaState]:
+    """All instruction sets, best first; none without the library."""
+    isas: dict[str, IsaState] = {}
+    state = ctypes.c_int32()
+    while _cpu is not None and (name := _cpu.tpengine_cpu_isa_at(len(isas), ctypes.byref(state))):
+        isas[name.decode()] = IsaState(state.value)
+    return isas
+
+
 def supported_cpu_isas() -> tuple[str, ...]:
-    """Returns the instruction sets that the kernels and this CPU support, best first."""
-    names: list[str] = []
-    while _cpu is not None and (name := _cpu.tpengine_cpu_isa_at(len(names))) is not None:
-        names.append(name.decode())
-    return tuple(names)
+    """Returns the instruction sets that this CPU runs and the library has, best first."""
+    return tuple(name for name, state in _cpu_isas().items() if state is IsaState.USABLE)
 
 
 def cpu_isa() -> str:
@@ -340,9 +355,18 @@ def set_cpu_isa(name: str) -> None:
     Raises:
         NativeLibraryError: this CPU or the library does not support it.
     """
-    if _cpu is None or _cpu.tpengine_set_cpu_isa(name.encode()) != 0:
-        supported = ", ".join(supported_cpu_isas()) or "none: the native library is not installed"
-        raise NativeLibraryError(f"CPU instruction set {name!r}; this machine supports {supported}")
+    isas = _cpu_isas()
+    state = isas.get(name, IsaState.NOT_HERE)
+    if _cpu is not None and state is IsaState.USABLE:
+        _cpu.tpengine_set_cpu_isa(list(isas).index(name))
+        return
+    supported = ", ".join(supported_cpu_isas()) or "none: the native library is not installed"
+    how = ""
+    if state is IsaState.NOT_BUILT:
+        how = "; this CPU runs it too, but it was not built: `make setup` or `pip install .` does"
+    raise NativeLibraryError(
+        f"CPU instruction set {name!r}; this machine supports {supported}{how}"
+    )
 
 
 if (_wanted := envs.cpu_isa()) is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tpengine.messages import AdapterLoad
-from tpengine.sequence import Request
+from tpengine.scheduling.sequence import Request
 
 
 class AdapterSlots:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tpengine.errors import CacheSizeError, EngineError
 from tpengine.scheduling.block_pool import BlockChain, BlockPool, expect, root_of
-from tpengine.sequence import Request, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 BlockPair = tuple[int, int]
 """(source, target)"""

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from tpengine.config import SchedulerConfig
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.policy import Rank, SchedulingPolicy
-from tpengine.sequence import Request
-from tpengine.sequence import Sequence as TokenSequence
+from tpengine.scheduling.sequence import Request
+from tpengine.scheduling.sequence import Sequence as TokenSequence
 
 PROMPT_COST, OUTPUT_COST = 1, 2
 _MAX_IDLE = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tpengine.config import SchedulerConfig
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
-from tpengine.sequence import Request
+from tpengine.scheduling.sequence import Request
 
 
 def why_too_long(

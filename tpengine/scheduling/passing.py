@@ -21,7 +21,7 @@ from itertools import islice
 from tpengine.config import SchedulerConfig
 from tpengine.scheduling.adapter_slots import AdapterSlots
 from tpengine.scheduling.block_manager import BlockManager
-from tpengine.sequence import Request
+from tpengine.scheduling.sequence import Request
 
 _MAX_LOOKED = 256
 """Waiting requests that are looked at in a step; bounds its time."""

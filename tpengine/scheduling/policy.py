@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import Protocol
 
-from tpengine.sequence import Request
+from tpengine.scheduling.sequence import Request
 
 Rank = tuple[float, ...]
 

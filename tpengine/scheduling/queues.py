@@ -17,8 +17,8 @@ from tpengine.scheduling.block_pool import expect
 from tpengine.scheduling.fairness import FairShares
 from tpengine.scheduling.passing import Passing
 from tpengine.scheduling.policy import SchedulingPolicy
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import slot_of
-from tpengine.sequence import Request, Sequence, SequenceStatus
 
 
 class BatchSlots:

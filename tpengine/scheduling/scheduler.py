@@ -19,12 +19,13 @@ import time
 from collections.abc import Iterable
 
 from tpengine.config import SchedulerConfig
-from tpengine.errors import EngineError
+from tpengine.errors import EngineError, RequestError, RequestIgnoredError
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.hopeless_requests import outgrown, why_never, why_no_more, why_too_long
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.queues import RequestQueues
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import (
     SchedulerOutput,
     StepBuilder,
@@ -33,7 +34,6 @@ from tpengine.scheduling.step import (
     find_catching_up,
     slot_of,
 )
-from tpengine.sequence import Request, Sequence, SequenceStatus
 
 
 class Scheduler:
@@ -124,11 +124,11 @@ class Scheduler:
         """
         return self._end(request_id, SequenceStatus.FINISHED_ABORTED)
 
-    def fail_request(self, request_id: str, reason: str) -> Request | None:
-        """Ends a request that cannot go on, as `abort_request` does; `reason` becomes its error."""
+    def fail_request(self, request_id: str, error: RequestError) -> Request | None:
+        """Ends a request that cannot go on, as `abort_request` does."""
         request = self._end(request_id, SequenceStatus.FINISHED_FAILED)
         if request is not None:
-            request.error = reason
+            request.error = error
         return request
 
     def schedule(self) -> SchedulerOutput:
@@ -167,8 +167,8 @@ class Scheduler:
         for sequence, status in decisions.finished:
             sequence.move_to(status)
         # Before the rows, so that blocks of a failed request are not offered to the prefix cache.
-        for request_id, reason in decisions.failed.items():
-            self.fail_request(request_id, reason)
+        for request_id, error in decisions.failed.items():
+            self.fail_request(request_id, error)
         queues.adapters.forget(decisions.failed_adapters)
         block_size = blocks.block_size
         sizes = output.step_input.num_scheduled_tokens
@@ -488,7 +488,7 @@ class Scheduler:
         return why_too_long(num_prompt_tokens, self._config, self._blocks)
 
     def _ignore(self, request: Request, reason: str, step: StepBuilder) -> None:
-        request.error = reason
+        request.error = RequestIgnoredError(reason)
         self._queues.end(request, SequenceStatus.FINISHED_IGNORED)
         step.ignored.append(request)
 

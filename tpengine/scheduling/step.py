@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tpengine.errors import EngineError
+from tpengine.errors import EngineError, RequestError
 from tpengine.messages import AdapterLoad, BlockMoves, Fork, NewSequence, StepInput
-from tpengine.sequence import Request, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 SequencePair = tuple[Sequence, Sequence]
 """(parent, child)"""
@@ -29,7 +29,7 @@ class StepDecisions:
         forks: beams: the child continues as a copy of the parent, without the tokens of this step;
             no child is a parent.
         overridden: sequences whose token of this step is not the one that rank 0 sampled.
-        failed: by id, requests that cannot go on, with the reason for the user.
+        failed: by id, requests that cannot go on, with the error for the user.
         failed_adapters: keys of adapters that could not be loaded.
         to_report: by id, requests whose user may be told something new after the update.
         first_token_s: seconds from a request's arrival to its first token, of those that got it.
@@ -40,7 +40,7 @@ class StepDecisions:
     finished: list[tuple[Sequence, SequenceStatus]] = field(default_factory=list)
     forks: list[SequencePair] = field(default_factory=list)
     overridden: list[Sequence] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, RequestError] = field(default_factory=dict)
     failed_adapters: list[bytes] = field(default_factory=list)
     to_report: dict[str, Request] = field(default_factory=dict)
     first_token_s: list[float] = field(default_factory=list)

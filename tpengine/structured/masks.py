@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.layers.logit_edits import FilledMasks, TokenMasks
-from tpengine.messages import NewSequence
+from tpengine.messages import NewSequence, RowError
 from tpengine.structured.grammars import Vocabulary, reason
 
 if TYPE_CHECKING:
@@ -131,17 +131,18 @@ class GrammarSlots:
         if self._executor is None:
             self._executor = LLExecutor()
         bits = np.zeros((len(work), -(-vocabulary.size // 32)), np.int32)
-        errors: dict[int, str] = {}
+        errors: dict[int, RowError] = {}
         ready: list[tuple[LLMatcher, int]] = []
         for place, (one, token_ids) in enumerate(work):
             try:
                 ready.append((one.take(token_ids, vocabulary), place))
             except InvalidSamplingParamsError as error:
-                errors[place] = str(error)
+                errors[place] = RowError(str(error), error.field)
         if ready:
             fill_next_token_bitmask_par(self._executor, ready, bits)
         for matcher, place in ready:
             if matcher.is_error():
                 bits[place] = 0
-                errors[place] = f"structured_outputs cannot be followed: {reason(matcher)}"
+                text = f"structured_outputs cannot be followed: {reason(matcher)}"
+                errors[place] = RowError(text, "structured_outputs")
         return FilledMasks(bits, errors)

@@ -199,13 +199,13 @@ def test_a_program_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_choice_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = EngineArgs("model", tensor_parallel_size=2).executor_choice
-    assert choice.name == "ray"
-    monkeypatch.setattr("tpengine.executor_choice._is_installed", lambda name: False)
-    assert choice.name == "processes"
-    assert EngineArgs("model").executor_choice.name == "local"
+    args = EngineArgs("model", tensor_parallel_size=2)
+    assert args.chosen_executor == "ray"
+    monkeypatch.setattr("tpengine.engine_args._is_installed", lambda name: False)
+    assert args.chosen_executor == "processes"
+    assert EngineArgs("model").chosen_executor == "local"
     with pytest.raises(ConfigError, match="needs msgpack: pip install"):
-        choice.check_installed()
+        args.check_installed()
 
 
 def test_functions_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def refusal(error: Exception, request_id: str) -> JSONResponse:
-    """The answer for an error, with `{"error": {"message", "type", "param", "code"}}`. Logs it if it is
-    a fault of the server."""
+    """OpenAI's answer for an error: `error` with `message`, `type`, `param`, `code`. Logs a fault
+    of the server."""
     known = errors.status_of(type(error))
     status, code, headers = known.http, known.code, dict[str, str]()
     if isinstance(error, HttpError):

@@ -6,6 +6,10 @@
 // prefetchers work best on one stream. For more rows, each block of rows reads a tile of panels
 // from L2 and fetches a part of the next tile into L2, so that memory and multipliers work at the
 // same time.
+#include "isa.h"
+
+namespace tpengine::cpu::TPENGINE_ISA {
+namespace {
 
 constexpr int kPanelVectors = kLinearPanel / kLanes;
 // Accumulators fill the registers: 12 x 2 of 32, or 3 x 4 of 16.
@@ -28,26 +32,6 @@ constexpr int kTilePanels = kIsLineAtOnce<E> ? 2 : 1;
 // faster.
 template <class E>
 constexpr int kUnaidedRows = kIsLineAtOnce<E> ? 4 : 0;
-constexpr ptrdiff_t kLinearPrefetchBytes = 6144;
-
-// Only a weight's last outputs come here: not inlined, or it would be most of the code.
-template <class T>
-__attribute__((noinline)) void store_last_outputs(T* out, Vec x, int64_t count) {
-  store_part(out, x, count);
-}
-template <class T>
-inline void store_outputs(T* out, Vec x, int64_t count) {
-  if (count >= kLanes)
-    store(out, x);
-  else if (count > 0)
-    store_last_outputs(out, x, count);
-}
-// What a vector of outputs starts from or is multiplied by; zeros beyond the last, and for null.
-template <class T>
-inline Vec load_outputs(const T* p, int64_t count) {
-  if (p == nullptr || count <= 0) return set1(0.f);
-  return count >= kLanes ? load(p) : load_part(p, count);
-}
 
 // How a linear layer multiplies weights of E: what a vector of sums starts from, an input repeated
 // in all lanes, and how sums become outputs.
@@ -198,7 +182,11 @@ inline void linear_panels(const typename E::Args& a, PanelRange now, PanelRange 
   }
 }
 
+}  // namespace
+
 void linear(const LinearArgs& a, PanelRange now, PanelRange next) {
   a.dtype == DType::kFloat32 ? linear_panels<FloatLinear<Float32>>(a, now, next)
                              : linear_panels<FloatLinear<BFloat16>>(a, now, next);
 }
+
+}  // namespace tpengine::cpu::TPENGINE_ISA

@@ -17,10 +17,11 @@
 // behind a group's steps stand its scales, one line, and its offsets, if any. A panel is read as
 // one stream. A kernel takes a pair of vectors at a time, as many outputs of the low halves as of
 // the high ones, so that a repeated input serves both.
+#include "isa.h"
 
-// Rows of a block: integer and float sums of a pair of vectors are 4 registers a row. With one
-// group per output there are no float sums while inputs are read.
-constexpr int kQuantizedRows = kLanes == 16 ? 6 : 2, kWholeRows = 2 * kQuantizedRows;
+namespace tpengine::cpu::TPENGINE_ISA {
+namespace {
+
 constexpr int kPairs = kLinearPanel / 2 / kLanes;
 
 template <class T>
@@ -159,33 +160,12 @@ inline void add_high_inputs(const QuantizedLinearArgs& a, int64_t R, const Outli
     }
 }
 
-// Blocks [begin, end) of rows.
-void quantize_rows(const QuantizedLinearArgs& a, int64_t begin, int64_t end) {
-  const int64_t padded = a.num_groups * a.group_size;
-  for (int64_t block = begin; block < end; ++block) {
-    const int64_t first = a.first_row(block), R = a.first_row(block + 1) - first;
-    int32_t* fours = (int32_t*)(a.rows.bytes + first * padded);
-    for (int64_t i = 0; i < R; ++i) {
-      const int64_t at = (first + i) * a.x_stride;
-      OutlierFour* outliers = a.rows.outliers + (first + i) * a.num_outliers;
-      a.rows.scales[first + i] =
-          a.dtype == DType::kFloat32
-              ? quantize_row(a, (const float*)a.x + at, R, fours + i, outliers)
-              : quantize_row(a, (const uint16_t*)a.x + at, R, fours + i, outliers);
-    }
-    int32_t* starts = a.rows.starts + first * a.num_groups;
-    put_starts(a, R, fours, starts);
-    if (a.offsets != Offsets::kNone)
-      add_high_inputs(a, R, a.rows.outliers + first * a.num_outliers, starts);
-  }
-}
-
 // What a block fetches while it multiplies: nothing, since the processor's prefetchers follow one
 // stream best when left alone; or the panel that comes next, into L2.
 struct NoFetch {
   inline void at_step() {}
 };
-template <int kLines>
+template <int kLines>  // of a panel, in a step
 struct PanelFetch {
   const char* place;
   ptrdiff_t step_bytes;  // at most kLines cache lines
@@ -194,6 +174,18 @@ struct PanelFetch {
     place += step_bytes;
   }
 };
+
+// Every second vector of sums, one for each row, as outputs of type T from `output` on. Not
+// inlined: else each number of rows would have a copy for each type.
+template <class T>
+__attribute__((noinline)) void put_outputs(const QuantizedLinearArgs& a, int64_t row,
+                                           int64_t num_rows, int64_t output, const Vec* total) {
+  const int64_t count = a.out_features - output;
+  const Vec bias = load_outputs(a.bias == nullptr ? nullptr : (const T*)a.bias + output, count);
+  for (int64_t r = row; r < row + num_rows; ++r, total += 2)
+    store_outputs((T*)a.out + r * a.out_stride + output,
+                  fused(*total, set1(a.rows.scales[r]), bias), count);
+}
 
 // Adds the high parts of outliers: with one scale per output as one sum of integers, else as
 // floats in the order of inputs.
@@ -236,7 +228,7 @@ inline void add_outliers(const QuantizedLinearArgs& a, int64_t row, const uint8_
 }
 
 // R rows times a panel.
-template <class T, class Format, int R, class Fetch>
+template <class Format, int R, class Fetch>
 void quantized_block(const QuantizedLinearArgs& a, int64_t row, int64_t panel, Fetch fetch) {
   constexpr int kBits = Format::kBits, kStepBytes = kBits * 16, kUnroll = 4;
   const int64_t groups = Format::kIsWhole ? 1 : a.num_groups;
@@ -302,52 +294,50 @@ void quantized_block(const QuantizedLinearArgs& a, int64_t row, int64_t panel, F
     }
     if (a.num_outliers > 0)
       add_outliers<Format, R>(a, row, a.packed + panel * a.panel_bytes, pair, total);
-#pragma GCC unroll 2
     for (int c = 0; c < 2; ++c) {
       const int64_t output = panel * kLinearPanel + c * 16 + pair * kLanes;
-      const int64_t count = a.out_features - output;
-      const Vec bias = load_outputs(a.bias == nullptr ? nullptr : (const T*)a.bias + output, count);
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r)
-        store_outputs((T*)a.out + (row + r) * a.out_stride + output,
-                      fused(total[r][c], set1(a.rows.scales[row + r]), bias), count);
+      const Vec* sums = total[0] + c;  // every second vector
+      a.dtype == DType::kFloat32 ? put_outputs<float>(a, row, R, output, sums)
+                                 : put_outputs<uint16_t>(a, row, R, output, sums);
     }
   }
 }
 
-template <class T, class Format, int R, class Fetch>
+// A block of kFewest to R rows.
+template <class Format, int kFewest, int R, class Fetch>
 inline void quantized_rows(const QuantizedLinearArgs& a, int64_t rows, int64_t row, int64_t panel,
                            Fetch fetch) {
-  if constexpr (R > 1) {
-    if (rows < R) return quantized_rows<T, Format, R - 1>(a, rows, row, panel, fetch);
+  if constexpr (R > kFewest) {
+    if (rows < R) return quantized_rows<Format, kFewest, R - 1>(a, rows, row, panel, fetch);
   }
-  quantized_block<T, Format, R>(a, row, panel, fetch);
+  quantized_block<Format, R>(a, row, panel, fetch);
 }
 
 // A panel passes over all blocks of rows from L2, while the next one is fetched evenly over all
 // steps. With a single block of many rows time passes between lines: it fetches its own panel.
-template <class T, class Format>
+template <class Format>
 void quantized_panels(const QuantizedLinearArgs& a, PanelRange now, PanelRange next) {
   constexpr int R = Format::kIsWhole ? kWholeRows : kQuantizedRows;
-  constexpr int64_t kUnaided = R / 2;
+  using Fetch = PanelFetch<Format::kBits / 4>;
+  constexpr int kUnaided = R / 2;  // no block of several has fewer rows
   const int64_t steps = kPairs * a.num_groups * a.group_size / 4, all_steps = a.num_blocks * steps;
   const int64_t step_bytes = min64(64, (a.panel_bytes + all_steps - 1) / all_steps);
   for (int64_t panel = now.begin; panel < now.end; ++panel) {
     const char* own = (const char*)a.packed + panel * a.panel_bytes;
     if (a.num_rows <= kUnaided) {
-      quantized_rows<T, Format, kUnaided>(a, a.num_rows, 0, panel, NoFetch{});
+      quantized_rows<Format, 1, kUnaided>(a, a.num_rows, 0, panel, NoFetch{});
       continue;
     }
     if (a.num_blocks == 1) {
-      const PanelFetch<Format::kBits / 4> ahead = {own + kLinearPrefetchBytes, Format::kBits * 16};
-      quantized_rows<T, Format, R>(a, a.num_rows, 0, panel, ahead);
+      const Fetch ahead = {own + kLinearPrefetchBytes, Format::kBits * 16};
+      quantized_rows<Format, kUnaided, R>(a, a.num_rows, 0, panel, ahead);
       continue;
     }
     const int64_t following = panel + 1 < now.end ? panel + 1 : min64(next.begin, a.num_panels - 1);
-    PanelFetch<1> fetch = {own + (following - panel) * a.panel_bytes, step_bytes};
+    Fetch fetch = {own + (following - panel) * a.panel_bytes, step_bytes};
     for (int64_t block = 0; block < a.num_blocks; ++block) {
       const int64_t row = a.first_row(block);
-      quantized_rows<T, Format, R>(a, a.first_row(block + 1) - row, row, panel, fetch);
+      quantized_rows<Format, kUnaided, R>(a, a.first_row(block + 1) - row, row, panel, fetch);
       fetch.place += step_bytes * steps;
     }
   }
@@ -359,23 +349,6 @@ struct GroupFormat {
   static constexpr int kBits = kBits_;
   static constexpr bool kHasOffsets = kHasOffsets_, kIsWhole = kIsWhole_;
 };
-
-template <class T>
-inline void quantized_linear_of(const QuantizedLinearArgs& a, PanelRange now, PanelRange next) {
-  if (a.is_whole())
-    quantized_panels<T, GroupFormat<8, false, true>>(a, now, next);
-  else if (a.offsets == Offsets::kNone)
-    a.bits == 8 ? quantized_panels<T, GroupFormat<8, false, false>>(a, now, next)
-                : quantized_panels<T, GroupFormat<4, false, false>>(a, now, next);
-  else
-    a.bits == 8 ? quantized_panels<T, GroupFormat<8, true, false>>(a, now, next)
-                : quantized_panels<T, GroupFormat<4, true, false>>(a, now, next);
-}
-
-void quantized_linear(const QuantizedLinearArgs& a, PanelRange now, PanelRange next) {
-  a.dtype == DType::kFloat32 ? quantized_linear_of<float>(a, now, next)
-                             : quantized_linear_of<uint16_t>(a, now, next);
-}
 
 // Rounding of weights to groups without offsets. Lanes are outputs, and each goes through its
 // inputs in order, so that all instruction sets choose the same numbers.
@@ -480,8 +453,44 @@ void quantize_panel(const QuantizedLinearArgs& a, int64_t panel) {
   }
 }
 
+}  // namespace
+
+// Blocks [begin, end) of rows.
+void quantize_rows(const QuantizedLinearArgs& a, int64_t begin, int64_t end) {
+  const int64_t padded = a.num_groups * a.group_size;
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t first = a.first_row(block), R = a.first_row(block + 1) - first;
+    int32_t* fours = (int32_t*)(a.rows.bytes + first * padded);
+    for (int64_t i = 0; i < R; ++i) {
+      const int64_t at = (first + i) * a.x_stride;
+      OutlierFour* outliers = a.rows.outliers + (first + i) * a.num_outliers;
+      a.rows.scales[first + i] =
+          a.dtype == DType::kFloat32
+              ? quantize_row(a, (const float*)a.x + at, R, fours + i, outliers)
+              : quantize_row(a, (const uint16_t*)a.x + at, R, fours + i, outliers);
+    }
+    int32_t* starts = a.rows.starts + first * a.num_groups;
+    put_starts(a, R, fours, starts);
+    if (a.offsets != Offsets::kNone)
+      add_high_inputs(a, R, a.rows.outliers + first * a.num_outliers, starts);
+  }
+}
+
+void quantized_linear(const QuantizedLinearArgs& a, PanelRange now, PanelRange next) {
+  if (a.is_whole())
+    quantized_panels<GroupFormat<8, false, true>>(a, now, next);
+  else if (a.offsets == Offsets::kNone)
+    a.bits == 8 ? quantized_panels<GroupFormat<8, false, false>>(a, now, next)
+                : quantized_panels<GroupFormat<4, false, false>>(a, now, next);
+  else
+    a.bits == 8 ? quantized_panels<GroupFormat<8, true, false>>(a, now, next)
+                : quantized_panels<GroupFormat<4, true, false>>(a, now, next);
+}
+
 void quantize_panels(const QuantizedLinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t panel = begin; panel < end; ++panel)
     a.dtype == DType::kFloat32 ? quantize_panel<float>(a, panel)
                                : quantize_panel<uint16_t>(a, panel);
 }
+
+}  // namespace tpengine::cpu::TPENGINE_ISA

@@ -1,4 +1,10 @@
 // Tiles of attention: which rows and keys they hold, partitions, and the result.
+#include "isa.h"
+
+namespace tpengine::cpu::TPENGINE_ISA {
+namespace {
+
+#include "attention_rows.inc"
 
 template <class F>
 inline void load_row(F* dst, const float* src, int64_t n) {
@@ -172,6 +178,8 @@ inline void attend(const AttentionArgs& a, const AttentionItem& item, const Atte
   }
 }
 
+}  // namespace
+
 void attention(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next) {
   const bool is_float = a.dtype == DType::kFloat32;
   if (a.cache_dtype == CacheDType::kInt8)
@@ -197,3 +205,5 @@ void merge_partitions(const AttentionArgs& a, const AttentionItem& item) {
       finish_row((uint16_t*)a.out + offset, state, out, a.head_dim);
   }
 }
+
+}  // namespace tpengine::cpu::TPENGINE_ISA

@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from tpengine.compat import aliases
-from tpengine.errors import IllegalMoveError
+from tpengine.errors import IllegalMoveError, RequestError
 from tpengine.inputs import NO_OWNER, Adapter, Owner
 from tpengine.messages import SamplingRules
 from tpengine.outputs import RequestMetrics
@@ -139,8 +138,8 @@ class Request:
     sequences: list[Sequence]
     metrics: RequestMetrics
     priority: int = 0
-    error: str | None = None
-    """Message for its user: why it was ignored or failed."""
+    error: RequestError | None = None
+    """Why it was ignored or failed."""
     end_token_ids: frozenset[int] = field(default_factory=frozenset)
     """Ids that end it: the model's, unless `ignore_eos`, and its `stop_token_ids`."""
     num_candidates: int = 0
@@ -185,6 +184,3 @@ class Request:
         shortest = min(map(len, token_ids))
         parting = next((i for i, (a, b) in enumerate(pairs) if a != b), shortest)
         return min(parting, shortest - 1)
-
-
-aliases.add_names(__name__)

@@ -4,6 +4,10 @@
 // kLoRAPanel outputs. Whatever is read of an adapter is one stream.
 //
 // Each number is one chain of sums in a fixed order, so that it does not depend on the other rows.
+#include "isa.h"
+
+namespace tpengine::cpu::TPENGINE_ISA {
+namespace {
 
 // Rows of a block.
 constexpr int kShrinkRows = kLanes == 16 ? 4 : 2;
@@ -180,6 +184,8 @@ inline void lora_item(const LoRAArgs& a, const LoRAItem& item, const LoRAItem* n
   }
 }
 
+}  // namespace
+
 void lora(const LoRAArgs& a, const LoRAItem& item, const LoRAItem* next) {
   if (a.dtype == DType::kFloat32) {
     a.weight_dtype == DType::kFloat32 ? lora_item<float, float>(a, item, next)
@@ -189,3 +195,5 @@ void lora(const LoRAArgs& a, const LoRAItem& item, const LoRAItem* next) {
                                       : lora_item<uint16_t, uint16_t>(a, item, next);
   }
 }
+
+}  // namespace tpengine::cpu::TPENGINE_ISA

@@ -1,0 +1,37 @@
+// What every file of kernels begins with. These files are compiled once per instruction set, with
+// its flags: TPENGINE_ISA is its name and the namespace of its kernels, and what is not a kernel
+// stands in an unnamed namespace. The files that take longest to compile have an object of their
+// own each; all other kernels are in table.cpp.
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "../kernels.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace tpengine::cpu::TPENGINE_ISA {
+
+void attention(const AttentionArgs&, const AttentionItem&, const AttentionItem* next);
+void merge_partitions(const AttentionArgs&, const AttentionItem&);
+void linear(const LinearArgs&, PanelRange now, PanelRange next);
+void lora(const LoRAArgs&, const LoRAItem&, const LoRAItem* next);
+void quantize_rows(const QuantizedLinearArgs&, int64_t begin, int64_t end);
+void quantize_panels(const QuantizedLinearArgs&, int64_t begin, int64_t end);
+void quantized_linear(const QuantizedLinearArgs&, PanelRange now, PanelRange next);
+
+namespace {
+// clang-format off: the order matters
+#include "simd.inc"
+#include "elements.inc"
+// clang-format on
+
+// Rows of a block of a quantised product: integer and float sums of a pair of vectors are 4
+// registers a row. With one group per output there are no float sums while inputs are read.
+constexpr int kQuantizedRows = kLanes == 16 ? 6 : 2, kWholeRows = 2 * kQuantizedRows;
+}  // namespace
+
+}  // namespace tpengine::cpu::TPENGINE_ISA

@@ -1,3 +1,0 @@
-#define TPENGINE_KERNELS kGenericKernels
-#define TPENGINE_ISA_NAME "generic"
-#include "all_kernels.inc"

@@ -1,0 +1,75 @@
+"""The configurations with the names that vLLM 0.5.4 has for what is in them."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from tpengine import config
+from tpengine.compat import aliases
+
+
+class ModelConfig(config.ModelConfig):
+    """`tpengine.config.ModelConfig`. Methods without a docstring return what their name says."""
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+    def get_head_size(self) -> int:
+        return self.head_dim
+
+    def get_hidden_size(self) -> int:
+        return self.hidden_size
+
+    def get_total_num_kv_heads(self) -> int:
+        return self.total_num_kv_heads
+
+    def get_num_kv_heads(self, parallel_config: config.ParallelConfig) -> int:
+        """Key and value heads of a rank; ranks share one if there are more ranks than heads."""
+        return max(1, self.total_num_kv_heads // parallel_config.tensor_parallel_size)
+
+    def get_num_attention_heads(self, parallel_config: config.ParallelConfig) -> int:
+        """Query heads of a rank."""
+        return self.total_num_heads // parallel_config.tensor_parallel_size
+
+    def get_num_layers(self, parallel_config: config.ParallelConfig) -> int:
+        """Each rank has a part of every layer."""
+        return self.num_layers
+
+
+class CacheConfig(config.CacheConfig):
+    """`tpengine.config.CacheConfig`."""
+
+    cache_dtype = property(attrgetter("kv_cache_dtype"))
+    num_gpu_blocks_override = property(attrgetter("num_device_blocks_override"))
+
+
+class ParallelConfig(config.ParallelConfig):
+    """`tpengine.config.ParallelConfig`."""
+
+    world_size = property(attrgetter("tensor_parallel_size"))
+    pipeline_parallel_size = 1
+
+    @property
+    def distributed_executor_backend(self) -> str | None:
+        """ray, mp or None."""
+        return "ray" if self.ray is not None else None if self.ranks is None else "mp"
+
+
+class SchedulerConfig(config.SchedulerConfig):
+    """`tpengine.config.SchedulerConfig`."""
+
+    chunked_prefill_enabled = property(attrgetter("enable_chunked_prefill"))
+    delay_factor, num_lookahead_slots, embedding_mode = 0.0, 0, False
+
+
+class EngineConfig(config.EngineConfig):
+    """`tpengine.config.EngineConfig`."""
+
+    model_config = property(attrgetter("model"))
+    cache_config = property(attrgetter("cache"))
+    parallel_config = property(attrgetter("parallel"))
+    scheduler_config = property(attrgetter("scheduler"))
+    lora_config = property(attrgetter("lora"))
+
+
+aliases.take_over(config, ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig, EngineConfig)
