@@ -378,13 +378,8 @@ def _reader(hint: Any, declared: Parameter) -> Callable[[Any], Any]:
         read = _list_reader(args[0], declared)
     elif origin is Mapping:
         read = _map_reader(args[1], declared)
-    elif bool in kinds and int in kinds:
-        count = _reader(int, declared)
-
-        def read(value: Any) -> Any:
-            return count(int(value) if isinstance(value, bool) else value)
     elif kinds[0] in (int, float):
-        read = _number_reader(kinds[0], declared)
+        read = _number_reader(kinds[0], declared, takes_bool=bool in kinds)
     elif isinstance(kinds[0], enum.EnumType):
         members: Any = kinds[0]
         read = functools.partial(_read_choice, {member.value: member for member in members})
@@ -397,7 +392,9 @@ def _reader(hint: Any, declared: Parameter) -> Callable[[Any], Any]:
     return lambda value: None if value is None else read(value)
 
 
-def _number_reader(kind: type[int] | type[float], declared: Parameter) -> Callable[[Any], Any]:
+def _number_reader(
+    kind: type[int] | type[float], declared: Parameter, takes_bool: bool = False
+) -> Callable[[Any], Any]:
     low, above = declared.at_least, declared.more_than
     high = min(declared.at_most, sys.float_info.max)
 
@@ -406,9 +403,11 @@ def _number_reader(kind: type[int] | type[float], declared: Parameter) -> Callab
             return value
         number: int | float
         try:
-            if isinstance(value, bool) or not (kind is int or isinstance(value, Real)):
-                raise TypeError  # bool is a subclass of int
-            number = index(value) if kind is int else float(value)
+            if isinstance(value, bool) and not takes_bool:  # bool is a subclass of int
+                raise TypeError
+            if kind is float and not isinstance(value, Real):
+                raise TypeError
+            number = int(index(value)) if kind is int else float(value)
         except OverflowError:
             number = math.inf
         except TypeError:

@@ -31,12 +31,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
 
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
-    ({"presence_penalty": 2.1}, r"presence_penalty must be at least -2 and at most 2, got 2.1"),
-    ({"presence_penalty": math.nan}, "presence_penalty .* got nan"),
-    ({"frequency_penalty": -2.5}, r"frequency_penalty must be at least -2 and at most 2, got -2.5"),
-    ({"frequency_penalty": True}, "frequency_penalty must be a number, got True"),
-    ({"repetition_penalty": 0.0}, r"repetition_penalty must be more than 0 and at most 2, got 0.0"),
-    ({"repetition_penalty": math.inf}, "repetition_penalty .* got inf"),
     ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\] .* got nan"),
     ({"logit_bias": {5: -math.inf}}, r"logit_bias\[5\] .* got -inf"),
     (
@@ -64,7 +58,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"logits_processors": ["a b:c"]}, '"module:function"'),
     ({"logits_processors": 3}, "logits_processors must be a list, got 3"),
     ({"n": 3, "best_of": 2}, "best_of must be at least n = 3, got 2"),
-    ({"n": 0}, "n must be at least 1, got 0"),
     ({"n": 2, "temperature": 0.0}, "use_beam_search=True, or a temperature above 0"),
     ({"best_of": 2, "temperature": 0.0}, "use_beam_search=True, or a temperature above 0"),
     ({"n": 2, "use_beam_search": True}, "beam search needs temperature = 0.0, got 1.0"),
