@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tpengine.sampling_params import LogitsProcessor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingRules:
     """How ranks choose the tokens of one request.
 

@@ -124,7 +124,6 @@ def _random_params(rng: random.Random) -> SamplingRules:
         bad_words_token_ids=maybe([ids(1, 3) for _ in range(rng.randint(1, 40))], ()),
         allowed_token_ids=maybe(ids(1, 20), None),
         min_tokens=maybe(rng.randint(1, 12), 0),
-        max_tokens=None,
     )
 
 
