@@ -76,7 +76,7 @@ class QueueFullError(RequestError):
         retry_after_s: seconds until there may be room, estimated from the queue's recent speed.
     """
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message, retry_after_s)
         self.retry_after_s = retry_after_s
 

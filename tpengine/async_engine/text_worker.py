@@ -20,7 +20,6 @@ from tpengine.errors import EngineDeadError, QueueFullError
 
 _SHORT_IDS = 2048
 """To check this many ids takes less time than to hand them to another thread and back."""
-_RETRY_AFTER_S = 1.0
 Answer = TypeVar("Answer")
 _Work = tuple[Callable[[], Any], asyncio.Future[Any]]
 
@@ -69,8 +68,7 @@ class TextWorker:
         if len(self._texts) >= self._max_texts:
             raise QueueFullError(
                 f"{len(self._texts)} texts wait already for the tokenizer, and no more than "
-                f"{self._max_texts} may; try again later",
-                _RETRY_AFTER_S,
+                f"{self._max_texts} may; try again later"
             )
         return await self._begin(self._texts, work)
 

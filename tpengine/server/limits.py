@@ -34,7 +34,6 @@ MAX_ERROR_TEXT = 400
 """Bytes of an error's text. It travels in trailers, which clients bound at 8 KiB."""
 MAX_ROLE_BYTES = 64
 _SLACK = 4
-_RETRY_AFTER_S = 1.0
 _MAX_CALLS = 4096
 _NUM_DOORS = 2
 _OWN_FILES = 256
@@ -184,13 +183,11 @@ class OpenCalls:
         if of_client >= most:
             raise QueueFullError(
                 f"{of_client} calls of yours are open or unread, and one client may have {most} "
-                "(--max-client-requests); read or end some, and try again",
-                retry_after_s=_RETRY_AFTER_S,
+                "(--max-client-requests); read or end some, and try again"
             )
         if self._num >= self._limits.places:
             raise QueueFullError(
-                f"{self._num} calls are open at this server, and no more may be; try again later",
-                retry_after_s=_RETRY_AFTER_S,
+                f"{self._num} calls are open at this server, and no more may be; try again later"
             )
         self._num += 1
         self._of_client[client] += 1
@@ -217,8 +214,7 @@ class OpenCalls:
             raise QueueFullError(
                 f"{num_detached} requests of yours run without a reader, and together with your "
                 f"open calls one client may have {most} (--max-client-requests); resume or abort "
-                "some, and try again",
-                retry_after_s=_RETRY_AFTER_S,
+                "some, and try again"
             )
 
     def _forget(self, client: str) -> None:

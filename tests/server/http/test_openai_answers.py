@@ -217,7 +217,7 @@ def test_an_answer_is_held(door: Door, fields: dict[str, Any]) -> None:
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema or structural"),
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema", "is missing"),
         ({"response_format": {"type": "text", "a": 1}}, "response_format.a", "not a field"),
-        ({"structured_outputs": {"json": 5}}, "structured_outputs", "must be a JSON schema"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs", "must be a JSON object"),
         ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs", "Invalid type: x"),
         ({"structured_outputs": {"regex": "b[a&&b]"}, "max_tokens": 9}, "_outputs", "no text ful"),
         (
