@@ -8,9 +8,46 @@ sequence loses its slot and comes back in full.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tpengine.sampling_params import SamplingParams
+from tpengine.sampling_params import LogitsProcessor
+
+
+@dataclass(slots=True)
+class SamplingRules:
+    """How ranks choose the tokens of one request.
+
+    The driver makes it when the request is added: fields have the name and the value of the field
+    of `SamplingParams`, except those with another form, which say so.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    """With the ids of `bad_words`."""
+    logprobs: int | None = None
+    """The size of the vocabulary if all are asked for."""
+    prompt_logprobs: int | None = None
+    """The same."""
+    logits_processors: list[LogitsProcessor | str | bytes] | None = None
+    """Functions are pickled if they leave the driver's process."""
+    grammar: str | None = None
+    """Of `structured_outputs`: see `structured.constraints.to_grammar`."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a penalty is set, so that logits depend on earlier tokens."""
+        neutral = (0.0, 0.0, 1.0)
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != neutral
 
 
 @dataclass(slots=True)
@@ -23,7 +60,7 @@ class NewSequence:
     num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: list[int]
-    sampling_params: SamplingParams
+    rules: SamplingRules
     seed: int
     index: int
     """Index of the sequence in its request; its noise is a function of (seed, index, position)."""

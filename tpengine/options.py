@@ -14,6 +14,7 @@ import functools
 import inspect
 import json
 import math
+import reprlib
 import sys
 import textwrap
 import types
@@ -116,8 +117,8 @@ def option(default: Any, choices: tuple[Any, ...] = (), **declared: Any) -> Any:
 class Options:
     """Base of dataclasses whose fields are all made by `option`.
 
-    The docstring below a field is its text in `--help`. The default is added to it, unless the
-    docstring itself says "default: ...".
+    The first paragraph of the docstring below a field is its text in `--help`. The default is added
+    to it, unless the docstring itself says "default: ...".
 
     Attributes:
         group: title of the options in `--help`.
@@ -165,19 +166,14 @@ class Options:
     def _add_options(
         cls, parser: argparse.ArgumentParser, specs: Iterable[dataclasses.Field[Any]]
     ) -> None:
-        import argparse
 
         group = parser.add_argument_group(cls.group)
         hints = typing.get_type_hints(cls)
         texts = docstrings_of_fields(cls)
         for spec in specs:
-            declared: Declaration = spec.metadata["option"]
-            words = reading(declared, hints[spec.name])
-            words |= {"default": spec.default, "help": argparse.SUPPRESS}
-            if not declared.is_hidden:
-                words["help"] = texts[spec.name].replace("%", "%%").removesuffix(".")
-                words["help"] += _default_in_words(spec, texts[spec.name])
-            group.add_argument(*filter(None, [option_name(spec.name), declared.short]), **words)
+            declared = spec.metadata["option"]
+            hint, text = hints[spec.name], texts.get(spec.name, "")  # a hidden one needs none
+            add_option(group, spec.name, declared, hint, spec.default, text)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
@@ -192,12 +188,24 @@ def each(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def option_name(field: str) -> str:
-    """The name of a field's option: of `max_num_seqs` it is `--max-num-seqs`."""
-    return "--" + field.replace("_", "-")
+def add_option(
+    group: Any, name: str, declared: Declaration, hint: Any, default: Any, text: str
+) -> None:
+    """Adds the option of a field to a group of options: of `max_num_seqs` it is `--max-num-seqs`.
+
+    Args:
+        hint: type of the field.
+        text: for `--help`.
+    """
+    import argparse  # programs without a command line do without it
+
+    words = _reading(declared, hint) | {"default": default, "help": argparse.SUPPRESS}
+    if not declared.is_hidden:
+        words["help"] = text.replace("%", "%%").removesuffix(".") + _default_in_words(default, text)
+    group.add_argument(*filter(None, ["--" + name.replace("_", "-"), declared.short]), **words)
 
 
-def reading(declared: Declaration, hint: Any) -> dict[str, Any]:
+def _reading(declared: Declaration, hint: Any) -> dict[str, Any]:
     """How argparse reads an option: the arguments of `add_argument` without default and help."""
     import argparse  # programs without a command line do without it
 
@@ -227,23 +235,23 @@ def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return read_or_none
 
 
-def _default_in_words(spec: dataclasses.Field[Any], text: str) -> str:
+def _default_in_words(default: Any, text: str) -> str:
     """The end of a line in `--help`; empty if the field's docstring names the default."""
-    if isinstance(spec.default, bool):
-        return f" (default: {'on' if spec.default else 'off'})"
-    return "" if spec.default is None or "default: " in text else " (default: %(default)s)"
+    if isinstance(default, bool):
+        return f" (default: {'on' if default else 'off'})"
+    return "" if default is None or "default: " in text else " (default: %(default)s)"
 
 
 def docstrings_of_fields(cls: type) -> dict[str, str]:
-    """The docstring below each field of a class and of its bases, by name. It is read from the
-    source, since Python does not keep it."""
+    """The first paragraph of the docstring below each field of a class and of its bases, by name.
+    It is read from the source, since Python does not keep it."""
     texts: dict[str, str] = {}
     for one in filter(dataclasses.is_dataclass, cls.__mro__):
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
         for before, after in pairwise(ast.iter_child_nodes(body)):
             match before, after:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    texts.setdefault(name, " ".join(text.split()))
+                    texts.setdefault(name, " ".join(text.partition("\n\n")[0].split()))
     return texts
 
 
@@ -302,8 +310,7 @@ class Parameter(Declaration):
         doors: protocols that have it; all of them have its name.
         max_entries: bound of its entries over a protocol: an attribute of `server.limits.Limits`.
         endless: its numbers above the length of a sequence all mean the same.
-        help_default: what it is where a command does not have its option, for `--help`; None: it is
-            no option of a command.
+        is_option: whether commands have an option for it.
     """
 
     besides: float | None = None
@@ -311,13 +318,13 @@ class Parameter(Declaration):
     doors: tuple[str, ...] = ("grpc", "http")
     max_entries: str = ""
     endless: bool = False
-    help_default: str | None = None
+    is_option: bool = False
 
 
 def parameter(default: Any, choices: tuple[Any, ...] = (), **declared: Any) -> Any:
     """A field of a dataclass of parameters with its default and its `Parameter`.
 
-    The docstring below the field says what it does; the first sentence is its text in `--help`.
+    The first paragraph of the docstring below the field is its text in `--help`.
     """
     metadata = {"option": Parameter(choices, **declared)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -371,13 +378,8 @@ def _reader(hint: Any, declared: Parameter) -> Callable[[Any], Any]:
         read = _list_reader(args[0], declared)
     elif origin is Mapping:
         read = _map_reader(args[1], declared)
-    elif bool in kinds and int in kinds:
-        count = _reader(int, declared)
-
-        def read(value: Any) -> Any:
-            return count(int(value) if isinstance(value, bool) else value)
     elif kinds[0] in (int, float):
-        read = _number_reader(kinds[0], declared)
+        read = _number_reader(kinds[0], declared, takes_bool=bool in kinds)
     elif isinstance(kinds[0], enum.EnumType):
         members: Any = kinds[0]
         read = functools.partial(_read_choice, {member.value: member for member in members})
@@ -390,7 +392,9 @@ def _reader(hint: Any, declared: Parameter) -> Callable[[Any], Any]:
     return lambda value: None if value is None else read(value)
 
 
-def _number_reader(kind: type[int] | type[float], declared: Parameter) -> Callable[[Any], Any]:
+def _number_reader(
+    kind: type[int] | type[float], declared: Parameter, takes_bool: bool = False
+) -> Callable[[Any], Any]:
     low, above = declared.at_least, declared.more_than
     high = min(declared.at_most, sys.float_info.max)
 
@@ -399,14 +403,16 @@ def _number_reader(kind: type[int] | type[float], declared: Parameter) -> Callab
             return value
         number: int | float
         try:
-            if isinstance(value, bool) or not (kind is int or isinstance(value, Real)):
-                raise TypeError  # bool is a subclass of int
-            number = index(value) if kind is int else float(value)
+            if isinstance(value, bool) and not takes_bool:  # bool is a subclass of int
+                raise TypeError
+            if kind is float and not isinstance(value, Real):
+                raise TypeError
+            number = int(index(value)) if kind is int else float(value)
         except OverflowError:
             number = math.inf
         except TypeError:
             noun = "an integer" if kind is int else "a number"
-            raise WrongValueError(f" must be {noun}, got {value!r}") from None
+            raise WrongValueError(f" must be {noun}, got {reprlib.repr(value)}") from None
         if number != declared.besides and (problem := declared.problem(number)):
             raise WrongValueError(problem)
         return number
@@ -436,8 +442,8 @@ def _list_reader(kind: Any, declared: Parameter) -> Callable[[Any], Any]:
                 return []
             if isinstance(value, str) and kind is str:
                 value = [value]
-            if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-                raise WrongValueError(f" must be a list, got {value!r}")
+            if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+                raise WrongValueError(f" must be a list, got {reprlib.repr(value)}")
         items: list[Any] = []
         try:
             for item in value:
@@ -457,7 +463,7 @@ def _map_reader(kind: Any, declared: Parameter) -> Callable[[Any], Any]:
 
     def read(value: Any) -> dict[int, Any]:
         if not isinstance(value, Mapping):
-            raise WrongValueError(f" must map ids to numbers, got {value!r}")
+            raise WrongValueError(f" must map ids to numbers, got {reprlib.repr(value)}")
         items: dict[int, Any] = {}
         key = token_id = None
         try:
@@ -478,13 +484,15 @@ def _read_choice(choices: dict[Any, Any], value: Any) -> Any:
     for name, choice in choices.items():
         if value is choice or (type(value) is type(name) and value == name):
             return choice
-    raise WrongValueError(f" must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    raise WrongValueError(
+        f" must be one of {', '.join(map(repr, choices))}, got {reprlib.repr(value)}"
+    )
 
 
 def _read_plain(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
         noun = {bool: "True or False", str: "a text"}.get(kind, f"a {kind.__name__}")
-        raise WrongValueError(f" must be {noun}, got {value!r:.80}")
+        raise WrongValueError(f" must be {noun}, got {reprlib.repr(value)}")
     return value
 
 

@@ -33,8 +33,7 @@ LogitsProcessor = Callable[[list[int], Any], Any] | Callable[[list[int], list[in
 """A function of (output ids, logits) or (prompt ids, output ids, logits) that returns logits."""
 WHOLE_VOCABULARY = -1
 """As `logprobs` or `prompt_logprobs`."""
-_MAX_LOGIT_BIAS = 1_000_000
-"""Far more than logits differ, and far from float32's limits."""
+_refusal = InvalidSamplingParamsError.of_field
 _MOST_TOKENS = (1 << 31) - 1  # no vocabulary has more
 _EPSILON = 1e-5
 """A temperature below it is 0, and a length penalty that differs from 1 by less is neutral."""
@@ -186,47 +185,32 @@ class SamplingParams:
     """Subtracted from the logit of every token in the output."""
     frequency_penalty: float = parameter(0.0, at_least=-2, at_most=2)
     """Subtracted once for each time that the token is in the output."""
-    repetition_penalty: float = parameter(
-        1.0, more_than=0, at_most=2, help_default="what the model recommends, else 1"
-    )
-    """Divides positive logits, and multiplies negative ones, of tokens in prompt or output, in
-    (0, 2]; 1 is neutral. Keskar et al. 2019."""
-    temperature: float = parameter(
-        1.0,
-        at_least=0,
-        help_default="what the model recommends in its generation_config.json, or a GGUF file "
-        "under general.sampling, with do_sample: false 0, and 0.7 if it recommends nothing",
-    )
-    """How freely tokens are drawn: logits are divided by it; 0 takes the most likely token. Below
-    1e-5 it becomes 0; top_p, top_k and min_p then become neutral, since they change nothing."""
-    top_p: float = parameter(
-        1.0,
-        more_than=0,
-        at_most=1,
-        help_default="what the model recommends, and 0.9 if it recommends nothing",
-    )
-    """Draw from the most likely tokens whose probabilities reach this sum, in (0, 1]."""
-    top_k: int = parameter(
-        -1,
-        at_least=1,
-        besides=-1,
-        advice="-1 keeps all tokens",
-        help_default="what the model recommends, else -1",
-    )
-    """Draw from this many most likely tokens; -1 draws from all."""
-    min_p: float = parameter(
-        0.0, at_least=0, at_most=1, help_default="what the model recommends, else 0"
-    )
-    """Leave out tokens below this share of the most likely one's probability, in [0, 1]."""
-    seed: int | None = parameter(
-        None,
-        at_least=-(2**63),
-        at_most=2**64 - 1,
-        help_default="made from the engine's seed and the number of the request, so that "
-        "`tpengine generate` repeats its texts, and a server does not",
-    )
-    """Seed of each prompt: makes its samples the same in every run, independent of other requests.
-    -1 becomes None."""
+    repetition_penalty: float = parameter(1.0, more_than=0, at_most=2, is_option=True)
+    """Make tokens of prompt and output less likely, in (0, 2]; 1 is neutral; default: what the
+    model recommends, else 1.
+
+    Divides positive logits, and multiplies negative ones (Keskar et al. 2019)."""
+    temperature: float = parameter(1.0, at_least=0, is_option=True)
+    """How freely tokens are drawn; 0 takes the most likely one; default: what the model recommends
+    in its generation_config.json, or a GGUF file under general.sampling, with do_sample: false 0,
+    and 0.7 if it recommends nothing. A client leaves this to its server.
+
+    Logits are divided by it. Below 1e-5 it becomes 0; top_p, top_k and min_p then become neutral,
+    since they change nothing."""
+    top_p: float = parameter(1.0, more_than=0, at_most=1, is_option=True)
+    """Draw from the most likely tokens whose probabilities reach this sum, in (0, 1]; default: what
+    the model recommends, and 0.9 if it recommends nothing."""
+    top_k: int = parameter(-1, at_least=1, besides=-1, advice="-1 keeps all tokens", is_option=True)
+    """Draw from this many most likely tokens; -1 draws from all; default: what the model
+    recommends, else -1."""
+    min_p: float = parameter(0.0, at_least=0, at_most=1, is_option=True)
+    """Leave out tokens below this share of the most likely one's probability, in [0, 1]; default:
+    what the model recommends, else 0."""
+    seed: int | None = parameter(None, at_least=-(2**63), at_most=2**64 - 1, is_option=True)
+    """Seed of each prompt; default: made from the engine's seed and the number of the request, so
+    that `tpengine generate` repeats its texts, and a server does not.
+
+    Makes the samples the same in every run, independent of other requests. -1 becomes None."""
     use_beam_search: bool = parameter(False)
     """Keep the `best_of` most likely sequences, without sampling; temperature must be 0, top_p,
     top_k and min_p neutral, and no stop strings."""
@@ -237,25 +221,22 @@ class SamplingParams:
     """When beam search ends, as in transformers. True: with the `best_of`th complete beam. False:
     when no running beam is better than the worst complete one at its present length. "never": when
     no running beam can become better at any length."""
-    stop: list[str] | Any = parameter(
-        (), max_entries="max_stops", metavar="TEXT", help_default="no text"
-    )
-    """Text that ends the output; may be given more than once. In Python one string or several;
-    becomes a list. It is removed from the output unless `include_stop_str_in_output`."""
+    stop: list[str] | Any = parameter((), max_entries="max_stops", metavar="TEXT", is_option=True)
+    """Text that ends the output; may be given more than once.
+
+    In Python one string or several; becomes a list. It is removed from the output unless
+    `include_stop_str_in_output`."""
     stop_token_ids: list[int] | Any = parameter((), at_least=0, max_entries="max_stops")
     """Tokens that end the output, as the model's end tokens do. Becomes a list."""
     include_stop_str_in_output: bool = parameter(False)
     """Leave the stop string, or the stop token, in the output."""
-    ignore_eos: bool = parameter(False, help_default="off")
+    ignore_eos: bool = parameter(False, is_option=True)
     """Go on after the model's end tokens."""
-    max_tokens: int | None = parameter(
-        16,
-        at_least=1,
-        endless=True,
-        help_default="max_new_tokens of the model's generation_config.json, else 100, and 1024 in "
-        "`tpengine chat`; `tpengine client chat` always asks for 1024",
-    )
-    """Most tokens to generate. None: as many as the model's length allows."""
+    max_tokens: int | None = parameter(16, at_least=1, endless=True, is_option=True)
+    """Most tokens to generate; default: max_new_tokens of the model's generation_config.json, else
+    100, and 1024 in `tpengine chat`; `tpengine client chat` always asks for 1024.
+
+    None: as many as the model's length allows."""
     min_tokens: int = parameter(0, at_least=0, endless=True)
     """No end token and no stop before this many output tokens."""
     logprobs: int | bool | None = parameter(None, at_least=WHOLE_VOCABULARY)
@@ -287,12 +268,10 @@ class SamplingParams:
     output_kind: RequestOutputKind = parameter(RequestOutputKind.CUMULATIVE, doors=())
     """What the engine reports while the request runs."""
     logit_bias: Mapping[int, float] | None = parameter(
-        None,
-        at_least=-_MAX_LOGIT_BIAS,
-        at_most=_MAX_LOGIT_BIAS,
-        max_entries="max_token_rules",
+        None, at_least=-1_000_000, at_most=1_000_000, max_entries="max_token_rules"
     )
-    """Added to the logits of these ids."""
+    """Added to the logits of these ids. The limits are far more than logits differ, and far from
+    those of float32."""
     allowed_token_ids: list[int] | Any | None = parameter(
         None, at_least=0, max_entries="max_token_rules"
     )
@@ -308,16 +287,14 @@ class SamplingParams:
     """Special tokens that `skip_special_tokens` does not leave out. A server sets it to find calls
     of tools."""
     structured_outputs: StructuredOutputsParams | Any | None = parameter(
-        None,
-        read=StructuredOutputsParams.read,
-        metavar="JSON",
-        help_default="any output",
+        None, read=StructuredOutputsParams.read, metavar="JSON", is_option=True
     )
-    """What each output must look like, as in '{"choice": ["yes", "no"]}' or '{"json": SCHEMA}': one
-    of json, json_object, regex, choice, grammar and structural_tag (docs/structured.md). In Python
-    `StructuredOutputsParams` or a dict of its fields. The model's end tokens end the output where
-    the constraint is complete, also with `ignore_eos`. Such an output follows the constraint; one
-    with finish reason length is the beginning of an output that does."""
+    """What the output must look like, as in '{"choice": ["yes", "no"]}' or '{"json": SCHEMA}': one
+    of json, json_object, regex, choice, grammar and structural_tag (docs/structured.md).
+
+    In Python `StructuredOutputsParams` or a dict of its fields. The model's end tokens end the
+    output where the constraint is complete, also with `ignore_eos`. Such an output follows the
+    constraint; one with finish reason length is the beginning of an output that does."""
 
     __hash__ = object.__hash__  # by identity, as in vLLM, because attributes change
 
@@ -333,12 +310,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether a penalty is set, so that logits depend on earlier tokens."""
-        neutral = (0.0, 0.0, 1.0)
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != neutral
 
     @property
     def num_sequences(self) -> int:
@@ -472,10 +443,6 @@ class SamplingParams:
                 raise InvalidSamplingParamsError(
                     f"beam search needs {name} = {value!r}, got {getattr(self, name)!r}", field=name
                 )
-
-
-def _refusal(field: str, problem: str) -> InvalidSamplingParamsError:
-    return InvalidSamplingParamsError(f"{field} {problem}", field=field)
 
 
 @dataclass(frozen=True, slots=True)

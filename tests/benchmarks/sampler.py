@@ -18,8 +18,7 @@ import torch
 from benchmarks.common import add_numbers
 from tpengine.bench.harness import report_head
 from tpengine.layers.sampler import noise_keys, sample
-from tpengine.messages import NewSequence
-from tpengine.sampling_params import SamplingParams
+from tpengine.messages import NewSequence, SamplingRules
 from tpengine.worker.sampling_state import SamplingSlots
 
 _SEED = 0
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stages(vocab_size: int) -> Iterator[tuple[str, SamplingParams]]:
+def _stages(vocab_size: int) -> Iterator[tuple[str, SamplingRules]]:
     rng = np.random.default_rng(_SEED)
 
     def ids(count: int) -> list[int]:
@@ -79,7 +78,7 @@ def _stages(vocab_size: int) -> Iterator[tuple[str, SamplingParams]]:
         "temperature, top-k, top-p": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
     }
     for name, fields in values.items():
-        yield name, SamplingParams(**({"temperature": 0.0} | fields))
+        yield name, SamplingRules(**({"temperature": 0.0} | fields))
 
 
 def do_nothing(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -90,7 +89,7 @@ def do_nothing(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 class _Stage:
     """A batch whose rows all have the same parameters."""
 
-    def __init__(self, params: SamplingParams, args: argparse.Namespace) -> None:
+    def __init__(self, params: SamplingRules, args: argparse.Namespace) -> None:
         rng = np.random.default_rng(_SEED)
         length = args.prompt_tokens + args.output_tokens
         self._slots = SamplingSlots(args.rows, torch.device("cpu"))

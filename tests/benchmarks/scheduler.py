@@ -9,6 +9,7 @@ import time
 from benchmarks.common import add_numbers
 from tpengine.bench.harness import report_head
 from tpengine.config import SchedulerConfig
+from tpengine.messages import SamplingRules
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import BlockManager, Scheduler, StepDecisions
@@ -93,6 +94,7 @@ def _request(index: int, params: SamplingParams) -> Request:
         prompt=None,
         prompt_token_ids=token_ids,
         sampling_params=params,
+        rules=SamplingRules(),
         seed=index,
         arrival_index=index,
         sequences=[Sequence(index, 0, token_ids.copy(), len(token_ids))],

@@ -16,8 +16,14 @@ import torch
 from distributed.ranks import ADDRESS, Rank
 from tpengine.config import EngineConfig
 from tpengine.layers.attention import Attention
-from tpengine.messages import MemoryLedger, NewSequence, Rendezvous, StepInput, StepOutput
-from tpengine.sampling_params import SamplingParams
+from tpengine.messages import (
+    MemoryLedger,
+    NewSequence,
+    Rendezvous,
+    SamplingRules,
+    StepInput,
+    StepOutput,
+)
 from tpengine.worker import device
 from tpengine.worker.worker import Worker
 
@@ -26,9 +32,9 @@ NUM_STEPS = 24
 BLOCK_SIZE = 16
 PROMPT_LENGTHS = (5, 40, 17)
 PARAMS = (
-    SamplingParams(temperature=0.0, max_tokens=NUM_STEPS),
-    SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, logprobs=2, repetition_penalty=1.3),
-    SamplingParams(temperature=1.0, max_tokens=NUM_STEPS, prompt_logprobs=1),
+    SamplingRules(temperature=0.0),
+    SamplingRules(temperature=0.0, logprobs=2, repetition_penalty=1.3),
+    SamplingRules(temperature=1.0, prompt_logprobs=1),
 )
 
 

@@ -17,9 +17,10 @@ from support.byte_llama import VOCAB_SIZE, make_engine, run, write
 from transformers import ByT5Tokenizer
 
 from tpengine import LLMEngine, SamplingParams
-from tpengine.engine.requests import read_sampling_params
+from tpengine.engine.requests import read_sampling_params, sampling_rules
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError
+from tpengine.messages import SamplingRules
 from tpengine.sampling_params import load_logits_processor
 
 
@@ -30,12 +31,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
 
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
-    ({"presence_penalty": 2.1}, r"presence_penalty must be at least -2 and at most 2, got 2.1"),
-    ({"presence_penalty": math.nan}, "presence_penalty .* got nan"),
-    ({"frequency_penalty": -2.5}, r"frequency_penalty must be at least -2 and at most 2, got -2.5"),
-    ({"frequency_penalty": True}, "frequency_penalty must be a number, got True"),
-    ({"repetition_penalty": 0.0}, r"repetition_penalty must be more than 0 and at most 2, got 0.0"),
-    ({"repetition_penalty": math.inf}, "repetition_penalty .* got inf"),
     ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\] .* got nan"),
     ({"logit_bias": {5: -math.inf}}, r"logit_bias\[5\] .* got -inf"),
     (
@@ -63,7 +58,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"logits_processors": ["a b:c"]}, '"module:function"'),
     ({"logits_processors": 3}, "logits_processors must be a list, got 3"),
     ({"n": 3, "best_of": 2}, "best_of must be at least n = 3, got 2"),
-    ({"n": 0}, "n must be at least 1, got 0"),
     ({"n": 2, "temperature": 0.0}, "use_beam_search=True, or a temperature above 0"),
     ({"best_of": 2, "temperature": 0.0}, "use_beam_search=True, or a temperature above 0"),
     ({"n": 2, "use_beam_search": True}, "beam search needs temperature = 0.0, got 1.0"),
@@ -144,16 +138,17 @@ def read(
     tokenizer: Any = None,
     is_local: bool = True,
     **model: Any,
-) -> SamplingParams:
+) -> SamplingRules:
     config = replace(engine.get_model_config(), **model)
-    return read_sampling_params(params, config, tokenizer, is_local=is_local)
+    params = read_sampling_params(params, config, tokenizer)
+    return sampling_rules(params, config, tokenizer, is_local=is_local)
 
 
 def test_texts_need_a_tokenizer(engine: LLMEngine) -> None:
-    with pytest.raises(InvalidSamplingParamsError, match="bad_words need a tokenizer"):
+    with pytest.raises(InvalidSamplingParamsError, match="bad_words needs a tokenizer"):
         read(engine, SamplingParams(bad_words=["x"]))
     params = SamplingParams(bad_words_token_ids=[[3, 4]])
-    assert read(engine, params) == params
+    assert read(engine, params) == SamplingRules(bad_words_token_ids=[[3, 4]])
 
 
 def test_bad_words_become_ids_with_and_without_space(engine: LLMEngine) -> None:
@@ -162,7 +157,6 @@ def test_bad_words_become_ids_with_and_without_space(engine: LLMEngine) -> None:
     given = params.clone()
     found = read(engine, params, tokenizer)
     assert params == given, "the user's object was changed"
-    assert found.bad_words == []
     words = [[9, 9], *(tokenizer.encode(w, False) for w in ("ab", " ab", "xy", " xy"))]
     assert found.bad_words_token_ids == words
     assert [len(word) for word in words] == [2, 1, 1, 2, 3]
@@ -207,7 +201,7 @@ def test_a_prompt_is_cut_to_its_last_tokens(engine: LLMEngine) -> None:
 
 def test_spaces_between_special_tokens(engine: LLMEngine) -> None:
     params = SamplingParams(spaces_between_special_tokens=False)
-    assert read(engine, params, engine.tokenizer) == params
+    read(engine, params, engine.tokenizer)
     slow = Tokenizer(ByT5Tokenizer())
     with pytest.raises(InvalidSamplingParamsError, match="spaces_between_special_tokens = False"):
         read(engine, params, slow)

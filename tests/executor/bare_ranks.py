@@ -13,13 +13,13 @@ from typing import Any
 
 import ray
 
-from tpengine import EngineArgs, SamplingParams
+from tpengine import EngineArgs
 from tpengine.errors import RankLoss
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.launch.ray_home import RayHome
 from tpengine.executor.local_executor import create_executor
-from tpengine.messages import MemoryLedger, NewSequence, StepInput
+from tpengine.messages import MemoryLedger, NewSequence, SamplingRules, StepInput
 
 PROMPT = [5, 6, 7, 8, 9]
 NUM_TOKENS = 16
@@ -91,7 +91,7 @@ class BareRanks:
     def generate(self) -> list[int]:
         """The prompt's continuation."""
         output: list[int] = []
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+        params = SamplingRules(temperature=0.0)
         new = NewSequence(0, PROMPT, len(PROMPT), 0, list(range(1, 9)), params, 0, 0, [])
         step = StepInput(
             self._count(),

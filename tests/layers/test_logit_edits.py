@@ -19,8 +19,7 @@ from transformers import (
 from tpengine.layers import logit_edits
 from tpengine.layers.logit_edits import apply_edits
 from tpengine.layers.sampler import noise_keys, sample
-from tpengine.messages import NewSequence
-from tpengine.sampling_params import SamplingParams
+from tpengine.messages import NewSequence, SamplingRules
 from tpengine.worker.sampling_state import SamplingSlots
 
 VOCAB_SIZE = 31
@@ -31,7 +30,7 @@ END_TOKEN_ID = 2
 
 @dataclass
 class _Sequence:
-    params: SamplingParams
+    params: SamplingRules
     token_ids: list[int]
     num_prompt_tokens: int
 
@@ -110,14 +109,14 @@ def _reference(sequence: _Sequence, logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(row)
 
 
-def _random_params(rng: random.Random) -> SamplingParams:
+def _random_params(rng: random.Random) -> SamplingRules:
     def maybe(value, neutral):
         return value if rng.random() < 0.4 else neutral
 
     def ids(low: int, high: int) -> list[int]:
         return [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(low, high))]
 
-    return SamplingParams(
+    return SamplingRules(
         presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
         frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
         repetition_penalty=maybe(rng.uniform(0.3, 2), 1.0),
@@ -125,7 +124,6 @@ def _random_params(rng: random.Random) -> SamplingParams:
         bad_words_token_ids=maybe([ids(1, 3) for _ in range(rng.randint(1, 40))], ()),
         allowed_token_ids=maybe(ids(1, 20), None),
         min_tokens=maybe(rng.randint(1, 12), 0),
-        max_tokens=None,
     )
 
 
@@ -176,7 +174,7 @@ def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_edits_nothing_is_gathered() -> None:
     batch = _Batch()
     for slot in range(4):
-        batch.enter(slot, _Sequence(SamplingParams(temperature=0), [1, 2, 3], 3))
+        batch.enter(slot, _Sequence(SamplingRules(temperature=0), [1, 2, 3], 3))
     batch.append([0, 1, 2, 3], [5, 6, 7, 8])
     gathered = batch.gather([0, 1, 2, 3])
     assert gathered.edits is None
@@ -185,7 +183,7 @@ def test_without_edits_nothing_is_gathered() -> None:
     assert sample(logits, gathered).token_ids.tolist() == before.argmax(dim=1).tolist()
     assert torch.equal(logits, before)
     # A sequence with edits has left again.
-    params = SamplingParams(repetition_penalty=1.5, logit_bias={3: 1.0}, min_tokens=3)
+    params = SamplingRules(repetition_penalty=1.5, logit_bias={3: 1.0}, min_tokens=3)
     batch.enter(5, _Sequence(params, [1, 2], 2))
     assert batch.gather([0, 1]).edits is None
     assert batch.gather([0, 5]).edits is not None
@@ -197,8 +195,8 @@ def test_penalties_on_output_do_not_hold_the_prompt() -> None:
     """Their cost grows with the output only."""
     batch = _Batch()
     prompt = list(range(20))
-    batch.enter(0, _Sequence(SamplingParams(presence_penalty=1.0), prompt, 20))
-    batch.enter(1, _Sequence(SamplingParams(presence_penalty=1.0), prompt, 20))
+    batch.enter(0, _Sequence(SamplingRules(presence_penalty=1.0), prompt, 20))
+    batch.enter(1, _Sequence(SamplingRules(presence_penalty=1.0), prompt, 20))
     batch.append([0, 1], [3, 4])
     edits = batch.gather([0, 1]).edits
     assert set(edits.penalties.tokens.ids.flatten().tolist()) == {3, 4}
@@ -207,7 +205,7 @@ def test_penalties_on_output_do_not_hold_the_prompt() -> None:
 
 def test_words_longer_than_the_sequence_are_not_compared() -> None:
     batch = _Batch()
-    params = SamplingParams(bad_words_token_ids=[[9, 9, 4], [9, 9, 9, 5], [9, 6]])
+    params = SamplingRules(bad_words_token_ids=[[9, 9, 4], [9, 9, 9, 5], [9, 6]])
     batch.enter(0, _Sequence(params, [9], 1))
     batch.enter(1, _Sequence(params, [9, 9], 2))
     edits = batch.gather([0, 1]).edits
@@ -221,7 +219,8 @@ def test_a_processor_keeps_logits_of_its_own() -> None:
     """The tensor that it gets holds one row, and no later edit changes it."""
     logits_processors.kept.clear()
     batch = _Batch()
-    params = SamplingParams(logit_bias={3: 5.0}, logits_processors="support.logits_processors:keep")
+    keep = "support.logits_processors:keep"
+    params = SamplingRules(logit_bias={3: 5.0}, logits_processors=[keep])
     batch.enter(0, _Sequence(params, [1], 1))
     batch.enter(1, _Sequence(params, [1], 1))
     logits = torch.randn(2, VOCAB_SIZE)
@@ -232,9 +231,9 @@ def test_a_processor_keeps_logits_of_its_own() -> None:
 
 def test_logprobs_are_of_raw_logits() -> None:
     batch = _Batch()
-    params = SamplingParams(temperature=0, logprobs=3, bad_words_token_ids=[[4]])
+    params = SamplingRules(temperature=0, logprobs=3, bad_words_token_ids=[[4]])
     batch.enter(0, _Sequence(params, [1], 1))
-    batch.enter(1, _Sequence(SamplingParams(temperature=0), [1], 1))
+    batch.enter(1, _Sequence(SamplingRules(temperature=0), [1], 1))
     logits = torch.zeros(2, VOCAB_SIZE)
     logits[:, 4], logits[:, 5] = 3.0, 2.0
     sampled = sample(logits.clone(), batch.gather([0, 1]))
@@ -250,6 +249,6 @@ def test_logprobs_are_of_raw_logits() -> None:
 
 def test_bias_is_not_rounded_to_the_models_dtype() -> None:
     batch = _Batch()
-    batch.enter(0, _Sequence(SamplingParams(temperature=0, logit_bias={9: 0.02}), [1], 1))
+    batch.enter(0, _Sequence(SamplingRules(temperature=0, logit_bias={9: 0.02}), [1], 1))
     logits = torch.full((1, VOCAB_SIZE), 20.0, dtype=torch.bfloat16)
     assert sample(logits, batch.gather([0])).token_ids.tolist() == [9]

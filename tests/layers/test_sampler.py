@@ -10,8 +10,7 @@ import torch
 from support.distributions import exact_probabilities
 
 from tpengine.layers.sampler import MAX_COMMON_TOP, noise_keys, sample, token_logprobs
-from tpengine.messages import NewSequence
-from tpengine.sampling_params import SamplingParams
+from tpengine.messages import NewSequence, SamplingRules
 from tpengine.worker.sampling_state import SamplingSlots
 
 VOCAB_SIZE = 300
@@ -21,7 +20,7 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 0.0, **EDITS},
     {"temperature": 0.0, "repetition_penalty": 1.5},
     {"temperature": 1.0},
-    {"temperature": 0.6, "seed": 1},
+    {"temperature": 0.6},
     {"temperature": 1.0, **EDITS},
     {"temperature": 1.3, "top_k": 12},
     {"temperature": 0.8, "top_p": 0.7},
@@ -60,7 +59,7 @@ def test_the_chosen_tokens_log_probability_is_there_unasked(
     token_ids[:, :3] = PENALISED
     for slot in range(len(logits)):
         wish = WISHES[slot // 2] | {"logprobs": 2 if slot % 2 else None}
-        new = NewSequence(slot, PENALISED, 3, 0, [], SamplingParams(**wish), 0, 0, [])
+        new = NewSequence(slot, PENALISED, 3, 0, [], SamplingRules(**wish), 0, 0, [])
         slots.write(slot, new, noise_keys(5, slot // 2))
     logits[1::2] = logits[::2]
     rows = np.arange(len(logits))

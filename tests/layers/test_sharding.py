@@ -16,8 +16,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.layers.linear import RowParallelLinear
 from tpengine.layers.weights import LoadedTensor, Weights
-from tpengine.messages import NewSequence, StepInput
-from tpengine.sampling_params import SamplingParams
+from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.worker.worker import Worker
 
 SHARDED = {
@@ -70,7 +69,7 @@ def test_workers_of_two_ranks_step_like_the_oracle(models: ModelShop) -> None:
         str(folder), dtype="float32", max_model_len=64, num_device_blocks_override=4, max_num_seqs=4
     )
     config = args.create_engine_config("cpu")
-    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    greedy = SamplingRules(temperature=0.0)
     sequence = NewSequence(1, list(prompt), len(prompt), 0, [3, 1, 2], greedy, 0, 0, [])
 
     def live(parallel: ParallelState) -> list[int]:

@@ -174,9 +174,8 @@ class FakeWorker:
                 output.candidates[place] = candidates_after(self._keys(slot_id), count)
             token_id = self._sample(slot_id)
             output.token_ids.append(token_id)
-            is_ranked = self.slots[slot_id].new.sampling_params.is_ranked
             share = mix(token_id, len(self.slots[slot_id].token_ids)) % 1000
-            output.chosen_logprobs.append(-share / 100 if is_ranked else 0.0)
+            output.chosen_logprobs.append(-share / 100)
         self._run_ahead(step)
         return output
 

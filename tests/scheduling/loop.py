@@ -14,6 +14,7 @@ from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.errors import RequestFailedError
 from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner
+from tpengine.messages import SamplingRules
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling import (
@@ -92,6 +93,7 @@ def make_request(
         prompt=None,
         prompt_token_ids=prompt,
         sampling_params=params,
+        rules=SamplingRules(min_tokens=params.min_tokens),
         seed=1000 + index,
         arrival_index=index,
         sequences=[

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from server.calls import TIMEOUT_S, refused
 from server.guarded import guarded_server
 from tpengine import LLM, SamplingParams
+from tpengine.options import parameters
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc import vllm_messages
 from tpengine.server.limits import Limits
@@ -181,14 +182,10 @@ def test_a_refused_field_is_named(stub: Any, name: str, value: Any) -> None:
 def test_every_field_is_read_or_refused() -> None:
     """A field that a newer package adds must be looked at."""
     fields, params = pb.GenerateRequest.DESCRIPTOR, pb.SamplingParams.DESCRIPTOR
-    read = {
-        *vllm_messages.MAY_BE_ZERO,
-        *vllm_messages.MAY_BE_UNSET,
-        *vllm_messages.ZERO_MEANS,
-        *vllm_messages.LISTS,
-    }
-    read |= {"spaces_between_special_tokens", "grammar_from_first_token"}  # without effect here
-    assert set(params.fields_by_name) - read == {one.name for one in params.oneofs[0].fields}
+    read = {*parameters(SamplingParams), "grammar_from_first_token"}  # without effect here
+    assert set(params.fields_by_name) - read == {
+        "json_schema", *(one.name for one in params.oneofs[0].fields)
+    } - read  # fmt: skip
     read = {"request_id", "tokenized", "text", "sampling_params", "stream"}
     assert set(fields.fields_by_name) - read == set(vllm_messages.REFUSED)
 

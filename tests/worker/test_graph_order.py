@@ -11,9 +11,8 @@ from support.zoo import PLAIN
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import GraphCaptureError
-from tpengine.messages import NewSequence, StepInput
+from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.models.llama import LlamaForCausalLM
-from tpengine.sampling_params import SamplingParams
 from tpengine.worker.gpu import graphs as cuda_graph
 from tpengine.worker.gpu.graphs import Recorded, Run
 from tpengine.worker.worker import Worker
@@ -101,7 +100,7 @@ def loaded(models: ModelShop, ledger: Ledger, size: int = 2) -> Worker:
 
 
 def step(number: int) -> StepInput:
-    params = SamplingParams(temperature=0.0)
+    params = SamplingRules(temperature=0.0)
     new = [] if number > 1 else [NewSequence(0, [5, 6, 7], 3, 0, [0], params, 1, 0, [])]
     return StepInput(number, [0], [1 if number > 1 else 3], new, sample_rows=[0], sample_slots=[0])
 

@@ -10,12 +10,11 @@ import torch
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.sampler import sample
-from tpengine.messages import NewSequence, StepInput
-from tpengine.sampling_params import SamplingParams
+from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.worker.input_batch import InputBatch, upload_step
 from tpengine.worker.transfers import Uploads
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = SamplingRules(temperature=0.0)
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_the_last_column_may_be_sampled(batch: InputBatch) -> None:
 
 
 def test_bans_last_until_min_tokens(batch: InputBatch) -> None:
-    params = SamplingParams(min_tokens=2, temperature=0.0)
+    params = SamplingRules(min_tokens=2, temperature=0.0)
     sequence = NewSequence(5, [1, 2, 3], 3, 0, [0], params, 9, 0, [40, 41])
     step = StepInput(1, [5], [3], [sequence], sample_rows=[0], sample_slots=[5])
     batch.apply(step)
@@ -146,7 +145,7 @@ def test_bans_last_until_min_tokens(batch: InputBatch) -> None:
 
 
 def test_parameters_follow_their_slot(batch: InputBatch) -> None:
-    hot = SamplingParams(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, logprobs=4)
+    hot = SamplingRules(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, logprobs=4)
     sequences = [
         NewSequence(6, [1, 2, 3], 3, 0, [0], hot, 9, 0, []),
         NewSequence(1, [4, 5], 2, 0, [1], GREEDY, 9, 0, []),

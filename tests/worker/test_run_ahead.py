@@ -17,7 +17,7 @@ from support.models import ModelShop
 from support.zoo import PLAIN
 
 from tpengine import EngineArgs, SamplingParams
-from tpengine.messages import Fork, NewSequence, StepInput
+from tpengine.messages import Fork, NewSequence, SamplingRules, StepInput
 from tpengine.worker.gpu import run_ahead
 from tpengine.worker.gpu.run_ahead import BegunStep, RunAhead, divide
 
@@ -62,7 +62,7 @@ def test_new_rows_are_left_to_compute() -> None:
     "changes",
     [
         {"freed_slots": [1]},
-        {"new_sequences": [NewSequence(1, [5], 1, 0, [4], SamplingParams(), 0, 0, [])]},
+        {"new_sequences": [NewSequence(1, [5], 1, 0, [4], SamplingRules(), 0, 0, [])]},
         {"forks": [Fork(3, 1, 1)]},
         {"token_overrides": [(1, 77)]},
         {"replaced_block_ids": [(1, 0, 5)]},

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tpengine.layers.sampler import noise_keys, sample
-from tpengine.messages import NewSequence
-from tpengine.sampling_params import SamplingParams
+from tpengine.messages import NewSequence, SamplingRules
 from tpengine.worker.input_batch import PromptRow
 from tpengine.worker.model_runner import compute_prompt_logprobs
 from tpengine.worker.sampling_state import BadWords, SamplingSlots
@@ -30,11 +29,11 @@ from tpengine.worker.sampling_state import BadWords, SamplingSlots
 META = torch.device("meta")
 VOCAB_SIZE = 31
 KINDS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.0, logprobs=3, bad_words_token_ids=[[4], [1, 5]]),
-    SamplingParams(top_k=5, top_p=0.9, logit_bias={3: 1.0}, repetition_penalty=1.3),
-    SamplingParams(presence_penalty=0.5, allowed_token_ids=[7, 8, 9], min_tokens=9, logprobs=0),
-    SamplingParams(logits_processors="support.logits_processors:keep"),
+    SamplingRules(temperature=0.0),
+    SamplingRules(temperature=0.0, logprobs=3, bad_words_token_ids=[[4], [1, 5]]),
+    SamplingRules(top_k=5, top_p=0.9, logit_bias={3: 1.0}, repetition_penalty=1.3),
+    SamplingRules(presence_penalty=0.5, allowed_token_ids=[7, 8, 9], min_tokens=9, logprobs=0),
+    SamplingRules(logits_processors=["support.logits_processors:keep"]),
 ]
 _UPLOADS = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 

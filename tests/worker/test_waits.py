@@ -14,8 +14,7 @@ from support.zoo import PLAIN
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CollectiveError, EngineError
-from tpengine.messages import NewSequence, StepInput
-from tpengine.sampling_params import SamplingParams
+from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.worker import model_runner
 from tpengine.worker.transfers import Downloads, Uploads
 from tpengine.worker.worker import Worker
@@ -82,7 +81,7 @@ def test_functions_of_users(models: ModelShop, monkeypatch: pytest.MonkeyPatch) 
     worker.load_model()
     worker.init_cache_engine(6)
     monkeypatch.setattr(model_runner, "end_of_work", lambda device: lambda: False)
-    params = SamplingParams(logits_processors="support.logits_processors:keep")
+    params = SamplingRules(logits_processors=["support.logits_processors:keep"])
     new = NewSequence(0, [5, 6, 7], 3, 0, [0], params, 1, 0, [])
     logits_processors.kept.clear()
     with pytest.raises(EngineError, match=r"has not finished a step within 0\.05 s"):

@@ -23,9 +23,8 @@ from tpengine.executor.channel import Listener
 from tpengine.executor.codec import decode_output, decode_step, encode
 from tpengine.executor.launch.processes import RankProcess, Starter
 from tpengine.executor.watch import Exchange
-from tpengine.messages import NewSequence, StepInput
+from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.options import option
-from tpengine.sampling_params import SamplingParams
 
 _IDLE_S = 2.0
 BLOCK_SIZE = 16
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 def _report_codec(options: TransportOptions) -> None:
     step, output = decode_step_input(1, options.running), echo(1, options.running)
     new = NewSequence(
-        0, list(range(PROMPT_TOKENS)), PROMPT_TOKENS, 0, [1] * 13, SamplingParams(), 1, 0, [2]
+        0, list(range(PROMPT_TOKENS)), PROMPT_TOKENS, 0, [1] * 13, SamplingRules(), 1, 0, [2]
     )
     entering = StepInput(1, [0] * 64, [8] * 64, new_sequences=[new] * 64)
     for name, work in {

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tpengine.cli import conversation
 from tpengine.cli.generate import check_words, load_llm
-from tpengine.cli.parser import SamplingOptions
+from tpengine.cli.parser import add_sampling_options, given_sampling
 from tpengine.engine_args import EngineArgs
 from tpengine.host import sigterm_as_interrupt
 
@@ -25,14 +25,14 @@ Examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     conversation.add_arguments(parser)
-    SamplingOptions.add_cli_args(parser)
+    add_sampling_options(parser)
     EngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answers message after message; returns the exit code, 1 if a message was refused."""
     check_words(args.message)
-    given = SamplingOptions.from_cli_args(args).given()
+    given = given_sampling(args)
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     with sigterm_as_interrupt() as must_end:
         limit, last_words = conversation.MAX_TOKENS, "tpengine: interrupted"

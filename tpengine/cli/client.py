@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from tpengine import envs
 from tpengine.cli import conversation
 from tpengine.cli.lines import Line, read_lines
-from tpengine.cli.parser import SamplingOptions, in_words
+from tpengine.cli.parser import add_sampling_options, given_sampling, in_words
 from tpengine.client.client_messages import Prompt, Sampling
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.grpc_channel import ClientTLS
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = add("load", "send requests at a rate, and print latencies and failures", _load)
     LoadOptions.add_cli_args(load)
     for command in (generate, chat, load):
-        SamplingOptions.add_cli_args(command)
+        add_sampling_options(command)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -182,7 +182,7 @@ def _read_token(path: str | None) -> str | None:
 
 def _generate(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
     failed = 0
-    params = SamplingOptions.from_cli_args(args).given()
+    params = given_sampling(args)
     params |= {"n": args.n, "logprobs": args.logprobs}
     given = [Line(1, prompt, "a prompt") for prompt in args.prompts]
     for line in given or read_lines():
@@ -203,7 +203,7 @@ def _generate(args: argparse.Namespace, client: GenerationClient, run: _Run) -> 
 
 
 def _chat(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
-    given = SamplingOptions.from_cli_args(args).given()
+    given = given_sampling(args)
     params = {"max_tokens": conversation.MAX_TOKENS} | given
     info = run(client.model_info())
     num_tokens = 0
@@ -252,7 +252,7 @@ def _load(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
             "--rate must be above 0 and --num-requests at least 1, got "
             f"{args.rate} and {args.num_requests}"
         )
-    params = SamplingOptions.from_cli_args(args).given()
+    params = given_sampling(args)
     plan = poisson_plan(args.rate, [(args.prompt, params)] * args.num_requests, args.load_seed)
     run(client.loads())  # fails before the clock runs if there is no server
     summary = summarise(*run(run_load(client, plan, args.timeout)))

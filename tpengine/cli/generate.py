@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tpengine.checkpoint.model_defaults import sampling_defaults
 from tpengine.checkpoint.model_files import read_generation_config
 from tpengine.cli.lines import Line, is_typed, read_lines
-from tpengine.cli.parser import SamplingOptions, in_words
+from tpengine.cli.parser import add_sampling_options, given_sampling, in_words
 from tpengine.engine.tokenizer import has_tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, ModelLoadError, RequestError, counted
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answer prompts as messages, by the model's chat template",
     )
-    SamplingOptions.add_cli_args(parser)
+    add_sampling_options(parser)
     EngineArgs.add_cli_args(parser)
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     Interrupted, also while the model loads, it prints how many prompts are finished.
     """
     check_words(args.prompts)
-    given = SamplingOptions.from_cli_args(args).given()
+    given = given_sampling(args)
     # Lines of statistics would break the text up.
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     finished = failed = 0

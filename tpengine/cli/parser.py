@@ -6,12 +6,12 @@ import argparse
 import json
 import re
 import sys
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from tpengine.errors import InvalidSamplingParamsError, closest
-from tpengine.options import Options, option
+from tpengine.options import add_option, docstrings_of_fields, parameters
 from tpengine.sampling_params import SamplingParams
 
 
@@ -79,61 +79,42 @@ FlexibleArgumentParser = CommandParser
 """Its name in vLLM."""
 
 
-@dataclass
-class SamplingOptions(Options):
-    """The most used fields of `SamplingParams` as options; `SamplingParams` checks their values."""
+_PARAMETERS = parameters(SamplingParams)
+_OPTIONS = {name: name for name, declared in _PARAMETERS.items() if declared.is_option}
+_OPTIONS["sampling_seed"] = _OPTIONS.pop("seed")  # --seed is the engine's
+"""Parameters that commands have, by the names of their options."""
 
-    group: ClassVar[str] = "sampling"
 
-    max_tokens: int | None = option(None)
-    """Most tokens to generate; default: max_new_tokens of the model's generation_config.json, else
-    100, and 1024 in `tpengine chat`; `tpengine client chat` always asks for 1024."""
-    temperature: float | None = option(None)
-    """How freely tokens are drawn; 0 takes the most likely one; default: what the model recommends
-    in its generation_config.json, or a GGUF file under general.sampling, with do_sample: false 0,
-    and 0.7 if it recommends nothing. A client leaves this to its server."""
-    top_p: float | None = option(None)
-    """Draw from the most likely tokens whose probabilities reach this sum, in (0, 1]; default: what
-    the model recommends, and 0.9 if it recommends nothing."""
-    top_k: int | None = option(None)
-    """Draw from this many most likely tokens; -1 draws from all; default: what the model
-    recommends, else -1."""
-    min_p: float | None = option(None)
-    """Leave out tokens below this share of the most likely one's probability, in [0, 1]; default:
-    what the model recommends, else 0."""
-    repetition_penalty: float | None = option(None)
-    """Make tokens of prompt and output less likely, in (0, 2]; 1 is neutral; default: what the
-    model recommends, else 1."""
-    sampling_seed: int | None = option(None)
-    """Seed of each prompt; default: made from the engine's seed and the number of the request, so
-    that `tpengine generate` repeats its texts, and a server does not."""
-    stop: Sequence[str] | None = option(None, metavar="TEXT")
-    """Text that ends the output; may be given more than once."""
-    ignore_eos: bool = option(False)
-    """Go on after the model's end token."""
-    structured_outputs: str | None = option(None, metavar="JSON")
-    """What the output must look like, as in '{"choice": ["yes", "no"]}' or '{"json": SCHEMA}': one
-    of json, json_object, regex, choice, grammar and structural_tag (docs/structured.md)."""
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for sampling parameters."""
+    group = parser.add_argument_group("sampling")
+    texts, hints = docstrings_of_fields(SamplingParams), typing.get_type_hints(SamplingParams)
+    for option, name in _OPTIONS.items():
+        declared, hint = _PARAMETERS[name], hints[name]
+        default = False if hint is bool else None
+        hint = str if declared.read else hint | None
+        add_option(group, option, declared, hint, default, texts[name])
 
-    def given(self) -> dict[str, Any]:
-        """Returns the fields of `SamplingParams` that the user has set.
 
-        Raises:
-            InvalidSamplingParamsError: a value is out of its range.
-        """
-        unset = (None, False)
-        fields = {k: v for k, v in vars(self).items() if not any(v is one for one in unset)}
-        if "sampling_seed" in fields:
-            fields["seed"] = fields.pop("sampling_seed")
-        if "structured_outputs" in fields:
-            try:
-                fields["structured_outputs"] = json.loads(fields["structured_outputs"])
-            except ValueError as error:
-                raise InvalidSamplingParamsError(
-                    f"--structured-outputs is no JSON: {error}; put it into single quotes"
-                ) from None
-        SamplingParams(**fields)
-        return fields
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of `SamplingParams` that the user has set.
+
+    Raises:
+        InvalidSamplingParamsError: a value is out of its range.
+    """
+    values = {name: getattr(args, option) for option, name in _OPTIONS.items()}
+    fields = {name: value for name, value in values.items() if value is not None}
+    if not fields["ignore_eos"]:
+        del fields["ignore_eos"]
+    if "structured_outputs" in fields:
+        try:
+            fields["structured_outputs"] = json.loads(fields["structured_outputs"])
+        except ValueError as error:
+            raise InvalidSamplingParamsError(
+                f"--structured-outputs is no JSON: {error}; put it into single quotes"
+            ) from None
+    SamplingParams(**fields)
+    return fields
 
 
 def in_words(fields: Mapping[str, Any], given: Mapping[str, Any], source: str) -> str:

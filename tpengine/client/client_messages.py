@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import reprlib
 import time
@@ -23,7 +22,8 @@ from tpengine.errors import (
 from tpengine.inputs import TextPrompt, TokensPrompt
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
-from tpengine.sampling_params import SamplingParams, StructuredOutputsParams
+from tpengine.proto.parameter_fields import write_parameters
+from tpengine.sampling_params import SamplingParams
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message] | TextPrompt | TokensPrompt
@@ -32,22 +32,8 @@ ids as `LLM.generate` accepts it."""
 Sampling = SamplingParams | Mapping[str, Any]
 """All parameters, or a dict of some: for the others the server takes the model's defaults."""
 
-_MOST = 2**31 - 1
 _MOST_MS = 10**12 - 1
 """About thirty years; a server reads no more digits."""
-_SAME_NAME = (
-    "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
-    "top_p", "top_k", "min_p", "use_beam_search", "length_penalty", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "logprobs", "prompt_logprobs", "detokenize",
-    "skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "bad_words",
-)  # fmt: skip
-_AT_MOST = ("max_tokens", "min_tokens", "truncate_prompt_tokens")
-"""Numbers that are cut to 31 bits: above the length of a sequence they all mean the same."""
-_EARLY_STOPPING: dict[bool | str, pb.EarlyStopping] = {
-    False: pb.EARLY_STOPPING_HEURISTIC,
-    True: pb.EARLY_STOPPING_FIRST,
-    "never": pb.EARLY_STOPPING_NEVER,
-}
 _FINISH_REASONS = {
     number: name.removeprefix("FINISH_REASON_").lower()
     for name, number in pb.FinishReason.items()
@@ -239,60 +225,17 @@ def _to_sampling(given: Sampling) -> pb.SamplingParams:
     """
     params = SamplingParams(**given) if isinstance(given, Mapping) else copy.copy(given)
     params.check()
-    if params.logits_processors:
-        raise InvalidSamplingParamsError(
-            f"logits_processors = {params.logits_processors!r} are code that the server would run; "
-            "they work offline only"
-        )
-    if params.visible_token_ids:
-        raise InvalidSamplingParamsError(
-            f"visible_token_ids = {params.visible_token_ids} are not in the protocol; set "
-            "skip_special_tokens = False, or leave them out"
-        )
-    sampling = pb.SamplingParams(early_stopping=_EARLY_STOPPING[params.early_stopping])
-    put(
-        sampling,
-        InvalidSamplingParamsError,
-        **{name: getattr(params, name) for name in _SAME_NAME},
-        **{name: _at_most(getattr(params, name)) for name in _AT_MOST},
-        seed=_to_signed(params.seed),
-        allowed_token_ids=_to_ids(params.allowed_token_ids),
-        bad_words_token_ids=[_to_ids(ids) for ids in params.bad_words_token_ids],
-        structured_outputs=_to_structured(params.structured_outputs),
-    )
-    if params.max_tokens is None:
-        sampling.max_tokens = _MOST
+    for name in ("logits_processors", "visible_token_ids"):
+        if getattr(params, name):
+            raise InvalidSamplingParamsError.of_field(
+                name, f"= {getattr(params, name)!r} is not in the protocol: it works offline only"
+            )
+    sampling = pb.SamplingParams()
+    put(sampling, InvalidSamplingParamsError, **write_parameters(params))
     if isinstance(given, Mapping):
         for name in sampling.DESCRIPTOR.fields_by_name.keys() - given.keys():
             sampling.ClearField(name)
     return sampling
-
-
-def _to_structured(given: StructuredOutputsParams | None) -> dict[str, Any] | None:
-    """The fields of a `StructuredOutputs`."""
-    if given is None:
-        return None
-    fields: dict[str, Any] = {name: one for name, one in vars(given).items() if one is not None}
-    for name in ("json", "structural_tag"):
-        if name in fields:
-            fields[name] = json.dumps(fields[name])
-    if "choice" in fields:
-        fields["choice"] = {"texts": fields["choice"]}
-    return fields
-
-
-def _at_most(count: int | None) -> int | None:
-    return None if count is None else min(count, _MOST)
-
-
-def _to_signed(seed: int | None) -> int | None:
-    """The same 64 bits as a signed number; noise depends on these bits only."""
-    return seed if seed is None or seed < 2**63 else seed - 2**64
-
-
-def _to_ids(token_ids: Sequence[int] | None) -> dict[str, Sequence[int]] | None:
-    """The fields of a `TokenIds`."""
-    return None if token_ids is None else {"ids": token_ids}
 
 
 def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:

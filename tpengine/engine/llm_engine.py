@@ -313,6 +313,7 @@ class LLMEngine:
             prompt=checked.prompt,
             prompt_token_ids=token_ids,
             sampling_params=checked.params,
+            rules=checked.rules,
             seed=self._seed(checked.params, arrival_index),
             arrival_index=arrival_index,
             sequences=[Sequence(first_id + i, i, token_ids, len(token_ids)) for i in range(count)],

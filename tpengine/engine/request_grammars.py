@@ -70,9 +70,7 @@ class VocabularySender:
         Raises:
             GroupLostError: a rank was lost.
         """
-        if tokenizer is None or not any(
-            one.sampling_params.structured_outputs for one in step.new_sequences
-        ):
+        if tokenizer is None or not any(new.rules.grammar for new in step.new_sequences):
             return
         needed = self._executor.epoch, tokenizer.vocabulary(self._model)
         if self._sent != needed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
 
@@ -27,6 +27,7 @@ from tpengine.errors import (
     counted,
 )
 from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner, PromptInputs
+from tpengine.messages import SamplingRules
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import (
     WHOLE_VOCABULARY,
@@ -37,6 +38,8 @@ from tpengine.sampling_params import (
 
 _MAX_PICKLED_BYTES = 1 << 20
 """Of a request's logits processors. So a step can hold those of 256 new sequences."""
+_RULES = SamplingRules.__dataclass_fields__.keys() & SamplingParams.__dataclass_fields__.keys()
+"""Parameters that ranks get under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ class CheckedRequest:
 
     Attributes:
         prompt: the text, also that of messages; None where only ids were given.
-        params: as `read_sampling_params` returns them; `structured_outputs` as a grammar.
+        params: the engine's own copy, checked.
+        rules: what ranks get of them.
         end_token_ids: ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`.
         num_candidates: beam search: continuations of each beam to look at after every token.
         adapter: its adapter, as its folder holds it now.
@@ -102,6 +106,7 @@ class CheckedRequest:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    rules: SamplingRules
     priority: int
     end_token_ids: frozenset[int]
     num_candidates: int
@@ -157,16 +162,25 @@ def check_request(
         RequestError: this request cannot be served.
     """
     model, is_local = config.model, config.parallel.ranks is None
-    params = read_sampling_params(request.params, model, tokenizer, is_local=is_local)
+    params = read_sampling_params(request.params, model, tokenizer)
     _check_priority(request.priority, config.scheduler)
     end_token_ids = _end_token_ids(params, model, tokenizer)
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
     adapter = adapters.check(request.lora_request)
     text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
     is_chat = request.messages is not None
-    params.structured_outputs = read_grammar(params, text, is_chat, model, tokenizer)
+    rules = sampling_rules(params, model, tokenizer, is_local=is_local)
+    rules = replace(rules, grammar=read_grammar(params, text, is_chat, model, tokenizer))
     return CheckedRequest(
-        text, token_ids, params, request.priority, end_token_ids, candidates, adapter, request.owner
+        text,
+        token_ids,
+        params,
+        rules,
+        request.priority,
+        end_token_ids,
+        candidates,
+        adapter,
+        request.owner,
     )
 
 
@@ -258,22 +272,13 @@ def _read_prompt(
 
 
 def read_sampling_params(
-    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None, *, is_local: bool
+    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None
 ) -> SamplingParams:
     """Checks a copy of a user's parameters, also for what they cannot know at construction.
 
-    Args:
-        is_local: whether the only worker runs in this process.
-
-    Returns:
-        The parameters as the workers take them: without `bad_words`, which have become
-        `bad_words_token_ids`; with logits processors as bytes, if they are functions and leave this
-        process; with the size of the vocabulary as `logprobs`, if it was -1.
-
     Raises:
         InvalidSamplingParamsError: a value was assigned that is out of its range, an id is outside
-            the vocabulary, more log probabilities are wanted than the engine allows, texts are
-            given and there is no tokenizer, or a logits processor cannot be imported or pickled.
+            the vocabulary, or texts are given and there is no tokenizer.
     """
     params = copy.copy(params)
     params.check()
@@ -290,19 +295,36 @@ def read_sampling_params(
                     f"[0, {model.vocab_size - 1}]",
                     field=name,
                 )
-    params.logprobs = _num_logprobs("logprobs", params.logprobs, model)
-    params.prompt_logprobs = _num_logprobs("prompt_logprobs", params.prompt_logprobs, model)
+    _check_tokenizer(params, tokenizer)
+    return params
+
+
+def sampling_rules(
+    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None, *, is_local: bool
+) -> SamplingRules:
+    """Returns what ranks get of checked parameters, without the grammar.
+
+    Args:
+        is_local: whether the only worker runs in this process.
+
+    Raises:
+        InvalidSamplingParamsError: more log probabilities are wanted than the engine allows, a bad
+            word has no tokens, or a logits processor cannot be imported or pickled.
+    """
+    rules = {name: getattr(params, name) for name in _RULES}
+    rules["min_tokens"] = min(params.min_tokens, model.max_model_len)  # of 64 bits on the wire
+    for name in ("logprobs", "prompt_logprobs"):
+        rules[name] = _num_logprobs(name, rules[name], model)
     for processor in params.logits_processors or ():
         load_logits_processor(processor)
     if params.logits_processors and not is_local:
-        params.logits_processors = _pickled(params.logits_processors)
-    _check_tokenizer(params, tokenizer)
+        rules["logits_processors"] = _pickled(params.logits_processors)
     if params.bad_words and tokenizer is not None:
         words = dict.fromkeys(map(tuple, params.bad_words_token_ids))
         for text in params.bad_words:
             words.update(dict.fromkeys(_bad_word_ids(text, tokenizer)))
-        params.bad_words, params.bad_words_token_ids = [], [list(ids) for ids in words]
-    return params
+        rules["bad_words_token_ids"] = [list(ids) for ids in words]
+    return SamplingRules(**rules)
 
 
 def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | None:

@@ -1,11 +1,10 @@
 """Steps, calls and their answers as msgpack: plain data, so that decoding it can run no code.
 
-A dataclass becomes the array of its fields in their order, `SamplingParams` the map of its fields
-that are not at their default. A logits processor that is a function was pickled by the engine when
-its request was added; its bytes are data here, and a rank makes a function of them. No answer holds
-such bytes. Both ends run the same version of the code. msgspec was measured against msgpack: it is
-shorter only without the short forms below, and then slower for a step of 256 decodes, 15.0 against
-11.7 us to encode and decode.
+A dataclass becomes the array of its fields in their order. A logits processor that is a function
+was pickled by the engine when its request was added; its bytes are data here, and a rank makes a
+function of them. No answer holds such bytes. Both ends run the same version of the code. msgspec
+was measured against msgpack: it is shorter only without the short forms below, and then slower for
+a step of 256 decodes, 15.0 against 11.7 us to encode and decode.
 
 Calls are rare, and their arguments are of many types: each object says its class, one of few, and
 tuples stay tuples.
@@ -32,11 +31,11 @@ from tpengine.messages import (
     NewSequence,
     PromptLogprobs,
     RowError,
+    SamplingRules,
     StepInput,
     StepOutput,
     TokenLogprobs,
 )
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.structured.grammars import Vocabulary
 
 Message = TypeVar("Message")
@@ -55,6 +54,7 @@ _GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
         Fork,
         NewSequence,
         PromptLogprobs,
+        SamplingRules,
         RowError,
         TokenLogprobs,
     )
@@ -78,7 +78,6 @@ _ARGS: dict[type[Any], Callable[[Any], list[Any]]] = {
 }
 """Classes whose objects may travel in calls, and the arguments that make an equal object."""
 _CLASSES = {kind.__name__: kind for kind in _ARGS}
-_PARAM_DEFAULTS: dict[str, Any] = dict(vars(SamplingParams()))
 
 
 def encode(message: StepInput | StepOutput | tuple[Any, ...]) -> bytes:
@@ -99,11 +98,6 @@ def _plain(value: Any) -> Any:
         return _plain_output(value)
     if (getter := _GETTERS.get(kind)) is not None:
         return getter(value)
-    if kind is SamplingParams:
-        fields = vars(value).items()
-        return {name: field for name, field in fields if field != _PARAM_DEFAULTS[name]}
-    if kind is RequestOutputKind:
-        return value.value
     if hasattr(value, "item"):  # a number of numpy
         return value.item()
     raise TypeError(f"{kind.__name__} is no plain data and cannot be sent to a rank")
@@ -235,20 +229,9 @@ def _pairs(values: list[list[int]]) -> list[tuple[int, int]]:
 
 
 def _new_sequence(fields: list[Any]) -> NewSequence:
-    sequence = NewSequence(*fields)
-    sequence.sampling_params = _sampling_params(cast("dict[str, Any]", sequence.sampling_params))
-    return sequence
-
-
-def _sampling_params(fields: dict[str, Any]) -> SamplingParams:
-    """Without the checks of the constructor, as the driver has checked the values."""
-    params = object.__new__(SamplingParams)
-    if "output_kind" in fields:
-        fields["output_kind"] = RequestOutputKind(fields["output_kind"])
-    if not fields.keys() <= _PARAM_DEFAULTS.keys():
-        raise ValueError(f"unknown fields {sorted(fields.keys() - _PARAM_DEFAULTS.keys())}")
-    vars(params).update(_PARAM_DEFAULTS | fields)
-    return params
+    sequence: Any = NewSequence(*fields)
+    sequence.rules = SamplingRules(*sequence.rules)
+    return cast(NewSequence, sequence)
 
 
 def _step_output(fields: list[Any]) -> StepOutput:

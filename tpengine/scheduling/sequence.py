@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tpengine.errors import IllegalMoveError, RequestError
 from tpengine.inputs import NO_OWNER, Adapter, Owner
+from tpengine.messages import SamplingRules
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
 
@@ -119,6 +120,7 @@ class Request:
     prompt: str | None
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
+    rules: SamplingRules
     seed: int
     """Seed of its noise, fixed when it is added: the user's, or made of engine seed and arrival."""
     arrival_index: int

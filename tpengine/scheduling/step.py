@@ -125,7 +125,6 @@ class StepBuilder:
         adapter_slot: int | None,
     ) -> None:
         """Sends a sequence in full to the workers."""
-        params = request.sampling_params
         self.new_sequences.append(
             NewSequence(
                 slot=slot_of(sequence),
@@ -133,10 +132,10 @@ class StepBuilder:
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_computed_tokens=sequence.num_computed_tokens,
                 block_ids=block_ids,
-                sampling_params=params,
+                rules=request.rules,
                 seed=request.seed,
                 index=sequence.index,
-                end_token_ids=sorted(request.end_token_ids) if params.min_tokens > 0 else [],
+                end_token_ids=sorted(request.end_token_ids) if request.rules.min_tokens else [],
                 num_candidates=request.num_candidates,
                 adapter_slot=adapter_slot,
             )

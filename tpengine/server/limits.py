@@ -20,6 +20,7 @@ from tpengine.errors import (
     QueueFullError,
     counted,
 )
+from tpengine.options import parameters
 from tpengine.proto import TIMEOUT_KEY
 from tpengine.sampling_params import WHOLE_VOCABULARY, SamplingParams
 
@@ -115,6 +116,11 @@ class Limits:
         """Calls that may be open at all doors together."""
         return self.max_calls + self.queue.max_requests
 
+    @property
+    def max_bad_words(self) -> int:
+        """Most bad words, of which each is tokenized."""
+        return self.max_token_rules // 16
+
     def within_files(self, max_files: int) -> Limits:
         """The same with no more connections than leave files for the server itself.
 
@@ -129,15 +135,15 @@ class Limits:
         )
 
     def max_entries(self) -> dict[str, int]:
-        """Most entries of each list of the sampling parameters."""
-        return {
-            "stop": self.max_stops,
-            "stop_token_ids": self.max_stops,
-            "logit_bias": self.max_token_rules,
-            "allowed_token_ids": self.max_token_rules,
-            "bad_words": self.max_token_rules // 16,
-            "bad_words_token_ids": self.max_token_rules // 16,
-        }
+        """Most entries of each sampling parameter that is a list or a map."""
+        return {name: getattr(self, bound) for name, bound in _BOUNDS}
+
+
+_BOUNDS = [
+    (name, declared.max_entries)
+    for name, declared in parameters(SamplingParams).items()
+    if declared.max_entries
+]
 
 
 class OpenCalls:

@@ -29,7 +29,7 @@ class _Followed:
     """The grammar of one sequence.
 
     Attributes:
-        grammar: see `StructuredOutputsParams.to_grammar`.
+        grammar: see `SamplingRules.grammar`.
         num_taken: tokens of the sequence that the matcher has behind it, those of the prompt too.
         matcher: None: no mask has been made yet.
     """
@@ -76,9 +76,8 @@ class GrammarSlots:
     def write(self, slot: int, sequence: NewSequence) -> None:
         """Writes the grammar of a sequence that enters, if it has one."""
         self.clear(slot)
-        grammar = sequence.sampling_params.structured_outputs
-        if isinstance(grammar, str):
-            self._followed[slot] = _Followed(grammar, sequence.num_prompt_tokens)
+        if sequence.rules.grammar is not None:
+            self._followed[slot] = _Followed(sequence.rules.grammar, sequence.num_prompt_tokens)
 
     def fork(self, parent_slot: int, child_slot: int) -> None:
         """Gives a child the grammar of its parent, at the same place."""

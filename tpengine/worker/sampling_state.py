@@ -71,26 +71,26 @@ class SamplingSlots:
 
     def write(self, slot: int, sequence: NewSequence, noise_key: np.uint64) -> None:
         """Writes the parameters of a sequence that enters."""
-        params = sequence.sampling_params
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = max(params.top_k, 0)  # -1: all
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
+        rules = sequence.rules
+        self.temperature[slot] = rules.temperature
+        self.top_k[slot] = max(rules.top_k, 0)  # -1: all
+        self.top_p[slot] = rules.top_p
+        self.min_p[slot] = rules.min_p
         self.noise_key[slot] = noise_key
         self.num_candidates[slot] = sequence.num_candidates
         self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
-        self.num_prompt_logprobs[slot] = _count_logprobs(params.prompt_logprobs)
-        self.repetition_penalty[slot] = params.repetition_penalty
-        self.frequency_penalty[slot] = params.frequency_penalty
-        self.presence_penalty[slot] = params.presence_penalty
-        self.has_penalties[slot] = params.has_penalties
+        self.num_prompt_logprobs[slot] = _count_logprobs(rules.prompt_logprobs)
+        self.repetition_penalty[slot] = rules.repetition_penalty
+        self.frequency_penalty[slot] = rules.frequency_penalty
+        self.presence_penalty[slot] = rules.presence_penalty
+        self.has_penalties[slot] = rules.has_penalties
         self._rules.write(slot, sequence)
         self.grammars.write(slot, sequence)
         self._processors.pop(slot, None)
-        if params.logits_processors:
-            self._processors[slot] = [_load(one) for one in params.logits_processors]
-        self.num_logprobs[slot] = _count_logprobs(params.logprobs)
-        if params.logprobs is None and not (sequence.num_candidates or self._is_plain(slot)):
+        if rules.logits_processors:
+            self._processors[slot] = [_load(one) for one in rules.logits_processors]
+        self.num_logprobs[slot] = _count_logprobs(rules.logprobs)
+        if rules.logprobs is None and not (sequence.num_candidates or self._is_plain(slot)):
             self.num_logprobs[slot] = 0 if self._processed else RAW_ALONE
         self.rewrite(slot, np.array(sequence.token_ids, np.int32))
 
@@ -357,18 +357,18 @@ class TokenRules:
     def write(self, slot: int, sequence: NewSequence) -> None:
         """Writes the rules of a sequence that enters."""
         self.clear(slot)
-        params = sequence.sampling_params
-        words, allowed = params.bad_words_token_ids, params.allowed_token_ids
-        if not (params.logit_bias or words or sequence.end_token_ids or allowed):
+        rules = sequence.rules
+        words, allowed = rules.bad_words_token_ids, rules.allowed_token_ids
+        if not (rules.logit_bias or words or sequence.end_token_ids or allowed):
             return
-        bias, long = params.logit_bias or {}, [word for word in words if len(word) > 1]
+        bias, long = rules.logit_bias or {}, [word for word in words if len(word) > 1]
         self._rules[slot] = _Rules(
             bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
             bias=np.fromiter(bias.values(), np.float32, len(bias)),
             allowed_ids=None if allowed is None else np.unique(np.array(allowed, np.int64)),
             banned_ids=np.array([word[0] for word in words if len(word) == 1], np.int64),
             early_banned_ids=np.array(sequence.end_token_ids, np.int64),
-            first_end_position=sequence.num_prompt_tokens + params.min_tokens,
+            first_end_position=sequence.num_prompt_tokens + rules.min_tokens,
             words=BadWords(long) if long else None,
         )
         self._cached = None

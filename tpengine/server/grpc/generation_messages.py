@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tpengine import errors
 from tpengine.engine.requests import GenerateRequest
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto.parameter_fields import entries_of, read_parameters
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.kept_streams import KeptStreams, Resumption
 from tpengine.server.limits import (
@@ -100,8 +101,7 @@ def read_resumption(
 def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:
     """Bounds the lists before they are copied: a message has room for millions of entries."""
     for name, bound in limits.max_entries().items():
-        value = getattr(sampling, name)
-        count = len(value.ids if name == "allowed_token_ids" else value)
+        count = len(entries_of(getattr(sampling, name)))
         at_most(f"the number of entries of {name}", count, bound, name)
     for word in sampling.bad_words_token_ids:
         name = "bad_words_token_ids"
@@ -152,50 +152,8 @@ def read_sampling_params(
     Raises:
         InvalidSamplingParamsError: a value is out of its range.
     """
-    given = {field.name: value for field, value in message.ListFields()}
     defaults = {} if message.use_beam_search else defaults  # it does not sample
-    for name, read in _READERS.items():
-        if name in given:
-            given[name] = read(given[name])
-    return SamplingParams(**{**defaults, **given}, output_kind=kind)
-
-
-def _read_early_stopping(value: int) -> bool | str:
-    if value not in _EARLY_STOPPING:
-        raise errors.InvalidSamplingParamsError.of_field(
-            "early_stopping", f"must be one of {pb.EarlyStopping.keys()}, got {value}"
-        )
-    return _EARLY_STOPPING[value]
-
-
-def _read_structured(message: pb.StructuredOutputs) -> dict[str, Any]:
-    """The fields that are set, of `StructuredOutputsParams`."""
-    given = {field.name: value for field, value in message.ListFields()}
-    if "choice" in given:
-        given["choice"] = list(message.choice.texts)
-    return given
-
-
-_ALL_BITS = 2**64 - 1
-"""As a seed the same as -1, which `SamplingParams` takes for no seed."""
-_EARLY_STOPPING: Mapping[int, bool | str] = {
-    pb.EARLY_STOPPING_UNSPECIFIED: False,
-    pb.EARLY_STOPPING_HEURISTIC: False,
-    pb.EARLY_STOPPING_FIRST: True,
-    pb.EARLY_STOPPING_NEVER: "never",
-}
-_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "early_stopping": _read_early_stopping,
-    "seed": lambda value: _ALL_BITS if value == -1 else value,
-    "stop": list,
-    "stop_token_ids": list,
-    "logit_bias": dict,
-    "allowed_token_ids": lambda value: list(value.ids),
-    "bad_words": list,
-    "bad_words_token_ids": lambda value: [list(word.ids) for word in value],
-    "structured_outputs": _read_structured,
-}
-"""Conversions of the fields whose type in the protocol is not that of `SamplingParams`."""
+    return SamplingParams(**{**defaults, **read_parameters(message)}, output_kind=kind)
 
 
 class ResponseWriter:

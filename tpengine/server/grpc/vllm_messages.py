@@ -13,7 +13,9 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError
+from tpengine.options import parameters
 from tpengine.outputs import RequestOutput
+from tpengine.proto.parameter_fields import read_field, read_fields
 from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tpengine.server.limits import Limits, at_most, check_sampling, last_ids, most_tokens_of_text
 from tpengine.server.stream_sender import CandidateTurns, Positions
@@ -23,15 +25,9 @@ REFUSED = (
     "data_parallel_rank",
 )  # fmt: skip
 """Fields of a request that would change its answer, and that are not offered."""
-MAY_BE_ZERO = (
-    "min_p", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos",
-    "skip_special_tokens", "include_stop_str_in_output",
-)  # fmt: skip
-MAY_BE_UNSET = (
-    "temperature", "max_tokens", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens",
-)  # fmt: skip
-ZERO_MEANS = {"n": 1, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-LISTS = {"stop": list, "stop_token_ids": list, "logit_bias": dict}
+NOT_READ = ("spaces_between_special_tokens",)
+"""It shapes text alone."""
+_PARAMETERS = parameters(SamplingParams)
 
 
 def read_request(
@@ -64,27 +60,29 @@ def read_request(
 def read_sampling_params(
     message: pb.SamplingParams, kind: RequestOutputKind, limits: Limits, max_model_len: int
 ) -> SamplingParams:
-    """`SamplingParams` as vLLM reads them. The output has text only if a stop string needs it;
-    `spaces_between_special_tokens`, which shapes text alone, is not read.
+    """`SamplingParams` as vLLM reads them: a number that cannot be unset has its default if it is
+    0. The output has text only if a stop string needs it.
 
     Raises:
         InvalidSamplingParamsError: a value is out of its range, or is not offered.
     """
     fields: dict[str, Any] = {"max_tokens": None}
+    bounds = limits.max_entries()
+    for field in message.DESCRIPTOR.fields:
+        name = field.name
+        if name not in _PARAMETERS or name in NOT_READ:
+            continue
+        value: Any = getattr(message, name)
+        if name in bounds:  # it has room for millions of entries
+            at_most(f"the number of entries of {name}", len(value), bounds[name], name)
+        is_set = message.HasField(name) if field.has_presence else value or value is False
+        if is_set:
+            fields[name] = read_field(field, value)
     constraint = message.WhichOneof("constraint")
     if constraint is not None:
-        given = getattr(message, constraint)
+        given = read_fields(message)[constraint]
         name = "json" if constraint == "json_schema" else constraint
-        value = list(given.choices) if name == "choice" else given
-        fields["structured_outputs"] = StructuredOutputsParams.read({name: value})
-    for name, read in LISTS.items():
-        if value := getattr(message, name):  # it has room for millions of entries
-            bound = limits.max_entries()[name]
-            at_most(f"the number of entries of {name}", len(value), bound, name)
-            fields[name] = read(value)
-    fields |= {name: getattr(message, name) for name in MAY_BE_ZERO}
-    fields |= {name: getattr(message, name) or zero for name, zero in ZERO_MEANS.items()}
-    fields |= {name: getattr(message, name) for name in MAY_BE_UNSET if message.HasField(name)}
+        fields["structured_outputs"] = StructuredOutputsParams.read({name: given})
     if fields.get("truncate_prompt_tokens") == -1:
         fields["truncate_prompt_tokens"] = max_model_len
     return SamplingParams(**fields, detokenize=bool(message.stop), output_kind=kind)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from tpengine.errors import InvalidSamplingParamsError, RequestError, did_you_mean
 from tpengine.sampling_params import StructuredOutputsParams
-from tpengine.server.limits import at_most
 
 Value = TypeVar("Value")
 
@@ -114,29 +113,6 @@ class Fields:
 
 def _find(name: str, table: Mapping[str, Value], default: Value) -> Value:
     return next((found for key, found in table.items() if name in key.split()), default)
-
-
-def check_shape(name: str, value: object, bound: int) -> None:
-    """Checks what `SamplingParams` does not: a body has any types, and numbers of any length.
-
-    Args:
-        bound: of the entries of a list; 0: it must not be a list.
-
-    Raises:
-        FieldError: it cannot be a value of this parameter.
-        InvalidSamplingParamsError: it has too many entries.
-    """
-    entries = [value]
-    if isinstance(value, (list, dict)):
-        if not bound or isinstance(value, dict) != (name == "logit_bias"):
-            raise FieldError(name, f"must not be {KINDS[type(value)]}")
-        at_most(f"the number of entries of {name}", len(value), bound, name)
-        entries = list(value.values() if isinstance(value, dict) else value)
-    for one in entries:
-        if isinstance(one, (list, dict)):
-            raise FieldError(name, f"must not hold {KINDS[type(one)]}")
-        if isinstance(one, int) and not -(2**63) <= one < 2**64:
-            raise FieldError(name, "holds a number of more than 64 bits")
 
 
 def read_bias(given: object) -> object:

@@ -14,12 +14,12 @@ from typing import Any
 
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
+from tpengine.options import parameters
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.http.calls import HttpCall
 from tpengine.server.http.fields import (
     FieldError,
     Fields,
-    check_shape,
     read_bias,
     read_constraint,
 )
@@ -27,6 +27,7 @@ from tpengine.server.http.tools import Tools, read_calls, read_tools, template_t
 from tpengine.server.http.write import Style
 from tpengine.server.limits import (
     Limits,
+    at_most,
     check_conversation,
     check_request_id,
     check_sampling,
@@ -36,11 +37,8 @@ from tpengine.server.state import ServerState
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat completion may fill the model's length."""
-_SAMPLING = [
-    field.name
-    for field in dataclasses.fields(SamplingParams)
-    if field.name not in ("bad_words_token_ids", "logits_processors", "output_kind")
-    and field.name not in ("structured_outputs", "visible_token_ids")
+_PARAMETERS = [
+    name for name, declared in parameters(SamplingParams).items() if "http" in declared.doors
 ]
 READ_BY_COMPLETION = ("prompt", "echo")
 READ_BY_CHAT = (
@@ -50,7 +48,7 @@ READ_BY_CHAT = (
 )  # fmt: skip
 READ_BY_BOTH = (
     "model", "stream", "stream_options", "request_id", "priority", "add_special_tokens",
-    "return_token_ids", "response_format", "structured_outputs", *_SAMPLING,
+    "return_token_ids", "response_format", *_PARAMETERS,
 )  # fmt: skip
 
 
@@ -195,16 +193,18 @@ class BodyReader:
         )
 
     def _read_params(self, style: Style) -> SamplingParams:
-        fields, bounds = self._fields, self._limits.max_entries()
+        fields = self._fields
         max_tokens = None if self._is_chat else COMPLETION_TOKENS
         if style.echo_only:
             fields.left["max_tokens"] = 1  # the engine's least; it is not sent
         if self._is_chat:
             self._read_chat_fields()
-        given = {name: fields.left.pop(name) for name in _SAMPLING if name in fields.left}
-        for name, value in given.items():
-            check_shape(name, value, bounds.get(name, 0))
-        given["structured_outputs"] = read_constraint(fields)
+        constraint = read_constraint(fields)
+        given = {name: fields.left.pop(name) for name in _PARAMETERS if name in fields.left}
+        given["structured_outputs"] = constraint
+        for name, bound in self._limits.max_entries().items():
+            if isinstance(given.get(name), (list, dict)):
+                at_most(f"the number of entries of {name}", len(given[name]), bound, name)
         if "logit_bias" in given:
             given["logit_bias"] = read_bias(given["logit_bias"])
         if given.get("logprobs") is False:
