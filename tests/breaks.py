@@ -110,9 +110,9 @@ def tracked_files() -> list[Path]:
     return [Path(name) for name in names.split("\0") if (ROOT / name).is_file()]
 
 
-def collect() -> Known:
-    """Collects all tests of the working tree."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "tests"]
+def collect(places: Sequence[str]) -> Known:
+    """Collects the tests of some files or folders of the working tree."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", *places]
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True, check=False)
     known: dict[str, list[str]] = defaultdict(list)
@@ -295,7 +295,10 @@ def run_all(breaks: Sequence[Break], limit_s: float, num_trees: int) -> Counter[
     files, caught, counts = tracked_files(), list[Break](), Counter[str]()
     for module in _PRELOADED:
         importlib.import_module(module)
-    with tempfile.TemporaryDirectory(prefix="breaks-") as folder, ThreadPoolExecutor() as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="breaks-") as folder,
+        ThreadPoolExecutor(num_trees) as pool,
+    ):
         trees = [make_tree(Path(folder) / str(i), files) for i in range(num_trees)]
         runner = Runner(trees, limit_s)
         for one, verdict, spent_s in pool.map(runner.run, breaks):
@@ -323,10 +326,14 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of a break; default 60")
     parser.add_argument("-j", type=int, default=1, help="breaks that run side by side")
     args = parser.parse_args()
-    start, files, known, located = time.monotonic(), tracked_files(), collect(), list[Break]()
+    start, files, located = time.monotonic(), tracked_files(), list[Break]()
     breaks = [Break(**entry) for entry in tomllib.loads(DATA.read_text())["break"]]
     ids, rooms = args.ids or [x.id for x in breaks], args.room or [x.room for x in breaks]
     chosen = [one for one in breaks if one.id in ids and one.room in rooms]
+    places = {test.partition("::")[0] for one in chosen for test in one.tests}
+    known = collect([place for place in places if (ROOT / place).exists()])
+    if any(test.partition("[")[0] not in known for one in chosen for test in one.tests):
+        known = collect(["tests"])
     for one in chosen:
         try:
             located.append(locate(one, files, known))
