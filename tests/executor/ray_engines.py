@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,17 @@ def is_alive(engine_places: list[Any]) -> list[bool]:
 def free_cpus() -> float:
     """CPUs of the cluster that are free."""
     return float(ray.available_resources().get("CPU", 0.0))
+
+
+@contextmanager
+def limited(kind: int, at_most: int) -> Iterator[None]:
+    """Lowers a limit of this process."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (at_most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
 
 
 def replace_ranks(patch: pytest.MonkeyPatch, actor_class: type[RayWorker]) -> None:

@@ -157,6 +157,7 @@ def test_interrupted_shutdown_is_finished_by_the_next(
     engine.shutdown()
 
 
+@pytest.mark.check
 def test_example_driver(folder: Path, ray_address: str) -> None:
     """What `ray submit` runs, on one machine."""
     root = Path(__file__).parent.parent.parent

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import ray
 from support.gguf_files import write_gguf
+from support.matrix import only
 
 from executor import sabotage
 from executor.bare_ranks import PATIENCE_S, BareRanks, bare_ranks
@@ -74,12 +75,8 @@ def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) 
     [
         (0, signal.SIGKILL, KILLED),
         (1, signal.SIGSTOP, FROZEN),
-        (1, signal.SIGSEGV, "killed by signal 11 (SIGSEGV)"),
-        (0, signal.SIGTERM, "killed by signal 15 (SIGTERM)"),
-        pytest.param(1, signal.SIGKILL, KILLED, marks=pytest.mark.soak),
-        pytest.param(0, signal.SIGSTOP, FROZEN, marks=pytest.mark.soak),
     ],
-    ids=["0 killed", "1 stopped", "1 faults", "0 ends", "1 killed", "0 stopped"],
+    ids=["0 killed", "1 stopped"],
 )
 def test_idle(ranks: BareRanks, expected: list[int], rank: int, number: int, cause: str) -> None:
     if ranks.executor.loss is not None:
@@ -104,7 +101,10 @@ def test_idle(ranks: BareRanks, expected: list[int], rank: int, number: int, cau
     assert ranks.generate() == expected
 
 
-@pytest.mark.parametrize(("number", "cause"), [(signal.SIGKILL, KILLED), (signal.SIGSTOP, FROZEN)])
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [(signal.SIGKILL, KILLED), pytest.param(signal.SIGSTOP, FROZEN, marks=pytest.mark.soak)],
+)
 def test_both_at_once(ranks: BareRanks, expected: list[int], number: int, cause: str) -> None:
     """While they compute: one of the two is named, and the same ids come out of the next group."""
     if ranks.executor.loss is not None:
@@ -145,7 +145,7 @@ IN_STEP = {
 }
 
 
-@pytest.mark.parametrize("name", IN_STEP)
+@pytest.mark.parametrize("name", only(("stop", "exit", "raise"), IN_STEP))
 def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
     check_in_a_step(ranks, expected, IN_STEP[name])
 

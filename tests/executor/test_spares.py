@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import ray
 from support.ray_cluster import shared_memory_files
 
@@ -44,6 +45,7 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         wait_until(lambda: not any(map(NodeAgent.state, left)), PATIENCE_S)
 
 
+@pytest.mark.soak
 def test_driver_that_is_stopped_and_killed(
     folder: Path, ray_address: str, wait_until: Wait
 ) -> None:

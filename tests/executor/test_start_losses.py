@@ -43,6 +43,7 @@ def frozen_at_birth(note: str) -> type[RayWorker]:
     return Frozen
 
 
+@pytest.mark.soak
 def test_rank_that_freezes_before_it_says_where_it_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
 ) -> None:

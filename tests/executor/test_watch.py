@@ -123,6 +123,7 @@ def test_closed_channel_is_a_loss_at_once(pair: Pair, wait_until: Wait) -> None:
     assert isinstance(found.losses[0][1], ChannelClosedError)
 
 
+@pytest.mark.soak
 def test_watching_costs_almost_nothing(pair: Pair) -> None:
     """Both sides in this process: a driver's watch, and two ranks."""
     driver, ranks = pair
