@@ -333,17 +333,6 @@ def test_answers() -> None:
     assert [len(one.candidates) for one in answer.prompt_logprobs] == [0, 3]
 
 
-def test_what_goes_on_has_no_end() -> None:
-    going = CompletionOutput(2, "x", (9,), None, None)
-    answer = asyncio.run(ResponseWriter().write(output(outputs=[going], finished=False)))
-    assert answer.HasField("finished")
-    assert not answer.finished
-    assert not answer.HasField("usage")
-    assert not answer.outputs[0].HasField("finish_reason")
-    assert answer.outputs[0].WhichOneof("matched_stop") is None
-    assert answer.outputs[0].index == 2
-
-
 @pytest.mark.parametrize("of", ["output", "prompt"])
 def test_other_tasks_run_while_a_large_answer_is_converted(of: str) -> None:
     """The event loop takes a turn after about every thousand candidates."""

@@ -109,6 +109,8 @@ async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
     assert (first.request_id, first.outputs[0].text, first.finished) == ("it", "0 ", False)
     assert first.outputs[0].HasField("index")
     assert not first.HasField("usage")
+    assert not first.outputs[0].HasField("finish_reason")
+    assert first.outputs[0].WhichOneof("matched_stop") is None
     assert last.finished
     assert last.usage.num_output_tokens == 6
     assert last.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH

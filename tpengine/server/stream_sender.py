@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.errors import UnreadError
-from tpengine.outputs import Logprob, RequestOutput
+from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 
 Message = TypeVar("Message")
 Message_co = TypeVar("Message_co", covariant=True)
@@ -25,6 +25,16 @@ Positions = Iterable[tuple[int, Mapping[int, Logprob] | None]]
 """Tokens, each with its candidates by id; None: the first position of a prompt."""
 _CANDIDATES_A_TURN = 1024
 """Candidates that are converted, in some milliseconds, before other tasks of the event loop run."""
+
+
+def of_prompt(output: RequestOutput) -> Positions:
+    """The tokens of a prompt, if they have candidates."""
+    return zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
+
+
+def of_output(completion: CompletionOutput) -> Positions:
+    """The tokens of an output, if they have candidates."""
+    return zip(completion.token_ids, completion.logprobs or (), strict=False)
 
 
 class StreamWriter(Protocol[Message_co]):

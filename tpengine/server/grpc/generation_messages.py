@@ -22,7 +22,7 @@ from tpengine.server.limits import (
     last_ids,
     most_tokens_of_text,
 )
-from tpengine.server.stream_sender import CandidateTurns, Positions
+from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
 
 
 def read_generate_request(
@@ -183,12 +183,10 @@ class ResponseWriter:
         message = pb.GenerateResponse(request_id=output.request_id, finished=output.finished)
         for completion in output.outputs:
             written = _write_completion(message, completion)
-            new = zip(completion.token_ids, completion.logprobs or (), strict=False)
-            await self._add_logprobs(written.logprobs, new)
+            await self._add_logprobs(written.logprobs, of_output(completion))
         if output.finished:
             message.usage.CopyFrom(_write_usage(output))
-        prompt = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
-        await self._add_logprobs(message.prompt_logprobs, prompt)
+        await self._add_logprobs(message.prompt_logprobs, of_prompt(output))
         return message
 
     async def _add_logprobs(self, written: Any, positions: Positions) -> None:

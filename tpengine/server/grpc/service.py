@@ -133,18 +133,11 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
 
     async def _produce(self, request: GenerateRequest, stream: KeptStream) -> None:
         """Serves the request of a kept stream. Its position is the number of output tokens."""
-        held = b""
 
         async def keep(message: pb.GenerateResponse) -> None:
-            nonlocal held
             num_tokens = sum(len(one.token_ids) for one in message.outputs)
             message.request_id = stream.request_id
-            held += message.SerializeToString()
-            # Messages in a row are one message to protobuf: one without tokens goes with the next,
-            # so that no two messages but the last end at the same position.
-            if num_tokens or message.finished:
-                stream.add(held, stream.position + num_tokens)
-                held = b""
+            stream.add(message.SerializeToString(), stream.position + num_tokens)
 
         async with self._state.open(request) as mailbox:
             await send_stream(mailbox, ResponseWriter(), keep, self._limits.write_s)

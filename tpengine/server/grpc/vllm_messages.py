@@ -18,7 +18,7 @@ from tpengine.outputs import RequestOutput
 from tpengine.proto.parameter_fields import read_field, read_fields
 from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tpengine.server.limits import Limits, at_most, check_sampling, last_ids, most_tokens_of_text
-from tpengine.server.stream_sender import CandidateTurns, Positions
+from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
 
 REFUSED = (
     "mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json",
@@ -122,10 +122,9 @@ class VllmWriter:
             index, token_ids = completion.index, completion.token_ids
             message = pb.GenerateResponse()
             part = message.chunk if self._streams else message.complete
-            prompt = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
-            await self._add(part.input_logprobs, prompt, self._sampling.prompt_logprobs)
-            new = zip(token_ids, completion.logprobs or (), strict=False)
-            await self._add(part.output_logprobs, new, self._sampling.logprobs)
+            sampling = self._sampling
+            await self._add(part.input_logprobs, of_prompt(output), sampling.prompt_logprobs)
+            await self._add(part.output_logprobs, of_output(completion), sampling.logprobs)
             self._token_ids[index] += token_ids
             if self._streams and token_ids:
                 message.chunk.token_ids.extend(token_ids)

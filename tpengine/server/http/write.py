@@ -18,7 +18,7 @@ from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.server.http.reasoning import ReasoningSplitter
 from tpengine.server.http.tool_formats import ToolParser
 from tpengine.server.http.tools import Tools
-from tpengine.server.stream_sender import CandidateTurns, Positions
+from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
 
 _LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have; vLLM writes this number too."""
@@ -174,11 +174,9 @@ class AnswerWriter:
         """A choice with its log probabilities and, if it begins, with its prompt."""
         logprobs, repeats = "null", begins and self._style.echo
         if self._style.logprobs is not None:
-            positions: Positions = zip(
-                completion.token_ids, completion.logprobs or (), strict=False
-            )
+            positions = of_output(completion)
             if repeats:
-                positions = chain(_of_prompt(output), positions)
+                positions = chain(of_prompt(output), positions)
             if self._style.is_chat:
                 logprobs = await self._chat_logprobs(positions)
             else:
@@ -282,7 +280,7 @@ class AnswerWriter:
     async def _prompt_logprobs(self, output: RequestOutput) -> str:
         """Log probabilities of a prompt, in vLLM's shape."""
         positions = []
-        async for _, candidates in self._turns.take(_of_prompt(output)):
+        async for _, candidates in self._turns.take(of_prompt(output)):
             fields = ",".join(
                 f'"{i}":{{"logprob":{_number(candidate)},"rank":{json.dumps(candidate.rank)},'
                 f'"decoded_token":{quote(self._token_text(i, candidate))}}}'
@@ -320,10 +318,6 @@ def _number(candidate: Logprob) -> str:
     # A NaN fails the comparison too.
     number = candidate.logprob
     return repr(number if number > _LEAST_LOGPROB else _LEAST_LOGPROB)
-
-
-def _of_prompt(output: RequestOutput) -> Positions:
-    return zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
 
 
 def _by_rank(candidates: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
