@@ -175,16 +175,16 @@ struct PanelFetch {
   }
 };
 
-// Every second vector of sums, one for each row, as outputs of type T from `output` on. Not
-// inlined: else each number of rows would have a copy for each type.
+// A vector of sums for each row, as outputs of type T from `output` on. Not inlined: else each
+// number of rows would have a copy for each type.
 template <class T>
 __attribute__((noinline)) void put_outputs(const QuantizedLinearArgs& a, int64_t row,
-                                           int64_t num_rows, int64_t output, const Vec* total) {
+                                           int64_t num_rows, int64_t output, const Vec* sums) {
   const int64_t count = a.out_features - output;
   const Vec bias = load_outputs(a.bias == nullptr ? nullptr : (const T*)a.bias + output, count);
-  for (int64_t r = row; r < row + num_rows; ++r, total += 2)
-    store_outputs((T*)a.out + r * a.out_stride + output,
-                  fused(*total, set1(a.rows.scales[r]), bias), count);
+  for (int64_t r = row; r < row + num_rows; ++r, ++sums)
+    store_outputs((T*)a.out + r * a.out_stride + output, fused(*sums, set1(a.rows.scales[r]), bias),
+                  count);
 }
 
 // Adds the high parts of outliers: with one scale per output as one sum of integers, else as
@@ -294,9 +294,12 @@ void quantized_block(const QuantizedLinearArgs& a, int64_t row, int64_t panel, F
     }
     if (a.num_outliers > 0)
       add_outliers<Format, R>(a, row, a.packed + panel * a.panel_bytes, pair, total);
+#pragma GCC unroll 2
     for (int c = 0; c < 2; ++c) {
       const int64_t output = panel * kLinearPanel + c * 16 + pair * kLanes;
-      const Vec* sums = total[0] + c;  // every second vector
+      Vec sums[R];  // a copy: no pointer to `total` leaves, so that it stays in registers
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) sums[r] = total[r][c];
       a.dtype == DType::kFloat32 ? put_outputs<float>(a, row, R, output, sums)
                                  : put_outputs<uint16_t>(a, row, R, output, sums);
     }
@@ -318,7 +321,6 @@ inline void quantized_rows(const QuantizedLinearArgs& a, int64_t rows, int64_t r
 template <class Format>
 void quantized_panels(const QuantizedLinearArgs& a, PanelRange now, PanelRange next) {
   constexpr int R = Format::kIsWhole ? kWholeRows : kQuantizedRows;
-  using Fetch = PanelFetch<Format::kBits / 4>;
   constexpr int kUnaided = R / 2;  // no block of several has fewer rows
   const int64_t steps = kPairs * a.num_groups * a.group_size / 4, all_steps = a.num_blocks * steps;
   const int64_t step_bytes = min64(64, (a.panel_bytes + all_steps - 1) / all_steps);
@@ -329,12 +331,12 @@ void quantized_panels(const QuantizedLinearArgs& a, PanelRange now, PanelRange n
       continue;
     }
     if (a.num_blocks == 1) {
-      const Fetch ahead = {own + kLinearPrefetchBytes, Format::kBits * 16};
+      const PanelFetch<Format::kBits / 4> ahead = {own + kLinearPrefetchBytes, Format::kBits * 16};
       quantized_rows<Format, kUnaided, R>(a, a.num_rows, 0, panel, ahead);
       continue;
     }
     const int64_t following = panel + 1 < now.end ? panel + 1 : min64(next.begin, a.num_panels - 1);
-    Fetch fetch = {own + (following - panel) * a.panel_bytes, step_bytes};
+    PanelFetch<1> fetch = {own + (following - panel) * a.panel_bytes, step_bytes};
     for (int64_t block = 0; block < a.num_blocks; ++block) {
       const int64_t row = a.first_row(block);
       quantized_rows<Format, kUnaided, R>(a, a.first_row(block + 1) - row, row, panel, fetch);
