@@ -47,6 +47,29 @@ def test_paths_before_and_after_0_5_4() -> None:
     assert BeamSearchParams is inputs.BeamSearchParams is tpengine.BeamSearchParams
 
 
+IN_THEIR_PLACES = """
+import importlib
+import tpengine.compat.online, tpengine.compat.arguments  # before the files that they stand on
+from tpengine import llm
+from tpengine.async_engine import async_llm_engine
+from tpengine.compat.aliases import ROOF
+from tpengine.engine import llm_engine
+for ours, roof in ROOF.items():
+    ours, roof = vars(importlib.import_module(ours)), vars(importlib.import_module(roof))
+    own = [one for one in roof.values() if getattr(one, "__module__", "") == roof["__name__"]]
+    over = [one for one in own if one.__name__ in ours]
+    assert over and all(ours[one.__name__] is one for one in over), roof["__name__"]
+assert llm.LLMEngine is async_llm_engine.LLMEngine is llm_engine.LLMEngine
+assert llm.EngineArgs is llm_engine.EngineArgs
+"""
+
+
+def test_classes_of_the_roof_are_those_that_everything_imports() -> None:
+    command = [sys.executable, "-c", IN_THEIR_PLACES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_all_names_at_once() -> None:
     found: dict[str, Any] = {}
     exec("from tpengine import *", found)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -457,16 +456,3 @@ class AsyncEngineArgs(EngineArgs):
 
     disable_log_requests: bool = option(False)
     """No line in the log when a request ends."""
-
-    @classmethod
-    def add_cli_args(
-        cls, parser: argparse.ArgumentParser, async_args_only: bool = False
-    ) -> argparse.ArgumentParser:
-        """Adds a command-line option for each field.
-
-        Args:
-            async_args_only: leave out those of `EngineArgs`.
-        """
-        base = {spec.name for spec in fields(EngineArgs)} if async_args_only else set()
-        cls._add_options(parser, [spec for spec in fields(cls) if spec.name not in base])
-        return parser

@@ -85,7 +85,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The state of a request after a step.
+    """The state of a request after a step; as a delta (see `RequestOutputKind.DELTA`), what is new
+    of it: the sequences with new tokens or an end, each end once, and `prompt_logprobs` once.
 
     Attributes:
         prompt: the prompt's text; None: the request gave ids.
@@ -95,6 +96,7 @@ class RequestOutput:
         lora_request: the `LoRARequest` of its adapter; None: it has none.
         failure: the error with which the request was refused or failed; None: no error.
         num_cached_tokens: prompt tokens whose K and V were in the cache.
+        num_output_tokens: output tokens so far, of all sequences that are reported.
     """
 
     request_id: str
@@ -108,6 +110,7 @@ class RequestOutput:
     _: KW_ONLY
     failure: Exception | None = None
     num_cached_tokens: int = 0
+    num_output_tokens: int = 0
 
     @property
     def error(self) -> str | None:

@@ -21,9 +21,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tqdm import tqdm
 
-from benchmarks.common import add_engine_arguments, add_numbers, dummy_model
+from benchmarks.common import (
+    add_engine_arguments,
+    add_numbers,
+    alternate,
+    dummy_model,
+    print_rates,
+)
 from tpengine import LoRARequest
 from tpengine.bench.harness import GREEDY, report_head
 from tpengine.checkpoint.adapter_files import CONFIG_FILE, TENSOR_FILE
@@ -164,23 +169,14 @@ def show_rates(
         "no adapter": (engine, lambda _: None),
         "adapters": (engine, lambda _: adapters[next(numbers) % len(adapters)]),
     }
-    rates: dict[str, list[float]] = {name: [] for name in kinds}
-    for number in tqdm(range(args.rounds + 1), desc="streams", unit="round"):
-        order = list(kinds) if number % 2 else list(reversed(kinds))
-        for name in order:
-            serving, choose = kinds[name]
-            rate, _ = Clients(args, number, choose).run(serving, args.streams)
-            if number:  # the first round warms up, and loads the adapters
-                rates[name].append(rate)
-    base = rates["enable_lora off"]
+
+    def rate(name: str, number: int) -> float:
+        serving, choose = kinds[name]
+        return Clients(args, number, choose).run(serving, args.streams)[0]
+
+    rates = alternate(list(kinds), args.rounds, rate, warm_ups=1)  # it loads the adapters
     print(f"{args.streams} streams, {len(adapters)} adapters of rank {args.rank}, in slots")
-    for name, found in rates.items():
-        ratios = [one / other for one, other in zip(found, base, strict=True)]
-        print(
-            f"{name:<16s} {statistics.median(found):8.1f} output tokens/s, ratio "
-            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); of the "
-            f"fastest runs {max(found) / max(base):.3f}"
-        )
+    print_rates(rates, "enable_lora off")
 
 
 def show_many(

@@ -26,7 +26,7 @@ from google.protobuf.json_format import ParseDict
 from support.server_process import ServerProcess
 
 import tpengine
-from benchmarks.common import add_numbers
+from benchmarks.common import add_numbers, alternate
 from benchmarks.door_load import METHOD, TIMEOUT_S, Load, over_http, run_streams
 from tpengine.bench.harness import report_head
 from tpengine.proto import tpengine_pb2 as pb
@@ -131,29 +131,22 @@ def run(args: argparse.Namespace) -> int:
                     door, addresses[door], _OTHERS, _PROMPT_TOKENS, args.output_tokens, _VOCAB
                 )
 
-                def measure(is_costly: bool, load: Load = load, attack: Attack = attack) -> float:
-                    return float(clients.apply(run_beside, (load, attack, is_costly)))
+                def measure(
+                    is_costly: bool, _: int, load: Load = load, own: Attack = attack
+                ) -> float:
+                    return float(clients.apply(run_beside, (load, own, is_costly)))
 
-                print(_line(door, attack.name, _rounds(args.rounds, measure)), flush=True)
+                rates = alternate((False, True), args.rounds, measure)
+                print(_line(door, attack.name, rates), flush=True)
                 held = server.resident_bytes() >> 20
                 print(f"    the server holds {held} MiB", flush=True)
     return 0
 
 
-def _rounds(rounds: int, measure: Callable[[bool], float]) -> list[tuple[float, float]]:
-    """Tokens per second of the other clients in each round: beside the plain request, and beside
-    the costly one."""
-    found = []
-    for number in range(rounds):
-        order = (False, True) if number % 2 == 0 else (True, False)
-        rates = {is_costly: measure(is_costly) for is_costly in order}
-        found.append((rates[False], rates[True]))
-    return found
-
-
-def _line(door: str, name: str, found: list[tuple[float, float]]) -> str:
-    plain, costly = map(statistics.median, zip(*found, strict=True))
-    ratio = statistics.median(one / other for other, one in found)
+def _line(door: str, name: str, rates: dict[bool, list[float]]) -> str:
+    plain, costly = (statistics.median(rates[is_costly]) for is_costly in (False, True))
+    pairs = zip(rates[True], rates[False], strict=True)
+    ratio = statistics.median(beside / without for beside, without in pairs)
     verdict = "holds" if ratio >= GOAL else "MISSES THE GOAL"
     return (
         f"{name} over {door}: others {plain:.1f} tokens/s during the plain request, "

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from tpengine.bench.harness import GREEDY, SHAPES, Workload, shape_folder
-from tpengine.bench.throughput import RunResult, run_once
+from tpengine.bench.harness import GREEDY, SHAPES, shape_folder
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 
 SHAPE = "llama-124m"
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 def add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[float, str]) -> None:
@@ -70,13 +72,28 @@ def first_token_s(engine: LLMEngine, prompt: list[int]) -> float:
     return time.perf_counter() - start
 
 
-def run_pairs(
-    first: LLMEngine, second: LLMEngine, workloads: Sequence[Workload]
-) -> list[tuple[RunResult, RunResult]]:
-    """Runs each workload in both engines; which of them begins changes from pair to pair."""
-    pairs = []
-    for index, workload in enumerate(tqdm(workloads, desc="pairs", unit="pair")):
-        turn = (first, second) if index % 2 == 0 else (second, first)
-        results = {engine: run_once(engine, workload, GREEDY) for engine in turn}
-        pairs.append((results[first], results[second]))
-    return pairs
+def alternate(
+    kinds: Sequence[K], rounds: int, measure: Callable[[K, int], T], warm_ups: int = 0
+) -> dict[K, list[T]]:
+    """What is measured of each kind, in rounds that begin with the first and the last in turn.
+
+    Args:
+        measure: gets the kind and the number of the round; the warm-ups' numbers are below 0.
+        warm_ups: rounds whose results are dropped.
+    """
+    found: dict[K, list[T]] = {kind: [] for kind in kinds}
+    for number in tqdm(range(-warm_ups, rounds), desc="rounds", unit="round"):
+        for kind in kinds if number % 2 == 0 else kinds[::-1]:
+            found[kind].append(measure(kind, number))
+    return {kind: results[warm_ups:] for kind, results in found.items()}
+
+
+def print_rates(rates: dict[str, list[float]], base: str) -> None:
+    """Prints the median rate of each kind, and its ratios to those of a base."""
+    for name, own in rates.items():
+        ratios = [rate / other for rate, other in zip(own, rates[base], strict=True)]
+        print(
+            f"{name:<16s} {statistics.median(own):8.1f} output tokens/s, ratio "
+            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); of the "
+            f"fastest runs {max(own) / max(rates[base]):.3f}"
+        )

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from support.server_process import ServerProcess
 
-from benchmarks.common import add_numbers, add_shape_argument
+from benchmarks.common import add_numbers, add_shape_argument, alternate
 from benchmarks.door_load import Load, LoadResult, run_load
 from tpengine.bench.harness import SHAPES, report_head, shape_folder
 from tpengine.bench.serve import ENGINE, thread_times
@@ -80,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
         loads = {door: Load(door, addresses[door], *sizes) for door in DOORS}
         for door in DOORS:  # touches all memory
             clients.apply(run_load, (replace(loads[door], num_output=_WARM_UP_TOKENS),))
-        costs = _alternate(args.rounds, loads, lambda load: _measure(server.pid, clients, load))
+        costs = _at_both(args.rounds, loads, lambda load: _measure(server.pid, clients, load))
         rate = statistics.median(cost.rate for cost in costs["gRPC"]) / args.output_tokens / 2
         loads = {
             door: replace(load, num_streams=args.half_streams, rate=rate)
             for door, load in loads.items()
         }
-        halves = _alternate(args.rounds, loads, lambda load: clients.apply(run_load, (load,)))
+        halves = _at_both(args.rounds, loads, lambda load: clients.apply(run_load, (load,)))
     work = f"{args.model or args.shape}, {args.streams} streams of {args.output_tokens} tokens"
     print(report_head(None, {"work": work, "server": args.server}))
     for door in DOORS:
@@ -105,15 +105,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _alternate(
+def _at_both(
     rounds: int, loads: dict[str, Load], measure: Callable[[Load], Any]
 ) -> dict[str, list[Any]]:
     """What is measured at each door, in rounds whose requests differ."""
-    found: dict[str, list[Any]] = {door: [] for door in DOORS}
-    for number in range(rounds):
-        for door in DOORS if number % 2 == 0 else DOORS[::-1]:
-            found[door].append(measure(replace(loads[door], seed=number + 1)))
-    return found
+    return alternate(
+        DOORS, rounds, lambda door, number: measure(replace(loads[door], seed=number + 1))
+    )
 
 
 def _measure(pid: int, clients: Pool, load: Load) -> Cost:

@@ -8,14 +8,11 @@ The model needs a tokenizer. All requests sample as many tokens: the grammars do
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from dataclasses import replace
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.common import add_numbers
+from benchmarks.common import add_numbers, alternate, print_rates
 from tpengine import SamplingParams
 from tpengine.bench.harness import report_head
 from tpengine.engine.llm_engine import LLMEngine
@@ -55,19 +52,11 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
     settings = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     print(report_head(settings, {"work": f"{args.streams} x {args.output_tokens} tokens"}))
-    rates: dict[str, list[float]] = {name: [] for name in KINDS}
     with LLMEngine.from_engine_args(settings) as engine:
-        for number in tqdm(range(args.rounds + 1), desc="rounds", unit="round"):
-            for name in list(KINDS) if number % 2 else list(reversed(KINDS)):
-                rate = _rate(engine, args, KINDS[name])
-                if number:  # the first round warms up
-                    rates[name].append(rate)
-    for name, found in rates.items():
-        ratios = [one / base for one, base in zip(found, rates["without"], strict=True)]
-        print(
-            f"{name:<10s} {statistics.median(found):8.1f} output tokens/s, ratio "
-            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        rates = alternate(
+            list(KINDS), args.rounds, lambda name, _: _rate(engine, args, KINDS[name]), warm_ups=1
         )
+    print_rates(rates, "without")
     return 0
 
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import add_numbers, add_shape_argument, run_pairs
+from benchmarks.common import add_numbers, add_shape_argument, alternate
 from tpengine.bench.harness import (
     GREEDY,
     local_ray,
@@ -112,7 +112,10 @@ def _report_throughput(args: argparse.Namespace, first: LLMEngine, second: LLMEn
     warm_up = [(prompt, _WARM_UP_OUTPUT) for prompt, _ in workloads[0][:_WARM_UP_REQUESTS]]
     for engine in (first, second):
         run_once(engine, warm_up, GREEDY)
-    pairs = run_pairs(first, second, workloads)
+    results = alternate(
+        (first, second), args.pairs, lambda engine, i: run_once(engine, workloads[i], GREEDY)
+    )
+    pairs = list(zip(results[first], results[second], strict=True))
     for name, side in (("one process", 0), (f"{args.ranks} ranks", 1)):
         rates = [pair[side].output_rate for pair in pairs]
         print(f"{name:<20}{median_of(rates, ' output tokens/s', 0)}")

@@ -16,6 +16,7 @@ from support.terminal import END_S, START_S, Terminal
 from support.tiny_llama import edit_json
 
 from tpengine import LLM, SamplingParams
+from tpengine.cli.conversation import Conversation
 from tpengine.cli.lines import messages
 from tpengine.cli.main import main
 from tpengine.config import EMBEDDED_MODEL
@@ -174,6 +175,20 @@ def test_sampling_comes_from_the_model(
     assert f"generation_config.json of {folder} are wrong: temper" in capsys.readouterr().err
     facts = [(one.temperature, one.top_p, one.top_k, one.max_tokens) for one in seen]
     assert facts[:3] == [(0.3, 0.5, -1, 7), (0.3, 1.0, -1, 7), (0.7, 0.9, -1, 1024)]
+
+
+def test_turns_are_forgotten_that_leave_no_room_for_an_answer() -> None:
+    talk = Conversation(
+        max_len=35,
+        max_tokens=10,
+        token_ids=lambda messages: [0] * 10 * len(messages),
+        generate=lambda token_ids, write: write("an answer"),
+        num_tokens=lambda: 0,
+        system=None,
+    )
+    for question in ("first", "second"):
+        talk.answer(question)
+    assert [question for question, _ in talk.turns] == ["second"]
 
 
 def test_a_model_without_a_chat_template_is_refused(

@@ -54,6 +54,8 @@ def test_stop_token_ids(engine: LLMEngine, prompt: list[int], expected: tuple[in
     assert completion.token_ids == expected[: at + 1]
     assert completion.finish_reason == "stop"
     assert completion.stop_reason == stop
+    beside_eos = SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[stop])
+    assert complete(engine, prompt, beside_eos).token_ids == completion.token_ids
     tokenizer = engine.tokenizer
     assert completion.text == tokenizer.decode(expected[:at])
     params = greedy(20, stop_token_ids=[stop], include_stop_str_in_output=True)

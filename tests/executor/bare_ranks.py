@@ -17,7 +17,7 @@ from tpengine import EngineArgs
 from tpengine.errors import RankLoss
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch.node_agent import NodeAgent
-from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.executor.launch.ray_home import RayHome
 from tpengine.executor.local_executor import create_executor
 from tpengine.messages import MemoryLedger, NewSequence, SamplingRules, StepInput
 
@@ -54,7 +54,7 @@ class BareRanks:
 
     def spare_processes(self) -> list[tuple[int, int]]:
         """Of the spares that are ready."""
-        return [place.process for place in self.executor.spares.places()]
+        return [place.process for place in self.executor.home.spares.places()]
 
     def replace_beside_frozen_spare(self, wait: Callable[..., None]) -> list[tuple[int, int]]:
         """Loses a rank while one of two spares is frozen: the other one becomes a rank, and the
@@ -74,12 +74,12 @@ class BareRanks:
         """Of those that only transformers' code needs: what Ray's ranks and spares have
         imported."""
         names = {"transformers", "tpengine.models.fallback.model"}
-        actors = [spare.actor for spare in self.executor.spares._spares]
-        assert isinstance(self.executor, RayExecutor)
-        assert self.executor._launcher is not None
+        actors = [spare.actor for spare in self.executor.home.spares._spares]
+        assert isinstance(self.executor.home, RayHome)
+        assert self.executor.home._launcher is not None
         calls = [
             actor.__ray_call__.remote(lambda _: names & sys.modules.keys())
-            for actor in (*self.executor._launcher._actors, *actors)
+            for actor in (*self.executor.home._launcher._actors, *actors)
         ]
         return ray.get(calls, timeout=PATIENCE_S)
 

@@ -52,6 +52,6 @@ def receive(channel: Channel, timeout_s: float) -> Frame:
     return frame
 
 
-def answer(channel: Channel, step: int, payload: bytes) -> None:
+def answer(channel: Channel, number: int, payload: bytes) -> None:
     """What a rank sends at the end of a step."""
-    channel.send(FrameKind.OUTPUT, step, payload, TIMEOUT_S)
+    channel.send(FrameKind.ANSWER, number, payload, TIMEOUT_S)

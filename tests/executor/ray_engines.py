@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from executor.sabotage import VARIABLE, Sabotage, after_call, write
+from executor.sabotage import VARIABLE, Sabotage, harm, write
 from tpengine import EngineArgs, LLMEngine
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
@@ -55,6 +56,17 @@ def free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0.0))
 
 
+@contextmanager
+def limited(kind: int, at_most: int) -> Iterator[None]:
+    """Lowers a limit of this process."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (at_most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
 def replace_ranks(patch: pytest.MonkeyPatch, actor_class: type[RayWorker]) -> None:
     """Starts actors of this class where the package starts a `RayWorker`.
 
@@ -76,10 +88,9 @@ def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
     worker's module is imported; yields a list that gets every group's places."""
 
     class SabotagedWorker(RayWorker):
-        def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-            answer = super().call(method, *args, **kwargs)
-            after_call(self, method, args, rank, sabotage)
-            return answer
+        def create(self, config: Any) -> None:
+            super().create(config)
+            harm(self, rank, sabotage)
 
     places: list[Any] = []
     start = Group.start

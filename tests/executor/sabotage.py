@@ -14,6 +14,7 @@ from typing import Any
 
 from tpengine.executor.launch import rank_process
 from tpengine.executor.launch.rank_process import ProcessRank
+from tpengine.executor.rank import Rank
 
 Sabotage = Callable[[Any], None]
 """Changes the module `tpengine.worker.worker` in the process of one rank."""
@@ -21,13 +22,9 @@ VARIABLE = "TPENGINE_TEST_SABOTAGE"
 """(rank, or None for all; sabotage), pickled, for processes without Ray."""
 
 
-def after_call(
-    target: Any, method: str, args: tuple[Any, ...], rank: int | None, sabotage: Sabotage
-) -> None:
-    """Called in a rank after each call of the driver's: sabotages it when its worker is made."""
-    if method == "join":
-        target.own_rank = args[0]
-    if method == "create" and rank in (None, target.own_rank):
+def harm(target: Rank, rank: int | None, sabotage: Sabotage) -> None:
+    """Called in a rank when its worker is made."""
+    if rank in (None, target._rank):
         import tpengine.worker.worker as module
 
         sabotage(module)
@@ -36,10 +33,9 @@ def after_call(
 class SabotagedProcess(ProcessRank):
     """A rank that is not Ray's."""
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        answer = super().call(method, *args, **kwargs)
-        after_call(self, method, args, *read(os.environ[VARIABLE]))
-        return answer
+    def create(self, config: Any) -> None:
+        super().create(config)
+        harm(self, *read(os.environ[VARIABLE]))
 
 
 def write(rank: int | None, sabotage: Sabotage) -> str:
@@ -158,4 +154,4 @@ def _in_load(action: Callable[[], None], module: Any) -> None:
 
 
 if __name__ == "__main__":
-    rank_process.main(SabotagedProcess)
+    rank_process.main(SabotagedProcess())

@@ -33,19 +33,15 @@ def test_connection_is_closed_when_no_executor_can_be_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ray_connection = pytest.importorskip("tpengine.executor.launch.ray_connection")
-    from tpengine.executor.launch import ray_executor
+    from tpengine.executor.launch import ray_home
 
-    class Unlucky:
-        @staticmethod
-        def detect_device(wanted: str) -> str:
-            return "cpu"
-
-        def __init__(self, *args: Any) -> None:
-            assert FakeConnection.num_open == 1
-            raise ZeroDivisionError
+    def fail(*_: Any) -> None:
+        assert FakeConnection.num_open == 1
+        raise ZeroDivisionError
 
     monkeypatch.setattr(ray_connection, "RayConnection", FakeConnection)
-    monkeypatch.setattr(ray_executor, "RayExecutor", Unlucky)
+    monkeypatch.setattr(ray_home, "detect_device", lambda wanted: "cpu")
+    monkeypatch.setattr(ray_home, "RayHome", fail)
     with pytest.raises(ZeroDivisionError):
         LLMEngine.from_engine_args(EngineArgs(EMBEDDED_MODEL, executor="ray"))
     assert FakeConnection.num_open == 0

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from array import array
 from typing import Any
 
 import pytest
 
+from tpengine import EngineArgs
+from tpengine.config import EMBEDDED_MODEL
 from tpengine.errors import EngineError
-from tpengine.executor.codec import decode_output, decode_plain, decode_step, encode
+from tpengine.executor.codec import (
+    decode_call,
+    decode_output,
+    decode_plain,
+    decode_step,
+    encode,
+    encode_call,
+)
 from tpengine.messages import (
     AdapterLoad,
     BlockMoves,
     Candidates,
     Fork,
+    MemoryLedger,
     NewSequence,
     PromptLogprobs,
     RowError,
@@ -23,6 +34,7 @@ from tpengine.messages import (
     StepOutput,
     TokenLogprobs,
 )
+from tpengine.structured.grammars import Vocabulary
 
 RULES = SamplingRules(
     temperature=0.7,
@@ -120,7 +132,7 @@ def test_steps_of_decodes_survive(num_rows: int, change: str) -> None:
     assert decoded == step
     lists = [decoded.slots, decoded.num_scheduled_tokens, decoded.sample_rows, decoded.sample_slots]
     lists.append(decoded.next_slots)
-    assert len({id(one) for one in lists}) == 5, "changing one would change another"
+    assert len(set(map(id, lists))) == 5, "changing one would change another"
 
 
 @pytest.mark.parametrize("ids", [[], [0], [2**32 - 1, 5], [2**32], [-1, 7]])
@@ -143,6 +155,23 @@ def test_another_versions_message_is_refused() -> None:
         decode_output(encode((1,)))
 
 
+def test_calls_survive() -> None:
+    """With their classes, and tuples as tuples. The fields of a model stay readable by name."""
+    args = EngineArgs(EMBEDDED_MODEL, tensor_parallel_size=2, executor="ray", device="cpu")
+    engine_config = args.create_engine_config("cpu")
+    call = ("create", (engine_config, [MemoryLedger(0, "cpu", *[1] * 6)]), {"sizes": {"a": (1, 2)}})
+    decoded = decode_call(encode_call(call))
+    assert decoded == call
+    assert repr(decoded) == repr(call)
+    assert decoded[1][0].model.hf_config.hidden_size > 0
+    vocabulary = decode_call(encode_call(Vocabulary("{}", 5, [2])))
+    assert (vocabulary.size, vocabulary.end_token_ids) == (5, [2])
+    with pytest.raises(EngineError, match="same version"):
+        decode_call(encode_call(call).replace(b"MemoryLedger", b"MemoryLodger"))
+
+
 def test_what_is_no_plain_data_is_refused() -> None:
+    with pytest.raises(TypeError, match="Thread is no plain data"):
+        encode_call(("method", (threading.Thread(),), {}))
     with pytest.raises(TypeError, match="object is no plain data"):
         encode(StepOutput(1, [object()]))  # type: ignore[list-item]

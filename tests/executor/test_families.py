@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import ray
-from support.engines import make_engine, run
+from support.engines import greedy, make_engine, serve
 from support.gguf_files import write_gguf
+from support.matrix import matrix
 from support.models import ModelShop
 from support.oracle import Answer
 from support.step_log import StepLog, log_steps
@@ -82,7 +83,10 @@ class TakenOver(Executor):
         """Others take the ranks over."""
 
 
-@pytest.fixture(scope="module", params=[(1, "processes"), (2, "ray"), (4, "processes")], ids=str)
+RANKS = ((1, "processes"), (2, "ray"), (4, "processes"))
+
+
+@pytest.fixture(scope="module")
 def ranks(
     request: pytest.FixtureRequest, ray_address: str, family_folders: dict[str, Path]
 ) -> Iterator[GroupExecutor]:
@@ -130,18 +134,24 @@ def generate(
     engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]
 ) -> tuple[list[list[list[int]]], StepLog]:
     """Ids of all sequences of each request, served together, and what the scheduler did."""
-    for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(i), None, one, prompt_token_ids=list(prompt))
     with log_steps() as log:
-        done = {output.request_id: output for output in run(engine) if output.finished}
-    assert [done[str(i)].error for i in range(len(prompts))] == [None] * len(prompts)
-    assert engine.num_free_blocks == engine.num_total_blocks
-    return [[list(o.token_ids) for o in done[str(i)].outputs] for i in range(len(prompts))], log
+        outputs = serve(engine, prompts, params)
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [[list(one.token_ids) for one in output.outputs] for output in outputs], log
 
 
-@pytest.mark.parametrize("family", FAMILIES | OTHERS)
+@pytest.mark.parametrize(
+    ("ranks", "mode", "family"),
+    matrix(RANKS, list(MODES), [*FAMILIES, *OTHERS]),
+    indirect=["ranks"],
+    ids=str,
+)
 def test_greedy(
-    family: str, ranks: GroupExecutor, family_folders: dict[str, Path], models: ModelShop
+    ranks: GroupExecutor,
+    mode: str,
+    family: str,
+    family_folders: dict[str, Path],
+    models: ModelShop,
 ) -> None:
     """Prompts that come again find their beginnings in the cache."""
     folder = family_folders[family]
@@ -150,25 +160,24 @@ def test_greedy(
     answers: list[Answer] = oracle.answers(prompts)
     expected = [[list(answer.token_ids[:NUM_TOKENS])] for answer in answers]
     assert len({token for [ids] in expected for token in ids}) >= 15
-    params = [SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)] * len(
-        prompts
-    )
-    for mode, args in MODES.items():
-        num_blocks = 64 if mode == "whole" else JUST_ONE
-        engine = taken_over(ranks, folder, num_device_blocks_override=num_blocks, **args)
-        found, log = generate(engine, prompts, params)
-        assert found == expected, mode
-        if mode == "whole":
-            assert log.num_partial_chunks == log.num_preemptions == 0
-            assert generate(engine, prompts, params)[0] == expected
-            assert engine.stats().cache.prefix_hits > 0
-        else:
-            assert log.num_partial_chunks > 0
-            assert log.num_mixed_steps > 0
-            log.assert_only(args["preemption_mode"])
+    params = [greedy(NUM_TOKENS)] * len(prompts)
+    num_blocks = 64 if mode == "whole" else JUST_ONE
+    engine = taken_over(ranks, folder, num_device_blocks_override=num_blocks, **MODES[mode])
+    found, log = generate(engine, prompts, params)
+    assert found == expected
+    if mode == "whole":
+        assert log.num_partial_chunks == log.num_preemptions == 0
+        assert generate(engine, prompts, params)[0] == expected
+        assert engine.stats().cache.prefix_hits > 0
+    else:
+        assert log.num_partial_chunks > 0
+        assert log.num_mixed_steps > 0
+        log.assert_only(MODES[mode]["preemption_mode"])
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", *OTHERS])
+@pytest.mark.parametrize(
+    ("ranks", "family"), matrix(RANKS, ["llama", "opt", *OTHERS]), indirect=["ranks"], ids=str
+)
 def test_several_sequences_and_a_beam(
     family: str, ranks: GroupExecutor, family_folders: dict[str, Path], models: ModelShop
 ) -> None:
@@ -192,6 +201,7 @@ def test_several_sequences_and_a_beam(
     assert log.num_preemptions > 0, "the cache was to be too small"
 
 
+@pytest.mark.parametrize("ranks", RANKS[1:], indirect=True, ids=str)
 def test_functions_of_the_user(
     ranks: GroupExecutor,
     family_folders: dict[str, Path],
@@ -219,9 +229,7 @@ def test_functions_of_the_user(
     (tmp_path / "only_here.py").write_text(ONLY_HERE)
     monkeypatch.syspath_prepend(tmp_path)
     missing = replace(plain, logits_processors=[importlib.import_module("only_here").keep])
-    for i, one in enumerate((missing, plain)):
-        engine.add_request(str(i), None, one, prompt_token_ids=prompts[1])
-    failed, other = sorted((o for o in run(engine) if o.finished), key=lambda o: o.request_id)
+    failed, other = serve(engine, [prompts[1]] * 2, [missing, plain])
     assert failed.error is not None
     assert "No module named 'only_here'" in failed.error
     assert [list(one.token_ids) for one in other.outputs] == expected[1]

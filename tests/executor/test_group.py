@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.waiting import wait_until
 
-from executor.channels import SOON_S, TIMEOUT_S, receive
+from executor.channels import SOON_S, TIMEOUT_S, answer, receive
 from executor.test_diagnosis import ScriptedAgents
 from tpengine import EngineArgs
 from tpengine.config import EMBEDDED_MODEL, RanksConfig
 from tpengine.errors import EngineError, GroupLostError
-from tpengine.executor.channel import Channel, ChannelClosedError, Listener, connect
-from tpengine.executor.diagnosis import RankFailure, RankPlace
+from tpengine.executor.channel import Channel, ChannelClosedError
+from tpengine.executor.codec import encode_call
+from tpengine.executor.diagnosis import Failure, RankFailure, RankPlace, RanksFailedError
 from tpengine.executor.group import Group
-
-
-class Answers:
-    """Calls that have been answered."""
-
-    def __init__(self, answers: Mapping[int, Any]) -> None:
-        self._answers = dict(answers)
-
-    def wait(self, timeout_s: float) -> Mapping[int, Any]:
-        if not self._answers:
-            time.sleep(timeout_s)
-        answers, self._answers = self._answers, {}
-        return answers
+from tpengine.executor.home import Started
 
 
 class Silent(ScriptedAgents):
@@ -45,40 +35,31 @@ class Silent(ScriptedAgents):
 
 
 class FakeLauncher:
-    """Ranks that connect and then do nothing.
+    """Ranks that join, and then do nothing.
 
     Args:
-        answers: of each method that is called, by rank.
+        failure: of the second process, when it starts.
     """
 
-    def __init__(self, **answers: Mapping[int, Any]) -> None:
+    def __init__(self, failure: Failure | None = None) -> None:
         self.agents = Silent(look=("exit code 7", ""), tail="last words", wait_for_end=[])
         self.channels: list[Channel] = []
         self.num_kills = 0
-        self._answers = answers
+        self._failure = failure
 
-    def start(self) -> Answers:
-        places = {i: RankPlace("n", "127.0.0.1", "host", (), 10 + i, 1) for i in range(2)}
-        return Answers(self._answers.get("start", places))
+    def start(self, *_: Any) -> list[Started]:
+        if self._failure is not None:
+            raise RanksFailedError({1: self._failure})
+        pairs = [socket.socketpair() for _ in range(4)]
+        self.channels = [Channel(theirs) for _, theirs in pairs]
+        threading.Thread(target=self._join, daemon=True).start()
+        own = [Channel(own) for own, _ in pairs]
+        places = [RankPlace("n", "127.0.0.1", "host", (), 10 + rank, 1) for rank in range(2)]
+        return [(places[0], own[:2]), (places[1], own[2:])]
 
-    def order(self, places: Sequence[RankPlace]) -> list[RankPlace]:
-        return list(reversed(places))
-
-    def listen(self, epoch: int) -> Listener:
-        return Listener("127.0.0.1", b"s" * 32, epoch)
-
-    def call(
-        self, method: str, args: Mapping[int, tuple[Any, ...]], kwargs: Mapping[str, Any]
-    ) -> Answers:
-        if method == "join" and "join" not in self._answers:
-            threading.Thread(target=self._join, args=(args,), daemon=True).start()
-        return Answers(self._answers.get(method, dict.fromkeys(args)))
-
-    def _join(self, args: Mapping[int, tuple[Any, ...]]) -> None:
-        for rank, epoch, invitation, wait_s in args.values():
-            for index in range(2):
-                channel = connect(*invitation, rank, epoch, wait_s, index)
-                self.channels.append(channel)
+    def _join(self) -> None:
+        for steps in self.channels[0::2]:
+            answer(steps, receive(steps, TIMEOUT_S).number, encode_call(None))
 
     def kill(self) -> None:
         self.num_kills += 1
@@ -102,7 +83,7 @@ def launcher() -> Iterator[FakeLauncher]:
 def open_group(launcher: FakeLauncher) -> Group:
     group = make_group(launcher)
     group.start(TIMEOUT_S)
-    group.open_channels()
+    group.join()
     return group
 
 
@@ -135,14 +116,15 @@ def test_loss_that_leaves_no_thread_to_kill_ranks(
     assert launcher.num_kills == 1
 
 
-def test_group_that_is_ended_in_a_step(launcher: FakeLauncher) -> None:
-    """The caller of the step learns that no rank was lost."""
+@pytest.mark.parametrize("work", ["step", "call"])
+def test_group_that_is_ended_in_a_step_or_call(launcher: FakeLauncher, work: str) -> None:
+    """Its caller learns that no rank was lost."""
     group = open_group(launcher)
     ending = threading.Timer(0.2, group.end, [False])
     ending.start()
     start = time.monotonic()
     with pytest.raises(EngineError, match="the engine was shut down"):
-        group.step(1, b"p", TIMEOUT_S)
+        group.step(1, b"p", TIMEOUT_S) if work == "step" else group.call("load_model")
     assert time.monotonic() - start < SOON_S
     ending.join(TIMEOUT_S)
     assert group.loss is None
@@ -166,29 +148,25 @@ def test_rank_whose_channel_closes_in_a_step(launcher: FakeLauncher) -> None:
     assert (loss.rank, loss.epoch, loss.step, loss.phase) == (1, 3, 5, "execute_model")
     assert loss.cause == "exit code 7"
     assert loss.last_lines == "last words"
-    assert "pid 10" in loss.place, "the launcher made the first process the last rank"
+    assert "pid 11" in loss.place
     assert launcher.num_kills == 1
     with pytest.raises(GroupLostError):
         group.call("anything")
     group.end(orderly=False)
 
 
-def test_rank_that_cannot_connect() -> None:
-    failure = RankFailure(1, "here", "join", "ChannelError", "no route", "", [])
-    launcher = FakeLauncher(join={1: failure})
-    group = make_group(launcher)
-    group.start(TIMEOUT_S)
-    with pytest.raises(GroupLostError, match="no route") as caught:
-        group.open_channels()
-    assert caught.value.loss.phase == "join"
-    group.end(orderly=False)
-
-
-def test_process_that_is_gone_before_its_place_is_known() -> None:
-    launcher = FakeLauncher(start={1: ChannelClosedError("it is gone")})
-    group = make_group(launcher)
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ChannelClosedError("it is gone"),
+        RankFailure(1, "here", "join", "ChannelError", "it is gone", "", []),
+    ],
+    ids=["gone", "cannot connect"],
+)
+def test_process_that_does_not_start(failure: Failure) -> None:
+    group = make_group(FakeLauncher(failure))
     with pytest.raises(GroupLostError, match="it is gone") as caught:
         group.start(TIMEOUT_S)
-    assert caught.value.loss.rank == 1
+    assert (caught.value.loss.rank, caught.value.loss.phase) == (1, "start")
     assert "process 1 that has not told where it is" in caught.value.loss.place
     group.end(orderly=False)

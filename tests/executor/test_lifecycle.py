@@ -23,6 +23,7 @@ from executor.driver_process import driver_process
 from executor.ray_engines import Wait, executor_of, free_cpus, ray_engine
 from tpengine import LLMEngine
 from tpengine.executor.launch.actors import Agents
+from tpengine.executor.watch import Exchange
 from tpengine.host import start_ticks
 
 PROMPT = [5, 6, 7]
@@ -134,21 +135,21 @@ def test_interrupted_shutdown_is_finished_by_the_next(
     engine = ray_engine(folder, 1)
     wait_until(lambda: held_cpus() == 1, END_S)
     [place] = executor_of(engine).places
-    wait, tell = ray.wait, Agents.tell
+    call, tell = Exchange.call, Agents.tell
 
     def interrupt(*_: Any, **__: Any) -> None:
-        monkeypatch.setattr(ray, "wait", wait)
+        monkeypatch.setattr(Exchange, "call", call)
         raise KeyboardInterrupt
 
     def interrupt_again(*_: Any) -> None:
         monkeypatch.setattr(Agents, "tell", tell)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ray, "wait", interrupt)
+    monkeypatch.setattr(Exchange, "call", interrupt)
     monkeypatch.setattr(Agents, "tell", interrupt_again)
     with pytest.raises(KeyboardInterrupt):
         engine.shutdown()
-    assert ray.wait is wait
+    assert Exchange.call is call
     assert Agents.tell is tell
     engine.shutdown()
     wait_until(lambda: start_ticks(place.pid) != place.start_ticks, END_S)
@@ -156,6 +157,7 @@ def test_interrupted_shutdown_is_finished_by_the_next(
     engine.shutdown()
 
 
+@pytest.mark.check
 def test_example_driver(folder: Path, ray_address: str) -> None:
     """What `ray submit` runs, on one machine."""
     root = Path(__file__).parent.parent.parent

@@ -101,6 +101,7 @@ def ids_in(printed: str) -> str:
     return next(line for line in printed.splitlines() if line.startswith("ids"))
 
 
+@pytest.mark.check
 def test_cells(ray_address: str, folder: Path, notebook: Notebook, wait_until: Any) -> None:
     """In a running event loop; all cells run again; stopped in a step; at work afterwards."""
     with make_engine(folder) as engine:

@@ -17,8 +17,7 @@ from server.guarded import Authority
 from support.engines import complete, greedy, make_engine
 
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
-from executor.poor_driver import limited
-from executor.ray_engines import ray_engine
+from executor.ray_engines import limited, ray_engine
 from tpengine.errors import ConfigError, is_shortage, is_temporary
 from tpengine.executor.channel import (
     Channel,

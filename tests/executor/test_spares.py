@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import ray
 from support.ray_cluster import shared_memory_files
 
@@ -28,7 +29,7 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         ranks.lose(1)
         ranks.rebuild()
         # The next spares would take the cores from waiting requests.
-        assert not ranks.executor.spares.num_started
+        assert not ranks.executor.home.spares.num_started
         assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
         # Reserved again.
         wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, PATIENCE_S)
@@ -44,6 +45,7 @@ def test_spares_become_ranks(folder: Path, wait_until: Wait) -> None:
         wait_until(lambda: not any(map(NodeAgent.state, left)), PATIENCE_S)
 
 
+@pytest.mark.soak
 def test_driver_that_is_stopped_and_killed(
     folder: Path, ray_address: str, wait_until: Wait
 ) -> None:

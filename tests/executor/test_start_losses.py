@@ -14,7 +14,7 @@ import ray
 from executor.bare_ranks import bare_ranks
 from executor.ray_engines import Wait, replace_ranks
 from tpengine.errors import GroupLostError, PlacementError
-from tpengine.executor.group_executor import PROCESSES, StartTimes
+from tpengine.executor.home import PROCESSES, StartTimes
 from tpengine.executor.launch import placement
 from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.placement import address_of
@@ -43,6 +43,7 @@ def frozen_at_birth(note: str) -> type[RayWorker]:
     return Frozen
 
 
+@pytest.mark.soak
 def test_rank_that_freezes_before_it_says_where_it_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
 ) -> None:
@@ -79,9 +80,9 @@ def test_patience_with_new_processes() -> None:
     times.note_first()
     assert times.appear_s == 25.0
     slow, bounded = StartTimes(600.0), StartTimes(10.0)
-    for one in (slow, bounded):
-        one.seconds[PROCESSES] = 30.0
-        one.note_first()
+    for later in (slow, bounded):
+        later.seconds[PROCESSES] = 30.0
+        later.note_first()
     assert (slow.appear_s, bounded.appear_s) == (150.0, 10.0)
 
 

@@ -1,17 +1,15 @@
-"""A step over the channels of a group: who answers, who fails, how long it may take."""
+"""Steps and calls over the channels of a group: who answers, who fails, how long it may take."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
-from executor.channels import EPOCH, SOON_S, TIMEOUT_S, answer, open_channels, receive
+from executor.channels import SOON_S, TIMEOUT_S, answer, open_channels, receive
 from tpengine import EngineArgs
 from tpengine.config import RanksConfig
 from tpengine.executor import watch
@@ -25,7 +23,7 @@ from tpengine.executor.channel import (
 )
 from tpengine.executor.codec import encode
 from tpengine.executor.diagnosis import RankFailure, RanksFailedError
-from tpengine.executor.watch import StepDeadline, StepExchange, WakeUp
+from tpengine.executor.watch import Exchange, StepDeadline, WakeUp
 
 Respond = Callable[[int, Channel, Frame], None]
 
@@ -37,7 +35,7 @@ def serve(channels: list[Channel], respond: Respond) -> None:
         try:
             while True:
                 respond(rank, channel, receive(channel, TIMEOUT_S))
-        except ChannelError:
+        except (ChannelError, ValueError):  # either end may be closed
             channel.close()
 
     for rank, channel in enumerate(channels):
@@ -49,45 +47,39 @@ def fail(channel: Channel, step: int, rank: int, type_name: str) -> None:
     channel.send(FrameKind.FAILURE, step, encode(dataclasses.astuple(failure)), TIMEOUT_S)
 
 
-def test_step_reaches_all_and_late_answers_are_dropped() -> None:
+def test_late_answers_are_dropped() -> None:
+    """A step reaches all ranks, a call those that it names."""
+
     def respond(rank: int, channel: Channel, frame: Frame) -> None:
-        answer(channel, frame.step - 1, b"late")
-        answer(channel, frame.step, frame.payload + bytes([rank]))
+        answer(channel, frame.number - 1, b"late")
+        answer(channel, frame.number, frame.payload + bytes([rank]))
 
     with open_channels(3) as (driver, ranks):
         serve(ranks, respond)
-        exchange = StepExchange(driver, EPOCH)
+        exchange = Exchange(driver)
         for step in range(1, 50):
-            assert exchange.run(step, b"p", TIMEOUT_S) == [b"p\0", b"p\1", b"p\2"]
-
-
-def test_answers_of_another_epoch_do_not_count() -> None:
-    with open_channels(2) as (driver, ranks):
-        for rank in ranks:
-            former = Channel(socket.socket(fileno=os.dup(rank.fileno())), EPOCH - 1)
-            answer(former, 1, b"of the last group")
-            answer(rank, 1, b"of this one")
-        assert StepExchange(driver, EPOCH).run(1, b"p", TIMEOUT_S) == [b"of this one"] * 2
+            assert exchange.step(step, b"p", TIMEOUT_S) == [b"p\0", b"p\1", b"p\2"]
+            assert exchange.call({2: b"c", 1: b"d"}, TIMEOUT_S) == [b"c\2", b"d\1"]
 
 
 def test_failing_rank_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 reports first, and only, that another one has gone; rank 2 sends nothing."""
-    monkeypatch.setattr(watch, "STEP_GRACE_S", 2.0)
+    monkeypatch.setattr(watch, "GRACE_S", 2.0)
     has_reported = threading.Event()
 
     def respond(rank: int, channel: Channel, frame: Frame) -> None:
         if rank == 0:
-            fail(channel, frame.step, 0, "CollectiveError")
+            fail(channel, frame.number, 0, "CollectiveError")
             has_reported.set()
         elif rank == 1:
             has_reported.wait(TIMEOUT_S)
-            fail(channel, frame.step, 1, "ValueError")
+            fail(channel, frame.number, 1, "ValueError")
 
     with open_channels(3) as (driver, ranks):
         serve(ranks, respond)
         start = time.monotonic()
         with pytest.raises(RanksFailedError) as caught:
-            StepExchange(driver, EPOCH).run(1, b"p", TIMEOUT_S)
+            Exchange(driver).step(1, b"p", TIMEOUT_S)
         assert time.monotonic() - start < SOON_S
         assert list(caught.value.failures) == [0, 1]
         assert caught.value.cause == 1
@@ -95,9 +87,9 @@ def test_failing_rank_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_closed_channel_and_deadline() -> None:
     with open_channels(2) as (driver, ranks):
-        exchange = StepExchange(driver, EPOCH)
+        exchange = Exchange(driver)
         with pytest.raises(RanksFailedError) as caught:
-            exchange.run(1, b"p", 0.3)
+            exchange.step(1, b"p", 0.3)
         assert {r: type(e) for r, e in caught.value.failures.items()} == {
             0: ChannelTimeoutError,
             1: ChannelTimeoutError,
@@ -105,18 +97,18 @@ def test_closed_channel_and_deadline() -> None:
         ranks[1].close()
         start = time.monotonic()
         with pytest.raises(RanksFailedError) as caught:
-            exchange.run(2, b"p", TIMEOUT_S)
+            exchange.step(2, b"p", TIMEOUT_S)
         assert time.monotonic() - start < SOON_S
         assert isinstance(caught.value.failures[1], ChannelClosedError)
 
 
 def test_step_whose_channels_another_thread_closes() -> None:
     with open_channels(2) as (driver, _):
-        exchange = StepExchange(driver, EPOCH)
+        exchange = Exchange(driver)
         closing = threading.Timer(0.2, exchange.close)
         closing.start()
         with pytest.raises(RanksFailedError) as caught:
-            exchange.run(1, b"p", TIMEOUT_S)
+            exchange.step(1, b"p", TIMEOUT_S)
         closing.join(TIMEOUT_S)
         assert all(isinstance(e, ChannelClosedError) for e in caught.value.failures.values())
 
@@ -125,13 +117,13 @@ def test_wake_up_ends_a_step_whose_channels_are_open() -> None:
     """As when the watch finds a rank frozen: before the step's deadline nothing else would."""
     with open_channels(2) as (driver, ranks):
         wake_up = WakeUp()
-        exchange = StepExchange(driver, EPOCH, wake_up)
+        exchange = Exchange(driver, wake_up)
         answer(ranks[0], 1, b"one of two")
         waking = threading.Timer(0.2, wake_up.set)
         waking.start()
         start = time.monotonic()
         with pytest.raises(RanksFailedError) as caught:
-            exchange.run(1, b"p", TIMEOUT_S)
+            exchange.step(1, b"p", TIMEOUT_S)
         [(rank, error)] = caught.value.failures.items()
         assert rank == 1
         assert "step 1 was given up" in str(error)
@@ -140,7 +132,10 @@ def test_wake_up_ends_a_step_whose_channels_are_open() -> None:
         # A step that all ranks have answered counts, whatever happened to them since.
         for rank in ranks:
             answer(rank, 2, b"done")
-        assert exchange.run(2, b"p", TIMEOUT_S) == [b"done"] * 2
+        assert exchange.step(2, b"p", TIMEOUT_S) == [b"done"] * 2
+        # One call is still made: that which lets the workers end.
+        serve(ranks, lambda rank, channel, frame: answer(channel, frame.number, b"bye"))
+        assert exchange.call({0: b"", 1: b""}, TIMEOUT_S, is_last=True) == [b"bye"] * 2
         wake_up.close()
 
 

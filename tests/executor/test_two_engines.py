@@ -45,6 +45,7 @@ def alone(engine: LLMEngine) -> list[list[int]]:
     ]
 
 
+@pytest.mark.soak
 def test_both_rest(engines: list[LLMEngine]) -> None:
     """Compared with as many actors of Ray that do nothing; the driver is idle, too."""
     ranks = [[place.pid for place in executor_of(engine).places] for engine in engines]

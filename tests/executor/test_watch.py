@@ -123,6 +123,7 @@ def test_closed_channel_is_a_loss_at_once(pair: Pair, wait_until: Wait) -> None:
     assert isinstance(found.losses[0][1], ChannelClosedError)
 
 
+@pytest.mark.soak
 def test_watching_costs_almost_nothing(pair: Pair) -> None:
     """Both sides in this process: a driver's watch, and two ranks."""
     driver, ranks = pair
@@ -140,12 +141,12 @@ def test_watching_costs_almost_nothing(pair: Pair) -> None:
     thread = threading.Thread(target=answer)
     watching.start()
     thread.start()
-    threads = [str(one.native_id) for one in (watching, thread)]
+    threads = [str(each.native_id) for each in (watching, thread)]
     spent = []
     for _ in range(3):  # other programs on the cores only add to it: the least counts
-        before = [cpu_s(one) for one in threads]
+        before = list(map(cpu_s, threads))
         time.sleep(2.0)
-        spent.append(sum(cpu_s(one) - then for one, then in zip(threads, before, strict=True)))
+        spent.append(sum(map(cpu_s, threads)) - sum(before))
     stop.set()
     thread.join(TIMEOUT_S)
     watching.stop()
@@ -194,7 +195,7 @@ steps, control = (connect(("127.0.0.1", port), secret, rank, 3, 30.0) for rank i
 """
 FENCED = """
 watch.FENCE_S = 2.0
-watch.Heartbeat(0, control, steps, 30.0).start()
+watch.Heartbeat(control, steps).start()
 threading.Event().wait(60.0)  # a worker that hangs
 """
 
@@ -242,7 +243,7 @@ def test_time_that_an_agent_takes_is_silence_too(
 
 STUCK = """
 watch._STUCK_S = 1.0
-heartbeat = watch.Heartbeat(0, control, steps)
+heartbeat = watch.Heartbeat(control, steps)
 with heartbeat.during(watch.Doing("create")):
     pass
 heartbeat.start()

@@ -267,6 +267,7 @@ def test_a_model(
     assert difference(answers[0], expected) < BOUND
 
 
+@pytest.mark.soak
 def test_loading_takes_the_memory_of_the_forms(tmp_path: Path) -> None:
     """In a process of its own: RssAnon and RssShmem at their peak, less those before the load."""
     tests = Path(__file__).parents[1]

@@ -14,6 +14,7 @@ from models.test_quantized_checkpoints import FORMS, ROOT, dequantised_model
 from support.adapters import Adapters, Job, assert_as_peft, open_engine, serve
 from support.engines import greedy, make_engine, run
 from support.gguf_files import write_gguf
+from support.matrix import only
 from support.subjects import BY_NAME
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,7 +108,10 @@ def assert_losses(
     assert mean["left out"] > factor * mean["adapter"], mean
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-order", "w4a16-zeros", "w8a8", "fp8-block"])
+@pytest.mark.parametrize(
+    "name",
+    only(("awq", "gptq-order", "w8a8"), ["awq", "gptq-order", "w4a16-zeros", "w8a8", "fp8-block"]),
+)
 def test_checkpoints_of_other_tools(name: str, tmp_path: Path) -> None:
     """Ids equal to PEFT's over the tool's numbers in float32, on one rank and on two; and as
     stored, where `gptq-order` orders its inputs by group, answers as near as the base's."""

@@ -1,7 +1,8 @@
 """Folders of AWQ, GPTQ, compressed-tensors and fp8, against what their own tools make of them.
 
-The folders of `data/quantized` were written by `data/make_quantized.py`: each holds the products of
-its weights and greedy ids as they come from the numbers that the tool's own layers have.
+The folders of `data/quantized` were written by `tests/data/make_quantized.py` of commit d159646:
+each holds the products of its weights and greedy ids as they come from the numbers that the tool's
+own layers have.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import torch
 from layers.test_quantized import BOUND, SPLIT_OVER_INPUTS, difference, rounding_hook
 from safetensors.torch import load_file, save_file
 from support.bare_model import BareModel, logits_in_transformers
-from support.engines import generate, greedy, ids
-from support.ranks import ThreadedExecutor, run_ranks
+from support.engines import greedy, ids, open_engine, serve
+from support.matrix import matrix
+from support.ranks import run_ranks
 from support.subjects import BY_NAME, Subjects
 from support.tiny_llama import edit_json
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tpengine import LLM, EngineArgs, LLMEngine, SamplingParams
+from tpengine import EngineArgs
 from tpengine.checkpoint.loader import read_tensors
 from tpengine.checkpoint.model_files import read_hf_config
 from tpengine.checkpoint.quantization_config import read_scheme
@@ -102,8 +104,7 @@ def test_values_are_those_of_the_tool(name: str) -> None:
     assert num_weights == 14 + ("head" in name)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize(("name", "tp_size"), matrix(list(FORMS), (1, 2)))
 def test_ids_of_the_dequantised_form(name: str, tp_size: int) -> None:
     prompts, expected = zip(*answers(ROOT / name), strict=True)
     assert engine_ids(ROOT / name, prompts, tp_size, dtype="float32") == list(expected)
@@ -120,22 +121,9 @@ def test_the_line_at_the_start_tells_of_every_rank(caplog: pytest.LogCaptureFixt
 def engine_ids(
     folder: Path, prompts: Any, tp_size: int = 1, num_tokens: int = 64, **args: Any
 ) -> list[tuple[int, ...]]:
-    args = {"max_model_len": 160, "cpu_kv_cache_space": 0.05, "device": "cpu", **args}
-    if tp_size == 1:
-        with LLM(str(folder), **args) as llm:
-            return ids(generate(llm, prompts, greedy(num_tokens)))
-    config = EngineArgs(str(folder), disable_log_stats=True, **args).create_engine_config("cpu")
-    engine = LLMEngine(config, ThreadedExecutor(config, tp_size), log_stats=False)
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    done = {}
-    try:
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), None, params, prompt_token_ids=list(prompt))
-        while engine.has_unfinished_requests():
-            done.update({one.request_id: one for one in engine.step() if one.finished})
-    finally:
-        engine.shutdown()
-    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+    args = {"max_model_len": 160, "cpu_kv_cache_space": 0.05, "dtype": "auto", **args}
+    with open_engine(folder, tp_size, **args) as engine:
+        return ids(serve(engine, prompts, greedy(num_tokens)))
 
 
 def in_eight_bits(values: torch.Tensor) -> torch.Tensor:
@@ -149,7 +137,7 @@ def in_eight_bits(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "tp_size", "model_impl"),
     [
-        *((name, tp_size, "tpengine") for name in FORMS for tp_size in (1, 2)),
+        *matrix(list(FORMS), (1, 2), ("tpengine",)),
         *((name, 2, "transformers") for name in ("gptq-order", "w4a16-zeros")),
     ],
 )

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from support.bare_model import BareModel, prefill_metadata, tensor
+from support.engines import open_engine, serve
 from support.subjects import Subjects
 from support.variants import VARIANTS, Variant
 
-from tpengine import EngineArgs, LLMEngine, SamplingParams
+from tpengine import SamplingParams
 from tpengine.checkpoint.loader import load_model
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import AttentionMetadata
@@ -79,26 +80,13 @@ def test_rows_of_mixed_steps(
         return model
 
     monkeypatch.setattr(worker, "load_model", load_and_count)
-    args = EngineArgs(
-        str(subjects.folder(VARIANTS[0])),
-        dtype="float32",
-        device="cpu",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=STEP_TOKENS,
-        max_num_batched_tokens=STEP_TOKENS,
-        block_size=BLOCK_SIZE,
-        num_device_blocks_override=40,
-        disable_log_stats=True,
-    )
-    with LLMEngine.from_engine_args(args) as engine:
+    args = {"max_num_seqs": STEP_TOKENS, "max_num_batched_tokens": STEP_TOKENS}
+    args |= {"max_model_len": 256, "num_device_blocks_override": 40, "enforce_eager": True}
+    prompts = [list(range(3, 3 + length)) for length, _ in requests]
+    params = [SamplingParams(**{"max_tokens": 2, "ignore_eos": True, **own}) for _, own in requests]
+    with open_engine(subjects.folder(VARIANTS[0]), **args) as engine:
         rows.clear()  # those of the worst step and of the warm-up
-        for i, (length, options) in enumerate(requests):
-            params = SamplingParams(**{"max_tokens": 2, "ignore_eos": True, **options})
-            prompt = list(range(3, 3 + length))
-            engine.add_request(str(i), None, params, prompt_token_ids=prompt)
-        while engine.has_unfinished_requests():
-            engine.step()
+        serve(engine, prompts, params)
     assert rows == expected
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).parent / "cuda_host"
+COMPILED = ROOT / "build" / "cuda_host"
 BOUND = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 P, I32, I64, F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
@@ -26,16 +27,26 @@ def struct(*fields: tuple[str, object]) -> type[ctypes.Structure]:
     return type("Args", (ctypes.Structure,), {"_fields_": list(fields)})
 
 
-def compile_host(source: Path, target: Path, *options: str) -> None:
-    """Compiles a source with the stand-in; without optimization it takes half the time."""
+def compile_host(source: Path, *options: str) -> Path:
+    """Compiles a source with the stand-in, unless a run before had the same files and options.
+    Without optimization it takes half the time."""
     folders = (SOURCES, ROOT / "csrc" / "common", ROOT / "csrc" / "cuda")
-    command = [
-        *("g++", "-std=c++17", "-U_FORTIFY_SOURCE", *options),
-        *(f"-I{folder}" for folder in folders),
-        *("-x", "c++", str(source), "-o", str(target)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    digest = hashlib.sha256(repr((options, source.name, source.read_bytes())).encode())
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        digest.update(path.read_bytes())
+    target = COMPILED / f"{source.stem}-{digest.hexdigest()[:20]}"
+    if not target.exists():
+        COMPILED.mkdir(parents=True, exist_ok=True)
+        new = target.with_suffix(f".{os.getpid()}")  # two processes of pytest may compile it
+        command = [
+            *("g++", "-std=c++17", "-U_FORTIFY_SOURCE", *options),
+            *(f"-I{folder}" for folder in folders),
+            *("-x", "c++", str(source), "-o", str(new)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        new.replace(target)
+    return target
 
 
 def run_host(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -50,10 +61,7 @@ def run_host(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 @functools.cache
 def load_host(name: str) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / f"lib{name}.so"
-        compile_host(SOURCES / f"{name}.cpp", target, "-O1", "-shared", "-fPIC")
-        return ctypes.CDLL(str(target))
+    return ctypes.CDLL(str(compile_host(SOURCES / f"{name}.cpp", "-O1", "-shared", "-fPIC")))
 
 
 def set_schedule(library: ctypes.CDLL, seed: int) -> None:

@@ -3,20 +3,19 @@ whether loads of several elements are aligned, on which a GPU insists and a CPU 
 
 from __future__ import annotations
 
-from pathlib import Path
+import pytest
 
 from .cuda_host_library import SOURCES, compile_host, needs_compiler, run_host
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.check]
 
 
-def test_kernels_stay_inside_their_memory(tmp_path: Path) -> None:
-    program = tmp_path / "sanitized"
+def test_kernels_stay_inside_their_memory() -> None:
     options = (
         "-fsanitize=address,alignment", "-fno-sanitize-recover=alignment",
         "--param=asan-stack=0",
     )  # fmt: skip
-    compile_host(SOURCES / "sanitized.cpp", program, *options)
+    program = compile_host(SOURCES / "sanitized.cpp", *options)
     done = run_host(program)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert done.stdout == "done\n"

@@ -134,11 +134,9 @@ def padded_out(rows: int, size: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_equals_integers_bit_for_bit(
-    name: str, kind: str, dtype: torch.dtype, with_bias: bool
-) -> None:
-    for rows, outputs in SHAPES:
+def test_equals_integers_bit_for_bit(name: str, kind: str, dtype: torch.dtype) -> None:
+    for number, (rows, outputs) in enumerate(SHAPES):
+        with_bias = number % 2 == 0
         case = make_case(FORMATS[kind], rows, outputs, dtype)
         out = padded_out(rows, outputs, dtype)
         bias = case.bias if with_bias else None
@@ -153,12 +151,13 @@ def test_equals_integers_bit_for_bit(
 @pytest.mark.parametrize("name", ISAS)
 def test_every_number_of_rows_gives_the_same_bits(name: str) -> None:
     case = make_case(FORMATS["int4 g32"], 70, 200, torch.bfloat16)
+    expected = product(case, False).to(torch.bfloat16)
     with backend(name) as op, threads(2):
         for rows in range(71):
             out = torch.empty(rows, 200, dtype=torch.bfloat16)
             x = case.x[70 - rows :]
             op("quantized_linear")(out, x, case.weight.packed, None, *arguments(case.weight))
-            assert torch.equal(out, product(case, False).to(torch.bfloat16)[70 - rows :])
+            assert torch.equal(out, expected[70 - rows :])
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -225,11 +224,10 @@ def test_rounding_is_the_same_everywhere(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("kind", ["int4 g32", "int4 g32 minima", "int8 g32", "int8 per output"])
-@pytest.mark.parametrize("fault", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_so(name: str, kind: str, fault: float) -> None:
+def test_what_is_not_finite_stays_so(name: str, kind: str) -> None:
     """Of an input it takes its row, of a weight its output, and no other."""
     form, gen = FORMATS[kind], generator(6)
-    for place in (0, 17, INPUTS - 1):
+    for place, fault in ((0, float("nan")), (17, float("inf")), (INPUTS - 1, -float("inf"))):
         case = make_case(form, 7, 40, torch.float32)
         expected = product(case, with_bias=False)
         case.x[2, place] = fault

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.engines import generate, greedy, ids, open_llm, preemptions
+from support.matrix import matrix
 from support.oracle import Oracle
 
 from tpengine.config import EMBEDDED_MODEL
@@ -41,8 +42,7 @@ def prompts() -> list[list[int]]:
     return [*found, long[:61]]
 
 
-@pytest.mark.parametrize("switch", list(SWITCHES))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "switch"), matrix(["float32", "bfloat16"], list(SWITCHES)))
 def test_greedy_equals_transformers(
     embedded_oracle: Oracle, prompts: list[list[int]], dtype: str, switch: str
 ) -> None:

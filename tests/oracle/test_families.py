@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.gpu_walk import walk_the_gpus_way
@@ -11,7 +12,7 @@ from support.oracle import Oracle
 from support.step_log import log_steps
 from support.subjects import (
     BLOCK_SIZE,
-    LONGEST,
+    NUM_TOKENS,
     PROMPT_LENGTHS,
     Subjects,
     assert_equal_to_oracle,
@@ -19,64 +20,15 @@ from support.subjects import (
 )
 from support.variants import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, WINDOW, Variant
 
-JUST_ONE = -(-LONGEST // BLOCK_SIZE) + 1
-"""Blocks that hold the longest sequence and only a few more tokens."""
+from tpengine import LLMEngine
+from tpengine.messages import MemoryLedger
+from tpengine.ops.library import cpu_isa
+
+JUST_TWO = sum(-(-length // BLOCK_SIZE) for length in PROMPT_LENGTHS[:2])
+"""Blocks that hold the longest prompts and nearly nothing of their answers."""
 CHUNK = 16
 JUST_A_WINDOW = -(-WINDOW // BLOCK_SIZE) + 1 + CHUNK // BLOCK_SIZE
 """The same if every layer has a window."""
-
-all_variants = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-
-
-def all_windowed(variant: Variant) -> bool:
-    return "sliding_window" in variant.ablation
-
-
-@all_variants
-def test_oracle_could_tell(variant: Variant, subjects: Subjects, tmp_path: Path) -> None:
-    """A wrong engine cannot pass: answers vary, and depend on early tokens and on the variant's
-    special field."""
-    subject = subjects(variant)
-    answers = subject.oracle.answers(subject.prompts)
-    assert len({token for answer in answers for token in answer.token_ids}) >= 20
-    # If every layer has a window, the last token does not see a long prompt's early tokens.
-    early = PROMPT_LENGTHS.index(19) if all_windowed(variant) else 0
-    changed = list(subject.prompts[early])
-    changed[0] = 3 + (changed[0] + 1) % (VOCAB_SIZE - 3)
-    assert subject.oracle.answers([changed])[0].token_ids != answers[early].token_ids
-    if variant.ablation:
-        variant.write_ablated(subject.folder, tmp_path / "ablated")
-        ablated = Oracle(tmp_path / "ablated").answers([subject.prompts[0]])[0]
-        assert ablated.token_ids != answers[0].token_ids
-
-
-@all_variants
-def test_whole_prompts(variant: Variant, subjects: Subjects) -> None:
-    subject = subjects(variant)
-    with log_steps() as log:
-        outputs = generate(
-            subject, enable_chunked_prefill=False, max_num_batched_tokens=MAX_POSITIONS
-        )
-    assert log.num_partial_chunks == 0
-    assert log.num_preemptions == 0
-    assert log.max_tokens > max(PROMPT_LENGTHS)
-    assert_equal_to_oracle(subject, outputs)
-
-
-@all_variants
-def test_chunked_and_preempted(variant: Variant, subjects: Subjects) -> None:
-    subject = subjects(variant)
-    with log_steps() as log:
-        outputs = generate(
-            subject,
-            max_num_batched_tokens=CHUNK,
-            num_device_blocks_override=JUST_A_WINDOW if all_windowed(variant) else JUST_ONE,
-        )
-    assert log.max_tokens == CHUNK
-    assert log.num_partial_chunks >= max(PROMPT_LENGTHS) // CHUNK
-    assert log.num_preemptions > 0
-    assert log.num_mixed_steps > 0
-    assert_equal_to_oracle(subject, outputs)
 
 
 def _divides(variant: Variant, tp_size: int) -> bool:
@@ -86,10 +38,84 @@ def _divides(variant: Variant, tp_size: int) -> bool:
     return heads % tp_size == 0 and (kv_heads % tp_size == 0 or tp_size % kv_heads == 0)
 
 
-SHARDED = [(v, tp) for tp in (2, 4) for v in VARIANTS if _divides(v, tp)]
+MODES = ("whole", "chunked", "gpu", 2, 4)
+"""Ways to serve a variant; a number is that of the ranks."""
 
 
-@pytest.mark.parametrize(("variant", "tp_size"), SHARDED, ids=lambda v: getattr(v, "name", str(v)))
+def variants_of(mode: str | int) -> list[Any]:
+    """Variants that a mode can serve, and the mode. `make test` has the first of each family in
+    every mode, and each other one in one of them; the rest is marked soak."""
+    found, families = [], set()
+    for place, variant in enumerate(VARIANTS):
+        modes = [one for one in MODES if isinstance(one, str) or _divides(variant, one)]
+        if mode in modes:
+            is_kept = variant.model_type not in families or mode == modes[place % len(modes)]
+            marks = [] if is_kept else [pytest.mark.soak]
+            found.append(pytest.param(variant, mode, id=f"{variant.name}-{mode}", marks=marks))
+            families.add(variant.model_type)
+    return found
+
+
+def all_windowed(variant: Variant) -> bool:
+    return "sliding_window" in variant.ablation
+
+
+@pytest.mark.parametrize(("variant", "mode"), variants_of("whole"))
+def test_oracle_could_tell(variant: Variant, mode: str, subjects: Subjects, tmp_path: Path) -> None:
+    """A wrong engine cannot pass: answers vary, and depend on early tokens and on the variant's
+    special field."""
+    subject = subjects(variant)
+    answers = subject.oracle.answers(subject.prompts)
+    assert len({token for answer in answers for token in answer.token_ids}) >= 20
+    # If every layer has a window, the last token does not see a long prompt's early tokens.
+    first = PROMPT_LENGTHS.index(19) if all_windowed(variant) else 0
+    changed = [[3 + (p[0] + 1) % (VOCAB_SIZE - 3), *p[1:]] for p in subject.prompts[first:3]]
+    others = subject.oracle.answers(changed)
+    pairs = zip(others, answers[first:3], strict=True)
+    assert any(other.token_ids != answer.token_ids for other, answer in pairs)
+    if variant.ablation:
+        variant.write_ablated(subject.folder, tmp_path / "ablated")
+        ablated = Oracle(tmp_path / "ablated", NUM_TOKENS)
+        pairs = zip(subject.prompts, answers, strict=True)
+        assert any(ablated.answers([p])[0].token_ids != answer.token_ids for p, answer in pairs)
+
+
+@pytest.mark.parametrize(("variant", "mode"), variants_of("whole"))
+def test_whole_prompts(variant: Variant, mode: str, subjects: Subjects) -> None:
+    subject = subjects(variant)
+    args = {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_POSITIONS}
+    ledgers: list[MemoryLedger] = []
+
+    def look(engine: LLMEngine) -> None:
+        ledgers.extend(engine.stats().ledgers)
+
+    with log_steps() as log:
+        outputs = generate(subject, look=look, **args)
+    if cpu_isa() in ("avx512", "avx512bf16"):  # other linear layers are torch's own
+        assert ledgers[0].graphs_bytes > 0, "its decode steps are not recorded"
+    assert log.num_partial_chunks == 0
+    assert log.num_preemptions == 0
+    assert log.max_tokens > max(PROMPT_LENGTHS)
+    assert_equal_to_oracle(subject, outputs)
+
+
+@pytest.mark.parametrize(("variant", "mode"), variants_of("chunked"))
+def test_chunked_and_preempted(variant: Variant, mode: str, subjects: Subjects) -> None:
+    subject = subjects(variant)
+    with log_steps() as log:
+        outputs = generate(
+            subject,
+            max_num_batched_tokens=CHUNK,
+            num_device_blocks_override=JUST_A_WINDOW if all_windowed(variant) else JUST_TWO,
+        )
+    assert log.max_tokens == CHUNK
+    assert log.num_partial_chunks >= max(PROMPT_LENGTHS) // CHUNK
+    assert log.num_preemptions > 0
+    assert log.num_mixed_steps > 0
+    assert_equal_to_oracle(subject, outputs)
+
+
+@pytest.mark.parametrize(("variant", "tp_size"), [*variants_of(2), *variants_of(4)])
 def test_sharded(variant: Variant, tp_size: int, subjects: Subjects) -> None:
     """Every rank samples the same tokens, too (the executor compares them)."""
     subject = subjects(variant)
@@ -104,15 +130,16 @@ def test_sharded(variant: Variant, tp_size: int, subjects: Subjects) -> None:
                 assert logprob.logprob == pytest.approx(float(expected[token_id]), abs=2e-3)
 
 
-def test_every_family_is_sharded() -> None:
+def test_every_family_is_in_every_mode() -> None:
     families = {variant.model_type for variant in VARIANTS}
-    for tp_size in (2, 4):
-        assert {v.model_type for v, size in SHARDED if size == tp_size} == families
+    for mode in MODES:
+        kept = {one.values[0].model_type for one in variants_of(mode) if not one.marks}
+        assert kept == families, mode
 
 
-@all_variants
+@pytest.mark.parametrize(("variant", "mode"), variants_of("gpu"))
 def test_on_a_gpus_way(
-    variant: Variant, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+    variant: Variant, mode: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows, linear biases and learned positions, over gathered context and in padded batches."""
     walk = walk_the_gpus_way(monkeypatch)
@@ -127,7 +154,7 @@ def test_ranks_on_a_gpus_way(subjects: Subjects, monkeypatch: pytest.MonkeyPatch
     them waits for the others in a different exchange."""
     walk = walk_the_gpus_way(monkeypatch)
     subject = subjects(next(variant for variant in VARIANTS if _divides(variant, 2)))
-    args = {"max_num_batched_tokens": 3 * CHUNK, "num_device_blocks_override": JUST_ONE + 1}
+    args = {"max_num_batched_tokens": 3 * CHUNK, "num_device_blocks_override": JUST_TWO + 1}
     outputs = generate(subject, 2, max_num_seqs=8, **args)
     assert_equal_to_oracle(subject, outputs)
     assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.engines import CACHE_TOKENS, generate, greedy, ids, open_llm
+from support.matrix import matrix
 from support.models import ModelShop
 from support.step_log import log_steps
 from support.tiny_llama import TinyLlama
@@ -19,10 +20,9 @@ ENGINE_ARGS = {
     "whole prompts": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": False},
 }
 # Every model with every block size and every mode, and every pair of the two with some models.
-CASES = [(name, BLOCK_SIZES[j], MODES[(i + j) % 3]) for i, name in enumerate(ZOO) for j in range(3)]
 
 
-@pytest.mark.parametrize(("name", "block_size", "mode"), CASES)
+@pytest.mark.parametrize(("block_size", "mode", "name"), matrix(BLOCK_SIZES, MODES, list(ZOO)))
 def test_greedy_equals_transformers(
     models: ModelShop, name: str, block_size: int, mode: str
 ) -> None:

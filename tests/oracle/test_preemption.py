@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.engines import generate, greedy, ids, open_llm, preemptions
+from support.matrix import matrix
 from support.models import ModelShop
 from support.step_log import log_steps
 from support.zoo import PLAIN, ZOO
@@ -30,8 +31,7 @@ TIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", list(TIGHT))
+@pytest.mark.parametrize(("case", "mode"), matrix(list(TIGHT), MODES))
 def test_preempted_greedy_equals_transformers(models: ModelShop, case: str, mode: str) -> None:
     args = TIGHT[case] | {"preemption_mode": mode}
     folder, oracle, prompts = models.problem(PLAIN, LENGTHS, seed=3)

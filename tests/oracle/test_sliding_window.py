@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from support import engines
 from support.bare_model import BareModel
 from support.gpu_walk import walk_the_gpus_way
+from support.matrix import matrix, only
 from support.oracle import MIN_MARGIN
-from support.ranks import ThreadedExecutor
 from support.step_log import log_steps
 from support.subjects import BY_NAME, Subject, Subjects
 from support.variants import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, Variant
 
-from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from tpengine import EngineArgs, RequestOutput, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.errors import CacheSizeError
-from tpengine.executor.executor import Executor
-from tpengine.executor.local_executor import LocalExecutor
 from tpengine.messages import StepInput
 from tpengine.worker.gpu.attention_plans import attention_layers
 from tpengine.worker.model_runner import ModelRunner
@@ -51,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two ranks, swap": {
         "preemption_mode": "swap",
         "swap_space": 0.01,
-        "tensor_parallel_size": 2,
+        "tp_size": 2,
     },
 }
 
@@ -84,31 +83,24 @@ def serve(
     folder: Path, prompts: list[list[int]], params: SamplingParams, **args: Any
 ) -> tuple[list[RequestOutput], int]:
     """The answers to all prompts, and most blocks that were held when a step had ended."""
-    settings: dict[str, Any] = {
-        "dtype": "float32",
-        "device": "cpu",
-        "block_size": BLOCK_SIZE,
-        "max_num_batched_tokens": CHUNK,
-        "num_device_blocks_override": 2 * LEAST,
-        "disable_log_stats": True,
-    }
-    config = EngineArgs(str(folder), **{**settings, **args}).create_engine_config("cpu")
-    tp_size = config.parallel.tensor_parallel_size
-    executor: Executor
-    executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
-    done, most = {}, 0
-    with LLMEngine(config, executor, log_stats=False) as engine:
-        for index, prompt in enumerate(prompts):
-            engine.add_request(str(index), None, params, prompt_token_ids=prompt)
-        while engine.has_unfinished_requests():
-            done.update({o.request_id: o for o in engine.step() if o.finished})
-            most = max(most, engine.num_total_blocks - engine.num_free_blocks)
-    outputs = [done[str(index)] for index in range(len(prompts))]
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, engine.num_total_blocks - engine.num_free_blocks)
+
+    args = {"max_num_batched_tokens": CHUNK, "num_device_blocks_override": 2 * LEAST, **args}
+    with engines.open_engine(folder, block_size=BLOCK_SIZE, **args) as engine:
+        outputs = engines.serve(engine, prompts, params, after_step=look)
     assert [output.error for output in outputs] == [None] * len(outputs)
     return outputs, most
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize(
+    "variant",
+    only([v for v in VARIANTS if "sliding_window" in v.config], VARIANTS),
+    ids=lambda variant: variant.name,
+)
 def test_the_driver_knows_the_window_of_all_layers(variant: Variant, subjects: Subjects) -> None:
     folder = subjects.folder(variant)
     config = EngineArgs(str(folder)).create_engine_config("cpu").model
@@ -116,7 +108,7 @@ def test_the_driver_knows_the_window_of_all_layers(variant: Variant, subjects: S
     assert config.sliding_window == (windows.pop() if len(windows) == 1 else None)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", only(("no preemption", "recompute", "two ranks, swap"), CASES))
 def test_long_answers_are_those_of_transformers(case: str, subjects: Subjects) -> None:
     """Each token is the likeliest one after those before it, or as likely but for rounding."""
     subject, args, prompts = subjects(MODEL), CASES[case], make_prompts()
@@ -158,21 +150,19 @@ def assert_likeliest(
         assert (before.amax(dim=1) - chosen).max() < MIN_MARGIN
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"n": 3, "seed": 7, "temperature": 1.0},
-        {"n": 2, "best_of": 3, "use_beam_search": True, "temperature": 0.0},
-        {"temperature": 0.0, "prompt_logprobs": 2},
-    ],
-    ids=["n", "beams", "prompt_logprobs"],
-)
+FIELDS: dict[str, dict[str, Any]] = {
+    "n": {"n": 3, "seed": 7, "temperature": 1.0},
+    "beams": {"n": 2, "best_of": 3, "use_beam_search": True, "temperature": 0.0},
+    "prompt_logprobs": {"temperature": 0.0, "prompt_logprobs": 2},
+}
+
+
+@pytest.mark.parametrize(("mode", "kind"), matrix(["recompute", "swap"], list(FIELDS)))
 def test_all_else_is_as_if_no_block_were_given_back(
-    fields: dict[str, Any], mode: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+    mode: str, kind: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = subjects.folder(MODEL)
-    params = SamplingParams(max_tokens=60, ignore_eos=True, **fields)
+    params = SamplingParams(max_tokens=60, ignore_eos=True, **FIELDS[kind])
     prompts = [prompt for prompt in make_prompts() if len(prompt) < 200]
     with log_steps() as log:
         found, _ = serve(

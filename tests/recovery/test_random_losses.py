@@ -3,25 +3,17 @@ without the losses, and no stream loses or repeats a token."""
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import time
 from collections import Counter, deque
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.models import ModelShop
-from support.zoo import PLAIN
 
 from tpengine import RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.engine import recovery
-from tpengine.engine.stats import EngineState
 from tpengine.scheduling import SchedulerOutput
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import SequenceStatus
@@ -29,8 +21,6 @@ from tpengine.scheduling.sequence import SequenceStatus
 from .client import Answer, Job, open_client, serve, summary
 from .conftest import MakeConfig
 from .mortal import Fate
-from .on_ray.crowd import MIN_MARGIN, Crowd, crowd_engine
-from .on_ray.processes import actors
 
 END_TOKEN_IDS = [199, 398, 597, 796]
 """The fake worker's candidates for beams are often multiples of 199."""
@@ -76,9 +66,6 @@ class Trace:
 
 
 NUM_CALLS = 30
-NUM_KILLS = 30
-MOST_DELAY_S = {EngineState.RUNNING: 0.2, EngineState.RECOVERING: 0.6}
-PATIENCE_S = 120.0
 traces = st.builds(
     Trace,
     engine=st.sampled_from(sorted(ENGINES)),
@@ -220,35 +207,3 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
     wanted += ["added in a recovery", "aborted in a recovery", "abort", "outgrown"]
     wanted += [f"{kind} completed" for kind in KINDS]
     assert {what: events[what] for what in wanted if events[what] < 4} == {}, events
-
-
-@pytest.mark.usefixtures("quiet", "nothing_is_left")
-def test_thirty_kills(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real ranks are killed at moments of a fixed seed: a quarter while they serve, the others soon
-    after the kill before, when a new group starts, or the old one is not yet known to be lost."""
-    monkeypatch.setattr(recovery, "pause_s", lambda _: 0.0)
-    rng = random.Random(22)
-    found = Counter[str]()
-    with crowd_engine(models.folder(PLAIN, tokenizer=True)) as engine:
-        crowd = Crowd(engine)
-        assert crowd.serve_undisturbed() > MIN_MARGIN
-        for number in range(NUM_KILLS):
-            deadline = time.monotonic() + PATIENCE_S
-            aim = EngineState.RECOVERING if number % 4 else EngineState.RUNNING
-            while aim is EngineState.RUNNING is not engine.health().state:
-                assert time.monotonic() < deadline, engine.health()
-                crowd.step()
-            due = time.monotonic() + rng.uniform(0.0, MOST_DELAY_S[aim])
-            while time.monotonic() < due or not (alive := sorted(actors())):
-                assert time.monotonic() < deadline, engine.health()
-                crowd.fill()
-                crowd.step()
-            found[engine.health().state.value] += 1
-            with suppress(ProcessLookupError):  # it has ended since we looked
-                os.kill(rng.choice(alive), signal.SIGKILL)
-        crowd.finish(PATIENCE_S)
-        assert crowd.num_finished >= len(crowd.jobs)
-        crowd.count_blocks()
-        print(found, engine.health().epoch, crowd.num_finished)
-    assert min(found.values()) >= NUM_KILLS // 6
-    assert len(found) == len(MOST_DELAY_S)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -240,3 +243,35 @@ def _cost(requests: list[Request]) -> float:
     )
     outputs = sum(r.sequences[0].num_output_tokens for r in requests)
     return PROMPT_COST * prompts + OUTPUT_COST * outputs
+
+
+def test_owners_of_which_nothing_runs_cost_nothing() -> None:
+    """A step executes as much code beside 1000 of them as beside 10."""
+    work = []
+    for num_owners in (10, 1000):
+        loop = Loop(Limits(tokens=16, seqs=2, num_blocks=200, fairness="owner"))
+        for index in range(num_owners):
+            add(loop, index, Owner(account=str(index)), 4, 50)
+        for _ in range(3):
+            loop.step()
+        work.append(_count_opcodes(loop.scheduler.schedule))
+    assert work[0] > 500
+    assert work[1] < 1.1 * work[0]
+
+
+def _count_opcodes(call: Callable[[], object]) -> int:
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count

@@ -314,13 +314,9 @@ def test_answers() -> None:
     two = CompletionOutput(1, "", (), None, None, finish_reason="stop", stop_reason="é")
     times = (10.0, 12.0, 10.5, 11.0, 0.5, 12.0)
     metrics = RequestMetrics(*times, num_preemptions=1, num_cached_tokens=2)
-    writer = ResponseWriter()
-    going = CompletionOutput(0, "x", (9, 9, 9, 9), None, None)
-    asyncio.run(writer.write(output(outputs=[going], finished=False)))
-    last = output(
-        outputs=[one, two], metrics=metrics, num_cached_tokens=2, prompt_logprobs=[None, likely]
-    )
-    answer = asyncio.run(writer.write(last))
+    counts = {"num_cached_tokens": 2, "num_output_tokens": 5}
+    last = output(outputs=[one, two], metrics=metrics, prompt_logprobs=[None, likely], **counts)
+    answer = asyncio.run(ResponseWriter().write(last))
     first, second = answer.outputs
     assert (first.text, list(first.token_ids), first.cumulative_logprob) == ("x", [9], -2.0)
     assert first.finish_reason == pb.FINISH_REASON_STOP
@@ -335,17 +331,6 @@ def test_answers() -> None:
     assert (usage.queue_s, usage.first_token_s, usage.total_s) == (0.5, 1.0, 2.0)
     assert usage.num_preemptions == 1
     assert [len(one.candidates) for one in answer.prompt_logprobs] == [0, 3]
-
-
-def test_what_goes_on_has_no_end() -> None:
-    going = CompletionOutput(2, "x", (9,), None, None)
-    answer = asyncio.run(ResponseWriter().write(output(outputs=[going], finished=False)))
-    assert answer.HasField("finished")
-    assert not answer.finished
-    assert not answer.HasField("usage")
-    assert not answer.outputs[0].HasField("finish_reason")
-    assert answer.outputs[0].WhichOneof("matched_stop") is None
-    assert answer.outputs[0].index == 2
 
 
 @pytest.mark.parametrize("of", ["output", "prompt"])

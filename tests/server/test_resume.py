@@ -31,6 +31,7 @@ from tpengine.errors import (
     RequestAbortedError,
     ServerUnavailableError,
 )
+from tpengine.outputs import Logprob
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.server.kept_streams import KeptStream, KeptStreams, Resumption
 from tpengine.server.limits import Limits, OpenCalls
@@ -40,6 +41,8 @@ ONE, TWO, ADMIN = (f"{name}-0123456789abcdef" for name in ("one", "two", "admin"
 WINDOW_S, LONG = 20.0, 1900
 OPTIONS = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--max-model-len", "2048"]
 AT_ONCE = 8
+LOGPROB_ERROR = 5e-5
+"""In float32 a log probability depends on its neighbours in the batch, by up to 2.3e-5 measured."""
 QUESTIONS = ["What is two plus three?", "Tell me a story.", "Wie heißt die Hauptstadt von Ærø?"]
 
 
@@ -532,14 +535,31 @@ def told_by(parts: list[Any]) -> dict[int, list[Any]]:
             known = whole.setdefault(one.index, ["", [], [], None, None])
             known[0] += one.text
             known[1] += one.token_ids
-            known[2] += [repr(candidates) for candidates in one.logprobs or ()]
+            known[2] += map(logprobs_of, one.logprobs or ())
             assert known[3] is None, "a sequence goes on after its end"
             known[3:] = one.finish_reason, one.stop_reason
     usage = parts[-1].usage
     whole[-1] = [usage.num_prompt_tokens, usage.num_output_tokens]
-    whole[-1] += [repr(one) for part in parts for one in part.prompt_logprobs or ()]
+    whole[-1] += [logprobs_of(one) for part in parts for one in part.prompt_logprobs or ()]
     assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
     return whole
+
+
+def logprobs_of(candidates: dict[int, Logprob] | None) -> dict[int, float]:
+    return {token_id: one.logprob for token_id, one in (candidates or {}).items()}
+
+
+def are_same(found: Any, wanted: Any) -> bool:
+    """Whether two answers are equal, but for the last digits of log probabilities."""
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(
+            are_same(found[name], value) for name, value in wanted.items()
+        )
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(are_same, found, wanted))
+    if isinstance(wanted, float):
+        wanted = pytest.approx(wanted, abs=LOGPROB_ERROR)
+    return bool(found == wanted)
 
 
 def answer_of(found: list[str]) -> dict[str, Any]:
@@ -575,7 +595,7 @@ async def cut_grpc(server: ServerProcess, rng: random.Random) -> int:
     proxy = CuttingProxy(server.target, drawn_budgets(rng, least))
     async with proxy.listening() as target, GenerationClient(target, token=ONE) as client:
         found = [part async for part in client.stream(prompt, params, resume_window_s=WINDOW_S)]
-    assert told_by(found) == told_by(wanted)
+    assert are_same(told_by(found), told_by(wanted))
     return proxy.num_cuts
 
 
@@ -609,7 +629,7 @@ async def cut_http(server: ServerProcess, rng: random.Random) -> int:
         for _ in range(10):
             if found[-1:] != ["[DONE]"]:
                 await asyncio.to_thread(read)
-    assert answer_of(found) == answer_of(wanted)
+    assert are_same(answer_of(found), answer_of(wanted))
     return proxy.num_cuts
 
 

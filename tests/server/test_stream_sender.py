@@ -20,7 +20,9 @@ from tpengine.server.stream_sender import send_stream
 WAIT_S = 60.0
 
 
-def _output(*token_ids: int, finished: bool = False, logprobs: bool = False) -> RequestOutput:
+def _output(
+    *token_ids: int, finished: bool = False, logprobs: bool = False, count: int = 0
+) -> RequestOutput:
     one = CompletionOutput(
         index=0,
         text="".join(f"{token} " for token in token_ids),
@@ -29,7 +31,7 @@ def _output(*token_ids: int, finished: bool = False, logprobs: bool = False) -> 
         logprobs=[{token: Logprob(-1.0, 1)} for token in token_ids] if logprobs else None,
         finish_reason="length" if finished else None,
     )
-    return RequestOutput("it", None, [1], None, [one], finished)
+    return RequestOutput("it", None, [1], None, [one], finished, num_output_tokens=count)
 
 
 class Connection:
@@ -100,13 +102,15 @@ async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
         assert len(connection.messages) == token + 1
         await _turns()
     assert not sending.done()
-    box.put(_output(9, finished=True))
+    box.put(_output(9, finished=True, count=6))
     await sending
     assert connection.token_ids == [[0], [1], [2], [3], [4], [9]]
     first, *_, last = connection.messages
     assert (first.request_id, first.outputs[0].text, first.finished) == ("it", "0 ", False)
     assert first.outputs[0].HasField("index")
     assert not first.HasField("usage")
+    assert not first.outputs[0].HasField("finish_reason")
+    assert first.outputs[0].WhichOneof("matched_stop") is None
     assert last.finished
     assert last.usage.num_output_tokens == 6
     assert last.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH
@@ -163,7 +167,7 @@ async def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
     await _turns()
     box.put(_output(1))
     box.put(_output(2))
-    box.fail(ValueError("gone"))
+    box.close(ValueError("gone"))
     await _turns()
     connection.let_go()
     with pytest.raises(ValueError, match="gone"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from support.engines import greedy, run
+from support import engines
+from support.engines import greedy
 from support.oracle import NUM_OUTPUT_TOKENS, Answer, Oracle
-from support.ranks import ThreadedExecutor
-from tpengine import EngineArgs, LLMEngine, LoRARequest, RequestOutput
-from tpengine.executor.local_executor import LocalExecutor
+from tpengine import LLMEngine, LoRARequest, RequestOutput
 
 Job = tuple[str | None, list[int]]
 """The name of an adapter, None: none, and a prompt."""
@@ -106,14 +105,9 @@ class Adapters:
 
 def serve(engine: LLMEngine, adapters: Adapters, jobs: Sequence[Job]) -> list[RequestOutput]:
     """The last outputs of all jobs, which run side by side."""
-    params = greedy(NUM_OUTPUT_TOKENS)
-    for number, (name, prompt) in enumerate(jobs):
-        lora_request = adapters.request(name)
-        engine.add_request(
-            str(number), None, params, lora_request=lora_request, prompt_token_ids=prompt
-        )
-    done = {output.request_id: output for output in run(engine) if output.finished}
-    return [done[str(number)] for number in range(len(jobs))]
+    names, prompts = zip(*jobs, strict=True)
+    requests = [adapters.request(name) for name in names]
+    return engines.serve(engine, prompts, greedy(NUM_OUTPUT_TOKENS), requests)
 
 
 def assert_as_peft(
@@ -127,24 +121,8 @@ def assert_as_peft(
         assert found == answer.token_ids, f"{name}, a prompt of {len(prompt)} tokens"
 
 
-@contextmanager
-def open_engine(base: Path, tp_size: int = 1, **args: Any) -> Iterator[LLMEngine]:
+def open_engine(base: Path, tp_size: int = 1, **args: Any) -> AbstractContextManager[LLMEngine]:
     """An engine for adapters, in float32 unless told otherwise; ranks are threads."""
-    settings = {
-        "dtype": "float32",
-        "max_lora_rank": 64,
-        "num_device_blocks_override": 400,
-        "max_model_len": 256,
-        **args,
-    }
-    engine_args = EngineArgs(
-        str(base),
-        device="cpu",
-        enable_lora=True,
-        skip_tokenizer_init=True,
-        **settings,
-    )
-    config = engine_args.create_engine_config("cpu")
-    executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
-    with LLMEngine(config, executor, log_stats=False) as engine:
-        yield engine
+    args = {"max_lora_rank": 64, "num_device_blocks_override": 400, "max_model_len": 256, **args}
+    args = {"enable_lora": True, "skip_tokenizer_init": True, **args}
+    return engines.open_engine(base, tp_size, **args)

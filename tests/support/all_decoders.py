@@ -10,7 +10,6 @@ puts the table into `docs/models.md`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import resource
 import sys
@@ -31,10 +30,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
-from support.ranks import ThreadedExecutor  # noqa: E402
-from tpengine import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
+from support.engines import greedy, open_engine, serve  # noqa: E402
+from tpengine import EngineArgs  # noqa: E402
 from tpengine.errors import ConfigError  # noqa: E402
-from tpengine.executor.local_executor import LocalExecutor  # noqa: E402
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- all_decoders: begin -->\n", "<!-- all_decoders: end -->\n"
@@ -199,7 +197,7 @@ def write_model(model_type: str, folder: Path) -> Any:
         config = tiny_config(model_type)
         config.architectures = [dict(decoder_classes())[model_type]]
         config.save_pretrained(folder)
-        engine_args(folder).create_engine_config("cpu")
+        EngineArgs(str(folder), dtype="float32", **SETTINGS).create_engine_config("cpu")
         with torch.device("meta"):  # the sizes of a class may escape the script
             outline = AutoModelForCausalLM.from_config(config)
         num_elements = sum(parameter.numel() for parameter in outline.parameters())
@@ -259,36 +257,21 @@ def _best_of(model: Any, prompts: torch.Tensor) -> Expected:
     return Expected(prompt.tolist(), tuple(ids[row, length:].tolist()), chosen)
 
 
-def engine_args(folder: Path, **args: Any) -> EngineArgs:
-    """Arguments with which a tiny model runs on transformers' code."""
-    return EngineArgs(
-        str(folder),
-        dtype="float32",
-        model_impl="transformers",
-        max_model_len=96,
-        disable_log_stats=True,
-        skip_tokenizer_init=True,
-        swap_space=0.01,
-        **{"num_device_blocks_override": 32, **args},
-    )
+SETTINGS: dict[str, Any] = {
+    "model_impl": "transformers",
+    "max_model_len": 96,
+    "skip_tokenizer_init": True,
+    "swap_space": 0.01,
+    "num_device_blocks_override": 32,
+}
 
 
 def run(folder: Path, expected: Sequence[Expected], tp_size: int = 1, **args: Any) -> str:
     """Runs a model; returns what differs from transformers, or nothing."""
-    config = engine_args(folder, **args).create_engine_config("cpu")
-    executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
-    params = SamplingParams(
-        temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, prompt_logprobs=0
-    )
-    done: dict[str, Any] = {}
-    with contextlib.closing(Closing(LLMEngine(config, executor, log_stats=False))) as closing:
-        engine = closing.engine
-        for i, answer in enumerate(expected):
-            engine.add_request(str(i), None, params, prompt_token_ids=answer.prompt)
-        while engine.has_unfinished_requests():
-            done.update({o.request_id: o for o in engine.step() if o.finished})
-    for i, answer in enumerate(expected):
-        found = done[str(i)]
+    with open_engine(folder, tp_size, **{**SETTINGS, **args}) as engine:
+        params = greedy(NUM_OUTPUT_TOKENS, prompt_logprobs=0)
+        outputs = serve(engine, [answer.prompt for answer in expected], params)
+    for answer, found in zip(expected, outputs, strict=True):
         if tuple(found.outputs[0].token_ids) != answer.token_ids:
             return f"other ids after a prompt of {len(answer.prompt)} tokens"
         pairs = zip(answer.prompt[1:], found.prompt_logprobs[1:], strict=True)
@@ -296,16 +279,6 @@ def run(folder: Path, expected: Sequence[Expected], tp_size: int = 1, **args: An
         if max(abs(a - b) for a, b in zip(chosen, answer.prompt_logprobs, strict=True)) > 1e-3:
             return "other log probabilities of a prompt"
     return ""
-
-
-@dataclass(frozen=True)
-class Closing:
-    """An engine with `close`."""
-
-    engine: LLMEngine
-
-    def close(self) -> None:
-        self.engine.shutdown()
 
 
 def try_class(model_type: str, architecture: str) -> Verdict:

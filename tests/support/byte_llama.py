@@ -10,9 +10,10 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from support import small_llamas
+from support import engines
+from support.engines import serve
 from support.small_llamas import write_llama
-from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from tpengine import LLMEngine, RequestOutput, SamplingParams
 
 VOCAB_SIZE = 288
 END_TOKEN_ID = 2
@@ -47,18 +48,17 @@ def write_tokenizer(path: Path, *added: AddedToken, chat_template: str | None = 
 
 def make_engine(folder: Path, **kwargs: Any) -> LLMEngine:
     """An engine in float32 with room for little."""
-    defaults: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
-    if "num_device_blocks_override" not in kwargs:
-        defaults["cpu_kv_cache_space"] = 0.01
-    args = {"block_size": 16, "dtype": "float32", "device": "cpu", "disable_log_stats": True}
-    return LLMEngine.from_engine_args(EngineArgs(model=str(folder), **(defaults | args | kwargs)))
+    room = {"num_device_blocks_override": None, "cpu_kv_cache_space": 0.01}
+    if "num_device_blocks_override" in kwargs:
+        room = {}
+    kwargs = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "device": "cpu", **room, **kwargs}
+    return engines.make_engine(folder, **kwargs)
 
 
 def run(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
     """Runs requests together; the last output of each."""
-    jobs = [(str(i), prompt, params) for i, (prompt, params) in enumerate(requests)]
-    last = small_llamas.run(engine, jobs)
-    return [last[request_id] for request_id, _, _ in jobs]
+    prompts, params = zip(*requests, strict=True)
+    return serve(engine, prompts, params)
 
 
 def greedy(

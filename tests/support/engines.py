@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tpengine import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from support.ranks import ThreadedExecutor
+from tpengine import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from tpengine.executor.local_executor import LocalExecutor
 
-MAX_STEPS = 2000
+MAX_STEPS = 20_000
 CACHE_TOKENS = 64 * 640
 """Room for 64 sequences of the random models' longest length."""
 
@@ -52,6 +55,37 @@ def make_engine(folder: Path | str, **args: Any) -> LLMEngine:
     """An engine in float32 with 256 blocks, unless told otherwise."""
     args = {"dtype": "float32", "num_device_blocks_override": 256, **args}
     return LLMEngine.from_engine_args(EngineArgs(str(folder), disable_log_stats=True, **args))
+
+
+@contextmanager
+def open_engine(folder: Path | str, tp_size: int = 1, **args: Any) -> Iterator[LLMEngine]:
+    """An engine in float32 on CPU. Several ranks are threads of this process."""
+    args = {"dtype": "float32", "device": "cpu", **args}
+    config = EngineArgs(str(folder), **args).create_engine_config("cpu")
+    executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
+    with LLMEngine(config, executor, log_stats=False) as engine:
+        yield engine
+
+
+def serve(
+    engine: LLMEngine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    adapters: Sequence[LoRARequest | None] | None = None,
+    after_step: Callable[[], object] = lambda: None,
+) -> list[RequestOutput]:
+    """The last output of each request, when all have ended; they are served side by side."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    each_adapter = adapters or [None] * len(prompts)
+    for i, (prompt, own, adapter) in enumerate(zip(prompts, each, each_adapter, strict=True)):
+        token_ids = list(prompt)
+        engine.add_request(str(i), None, own, lora_request=adapter, prompt_token_ids=token_ids)
+    last: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        last |= {output.request_id: output for output in engine.step()}
+        after_step()
+    assert engine.num_free_blocks == engine.num_total_blocks
+    return [last[str(i)] for i in range(len(prompts))]
 
 
 def run(engine: LLMEngine) -> list[RequestOutput]:

@@ -33,10 +33,15 @@ class Answer:
 
 
 class Oracle:
-    """Greedy answers of the model in a folder, computed once per prompt."""
+    """Greedy answers of the model in a folder, computed once per prompt.
 
-    def __init__(self, folder: Path) -> None:
+    Attributes:
+        num_tokens: length of each answer.
+    """
+
+    def __init__(self, folder: Path, num_tokens: int = NUM_OUTPUT_TOKENS) -> None:
         self._folder = folder
+        self.num_tokens = num_tokens
         self._model: Any = None
         self._answers: dict[tuple[int, ...], Answer] = {}
 
@@ -109,7 +114,7 @@ class Oracle:
         inputs, cache = torch.tensor(prompts), None
         logits = []
         with torch.inference_mode():
-            for _ in range(NUM_OUTPUT_TOKENS):
+            for _ in range(self.num_tokens):
                 output = self.model(inputs, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
                 logits.append(output.logits[:, -1].float())

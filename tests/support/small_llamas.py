@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tpengine import EngineArgs, LLMEngine
+from support.engines import make_engine as new_engine
+from support.engines import serve
+from tpengine import LLMEngine
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 
@@ -70,18 +72,9 @@ def make_engine(folders: dict[str, Path]) -> Iterator[MakeEngine]:
     engines = []
 
     def make(model: str = "grouped", **args: Any) -> LLMEngine:
-        settings: dict[str, Any] = {
-            "dtype": "float32",
-            "max_model_len": 128,
-            "num_device_blocks_override": 200,
-            "block_size": 8,
-            "max_num_batched_tokens": 64,
-            "max_num_seqs": 32,
-            "swap_space": 0.0,
-            "disable_log_stats": True,
-        }
-        settings.update(args)
-        engine = LLMEngine.from_engine_args(EngineArgs(model=str(folders[model]), **settings))
+        args = {"max_model_len": 128, "block_size": 8, "swap_space": 0.0, **args}
+        args = {"num_device_blocks_override": 200, "max_num_batched_tokens": 64, **args}
+        engine = new_engine(folders[model], **{"max_num_seqs": 32, **args})
         engines.append(engine)
         return engine
 
@@ -95,11 +88,5 @@ Job = tuple[str, list[int], SamplingParams]
 
 def run(engine: LLMEngine, jobs: list[Job]) -> dict[str, RequestOutput]:
     """Serves requests side by side; the last output of each."""
-    for request_id, prompt, params in jobs:
-        engine.add_request(request_id, None, params, prompt_token_ids=prompt)
-    last = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            last[output.request_id] = output
-    assert engine.num_free_blocks == engine.num_total_blocks
-    return last
+    names, prompts, params = zip(*jobs, strict=True)
+    return dict(zip(names, serve(engine, prompts, params), strict=True))

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.oracle import NUM_OUTPUT_TOKENS, Oracle
-from support.ranks import ThreadedExecutor
+from support.engines import greedy, open_engine, serve
+from support.oracle import Oracle
 from support.variants import VARIANTS, Variant
-from tpengine import EngineArgs, LLMEngine, SamplingParams
-from tpengine.executor.executor import Executor
-from tpengine.executor.local_executor import LocalExecutor
+from tpengine import EngineArgs, LLMEngine
 from tpengine.worker.worker import Worker
 
 PROMPT_LENGTHS = (300, 70, 19, 1)
 """The longest prompt comes first, so that it has to share a small cache."""
 BLOCK_SIZE = 16
-LONGEST = max(PROMPT_LENGTHS) + NUM_OUTPUT_TOKENS
+NUM_TOKENS = 32
+"""Of an answer: two blocks."""
+LONGEST = max(PROMPT_LENGTHS) + NUM_TOKENS
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
@@ -48,7 +49,7 @@ class Subjects:
     def __call__(self, variant: Variant) -> Subject:
         if variant.name not in self._subjects:
             folder = self.folder(variant)
-            oracle = Oracle(folder)
+            oracle = Oracle(folder, NUM_TOKENS)
             prompts = oracle.prompts(PROMPT_LENGTHS, seed=1)
             self._subjects[variant.name] = Subject(variant, folder, oracle, prompts)
         return self._subjects[variant.name]
@@ -65,35 +66,20 @@ def load(folder: Path, **args: Any) -> None:
 
 
 def generate(
-    subject: Subject, tp_size: int = 1, logprobs: int | None = None, **args: Any
+    subject: Subject,
+    tp_size: int = 1,
+    logprobs: int | None = None,
+    look: Callable[[LLMEngine], object] = lambda engine: None,
+    **args: Any,
 ) -> list[Any]:
-    """Answers to all prompts in one batch, from a new engine."""
-    engine_args = EngineArgs(
-        model=str(subject.folder),
-        dtype="float32",
-        device="cpu",
-        max_model_len=LONGEST,
-        block_size=BLOCK_SIZE,
-        disable_log_stats=True,
-        **({} if "num_device_blocks_override" in args else {"cpu_kv_cache_space": 0.05}),
-        **args,
-    )
-    config = engine_args.create_engine_config("cpu")
-    executor: Executor
-    executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
-    engine = LLMEngine(config, executor, log_stats=False)
-    params = SamplingParams(
-        temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, logprobs=logprobs
-    )
-    try:
-        for i, prompt in enumerate(subject.prompts):
-            engine.add_request(str(i), None, params, prompt_token_ids=list(prompt))
-        done = {}
-        while engine.has_unfinished_requests():
-            done.update({o.request_id: o for o in engine.step() if o.finished})
-    finally:
-        engine.shutdown()
-    return [done[str(i)].outputs[0] for i in range(len(subject.prompts))]
+    """Answers to all prompts in one batch, from a new engine; `look` sees it at the end."""
+    cache = {} if "num_device_blocks_override" in args else {"cpu_kv_cache_space": 0.05}
+    args = {"max_model_len": LONGEST, "block_size": BLOCK_SIZE, **cache, **args}
+    params = greedy(subject.oracle.num_tokens, logprobs=logprobs)
+    with open_engine(subject.folder, tp_size, **args) as engine:
+        outputs = serve(engine, subject.prompts, params)
+        look(engine)
+    return [output.outputs[0] for output in outputs]
 
 
 def assert_equal_to_oracle(subject: Subject, outputs: list[Any]) -> None:

@@ -162,7 +162,7 @@ class Admission:
 
     def _share(self, owner: Owner, limit: int) -> float:
         """The share of an owner, which may not have a place yet."""
-        others = sum(one.weight for name, one in self._held.items() if name != owner.account)
+        others = sum(held.weight for name, held in self._held.items() if name != owner.account)
         return limit * owner.weight / (owner.weight + others)
 
     def _part(self, number: int) -> str:

@@ -237,17 +237,18 @@ class AsyncLLMEngine:
             self._bind()
             self._check_open()
             live = self._requests.open(request, ends_as_output)
-            checked = self._texts.check(request)
-            if isinstance(checked, asyncio.Future):
-                checked = await live.mailbox.unless_failed(checked)
+            checking = self._texts.check(request)
+            if isinstance(checking, asyncio.Future):
+                checked = await live.mailbox.unless_closed(checking)
+            else:
+                checked = checking
+            if checked is None:  # it was aborted: its stream ends at once
+                return live
             self._check_open()
             why = self._engine.why_too_long(len(checked.prompt_token_ids))
             if why is not None and not ends_as_output:
                 raise RequestIgnoredError(why)
             self._requests.admit(live, checked)
-        except StopAsyncIteration:  # it was aborted: its stream ends at once
-            assert live is not None
-            return live
         except BaseException as error:
             self._requests.refuse(live, error)
             raise

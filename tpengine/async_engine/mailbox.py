@@ -6,60 +6,42 @@ All of it runs on the reader's event loop, so nothing is locked.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 from tpengine.outputs import CompletionOutput, RequestOutput
 
 Answer = TypeVar("Answer")
+_MOST_APART = 64
+"""Deltas that wait unmerged: each holds more than its tokens, and merging them one by one would
+copy all text and tokens each time."""
 
 
-class DeltaMerger:
-    """Merges deltas of one request into one output.
+def merge(deltas: Sequence[RequestOutput]) -> RequestOutput:
+    """Returns consecutive deltas of one request as one: the newest of them, changed in place."""
+    newest = deltas[-1]
+    if len(deltas) == 1:
+        return newest
+    parts: dict[int, list[CompletionOutput]] = {}
+    for delta in deltas:
+        for completion in delta.outputs:
+            parts.setdefault(completion.index, []).append(completion)
+    newest.outputs = [_join(parts[index]) for index in sorted(parts)]
+    once = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
+    newest.prompt_logprobs = once[0] if once else None
+    return newest
 
-    Args:
-        first: the earliest of them; it is changed in place.
-    """
 
-    def __init__(self, first: RequestOutput) -> None:
-        self._newest = first
-        self._completions: dict[int, CompletionOutput] = {}
-        self._texts: dict[int, list[str]] = {}
-        self._token_ids: dict[int, list[int]] = {}
-        self._take(first)
-
-    def add(self, output: RequestOutput) -> None:
-        """Appends the next delta."""
-        if output.prompt_logprobs is None:
-            output.prompt_logprobs = self._newest.prompt_logprobs
-        self._newest = output
-        self._take(output)
-
-    def build(self) -> RequestOutput:
-        """Returns all deltas as one output."""
-        for index, completion in self._completions.items():
-            completion.text = "".join(self._texts[index])
-            completion.token_ids = tuple(self._token_ids[index])
-        self._newest.outputs = [one for _, one in sorted(self._completions.items())]
-        return self._newest
-
-    def _take(self, output: RequestOutput) -> None:
-        for new in output.outputs:
-            known = self._completions.get(new.index)
-            if known is None:
-                self._completions[new.index] = new
-                self._texts[new.index] = [new.text]
-                self._token_ids[new.index] = list(new.token_ids)
-                continue
-            # Texts are joined when they are read: a text that grows by `+=` is copied each time.
-            self._texts[new.index].append(new.text)
-            self._token_ids[new.index] += new.token_ids
-            if new.logprobs is not None:
-                known.logprobs = (known.logprobs or []) + new.logprobs
-            known.cumulative_logprob = new.cumulative_logprob
-            known.finish_reason = new.finish_reason
-            known.stop_reason = new.stop_reason
+def _join(parts: list[CompletionOutput]) -> CompletionOutput:
+    """Returns the parts of one sequence as one: the last, changed in place."""
+    last = parts[-1]
+    last.text = "".join([part.text for part in parts])
+    last.token_ids = tuple(chain.from_iterable(part.token_ids for part in parts))
+    if last.logprobs is not None:
+        last.logprobs = list(chain.from_iterable(part.logprobs or () for part in parts))
+    return last
 
 
 @dataclass(slots=True, eq=False)
@@ -71,11 +53,10 @@ class Mailbox:
 
     Attributes:
         merges: whether outputs are deltas.
-        error: why no more outputs will come; the reader gets it once. StopAsyncIteration: it was
-            aborted, and its reader gets no error.
+        error: why no more outputs will come; the reader gets it in their place.
         listener: if set, called instead of waking a reader in `take` when there is something to
             take. It must not raise: outputs of other requests are delivered after it.
-        finished: whether the last output has come.
+        finished: whether no more outputs will come, without an error.
         num_output_tokens: tokens that have come, over all sequences.
     """
 
@@ -84,8 +65,7 @@ class Mailbox:
     error: Exception | None = None
     finished: bool = False
     num_output_tokens: int = 0
-    _unread: RequestOutput | None = None
-    _merger: DeltaMerger | None = None
+    _unread: list[RequestOutput] = field(default_factory=list)
     _waiter: asyncio.Future[None] | None = None
 
     @property
@@ -97,42 +77,42 @@ class Mailbox:
         """Adds an output; ignored once the mailbox is closed."""
         if self.closed:
             return
-        num_tokens = sum(len(one.token_ids) for one in output.outputs)
-        if self.merges:
-            self.num_output_tokens += num_tokens
-            if self._unread is None:
-                self._unread = output
-            else:
-                if self._merger is None:
-                    self._merger = DeltaMerger(self._unread)
-                self._merger.add(output)
-        else:
-            self.num_output_tokens = num_tokens
-            self._unread = output
+        self.num_output_tokens = output.num_output_tokens
+        if not self.merges:
+            self._unread.clear()
+        elif len(self._unread) == _MOST_APART:
+            self._unread = [merge(self._unread)]
+        self._unread.append(output)
         self.finished = output.finished
         self._wake()
 
-    def fail(self, error: Exception) -> None:
-        """Gives the reader an error instead of what it has not taken; only the first counts."""
+    def close(self, error: Exception | None = None) -> None:
+        """Ends it before its last output; only the first end counts.
+
+        Args:
+            error: what the reader gets instead of what it has not taken; None: its outputs end.
+        """
         if self.closed:
             return
-        self.error = error
+        self.error, self.finished = error, error is None
         self._wake()
 
     def take_unread(self) -> RequestOutput | None:
         """Takes what the reader has not taken yet; None: nothing."""
-        output, merger = self._unread, self._merger
-        self._unread = self._merger = None
-        return output if merger is None else merger.build()
+        unread, self._unread = self._unread, []
+        return merge(unread) if unread else None
 
-    async def unless_failed(self, work: asyncio.Future[Answer]) -> Answer:
+    async def unless_closed(self, work: asyncio.Future[Answer]) -> Answer | None:
         """Waits for work that must be done before there can be outputs. The wait ends early, and
-        the work is cancelled, when the mailbox gets its error; the engine's end gives it one.
+        the work is cancelled, when the mailbox is closed; the engine's end closes it.
+
+        Returns:
+            The result of the work; None: the mailbox was closed.
 
         Raises:
             Exception: the `error`, or that of the work.
         """
-        if self.error is None:
+        if not self.closed:
             self._waiter = asyncio.get_running_loop().create_future()
             first: set[asyncio.Future[Any]] = {work, self._waiter}
             try:
@@ -142,12 +122,24 @@ class Mailbox:
                 raise
             finally:
                 self._waiter = None
+        if not self.closed:
+            return work.result()
+        # asyncio logs an error that is never retrieved.
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        work.cancel()
         if self.error is not None:
-            # asyncio logs an error that is never retrieved.
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())
-            work.cancel()
             raise self.error
-        return work.result()
+        return None
+
+    async def await_news(self) -> None:
+        """Waits until there is an output or an error to take, or no more will come. The engine's
+        end ends the wait with an error."""
+        if not self._unread and not self.closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
 
     async def take(self) -> RequestOutput:
         """Waits for an output and takes it. The engine's end ends the wait with an error.
@@ -155,19 +147,14 @@ class Mailbox:
         Raises:
             Exception: the `error`.
         """
-        if self._unread is None and self.error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        await self.await_news()
         output = self.take_now()
         if output is None:
             raise asyncio.InvalidStateError("a mailbox has one reader, and another took its output")
         return output
 
     def take_now(self) -> RequestOutput | None:
-        """Takes what there is; None: nothing yet.
+        """Takes what there is; None: nothing, or nothing yet.
 
         Raises:
             Exception: the `error`.

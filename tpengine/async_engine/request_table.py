@@ -123,14 +123,14 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self._ended:
+        mailbox = self._live.mailbox
+        output = None
+        if not self._ended:
+            await mailbox.await_news()
+            self._ended = mailbox.closed
+            output = mailbox.take_now()
+        if output is None:
             raise StopAsyncIteration
-        try:
-            output = await self._live.mailbox.take()
-        except Exception:
-            self._ended = True
-            raise
-        self._ended = output.finished
         return output
 
 
@@ -246,12 +246,13 @@ class RequestTable:
             await asyncio.wait({self._freeing(live)}, timeout=timeout_s)
             live.freed = None
         if live.outcome is None:  # the reader gets an error, or there was no output to come
-            error: Exception = StopAsyncIteration()
+            error = None
             if not live.ends_as_output:
                 why = f"request {live.request_id!r} was aborted"
                 error = RequestAbortedError(why, live.mailbox.take_unread())
             freed = self._freeing(live)
-            self.finish(live, _ABORTED, error)
+            self.finish(live, _ABORTED)
+            live.mailbox.close(error)
             await asyncio.wait({freed}, timeout=timeout_s)
 
     async def cut_off(self, why: str, timeout_s: float, *lives: LiveRequest) -> None:
@@ -347,7 +348,7 @@ class RequestTable:
         if self._log_requests:
             live.log_finish()
         if error is not None:
-            live.mailbox.fail(error)
+            live.mailbox.close(error)
         if not self._live and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
         return True

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import threading
 from array import array
-from typing import Any
 
 from tpengine.executor.channel import Channel, FrameKind, Invitation, connect
 from tpengine.executor.codec import decode_step, encode
@@ -22,22 +20,22 @@ class EchoRank:
 
     def join(self, rank: int, invitation: Invitation) -> int:
         """Serves steps from the channel in a thread until it closes; returns the process id."""
-        return self.serve(connect(*invitation, rank, 1, TIMEOUT_S), rank)
-
-    def serve(self, channel: Channel, rank: int) -> int:
-        """See `join`."""
-
-        def serve() -> None:
-            poll = select.poll()
-            poll.register(channel.fileno(), select.POLLIN)
-            while True:
-                poll.poll(TIMEOUT_S * 1e3)
-                while (frame := channel.take()) is not None:
-                    answer = self.step(frame.payload, rank)
-                    channel.send(FrameKind.OUTPUT, frame.step, answer, TIMEOUT_S)
-
-        threading.Thread(target=serve, daemon=True).start()
+        channel = connect(*invitation, rank, 1, TIMEOUT_S)
+        threading.Thread(target=self.serve, args=(channel, rank), daemon=True).start()
         return os.getpid()
+
+    def serve(self, channel: Channel, rank: int) -> None:
+        """Answers each step; a call gives this rank its number."""
+        poll = select.poll()
+        poll.register(channel.fileno(), select.POLLIN)
+        while True:
+            poll.poll(TIMEOUT_S * 1e3)
+            while (frame := channel.take()) is not None:
+                if frame.kind is FrameKind.CALL:
+                    rank, answer = frame.payload[0], b""
+                else:
+                    answer = self.step(frame.payload, rank)
+                channel.send(FrameKind.ANSWER, frame.number, answer, TIMEOUT_S)
 
     def step(self, payload: bytes, rank: int = 0) -> bytes:
         """Decodes a step and encodes its answer: samples at rank 0, none at other ranks."""
@@ -48,12 +46,9 @@ class EchoRank:
 class EchoProcess(rank_process.ProcessRank):
     """The same as a child of the driver."""
 
-    def __init__(self, *sockets: socket.socket) -> None:
-        self._steps = sockets[0]
-
-    def answer(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Serves steps as the rank of this number; returns the process id."""
-        return EchoRank().serve(Channel(self._steps, 1), args[0])
+    def serve(self, steps: Channel, control: Channel) -> None:
+        """See `EchoRank.serve`."""
+        EchoRank().serve(steps, 0)
 
 
 def echo(step: int, count: int) -> StepOutput:
@@ -62,4 +57,4 @@ def echo(step: int, count: int) -> StepOutput:
 
 
 if __name__ == "__main__":
-    rank_process.main(EchoProcess)
+    rank_process.main(EchoProcess())

@@ -230,7 +230,7 @@ def _kill(
 
 def _wait_for_spares(executor: GroupExecutor, count: int) -> None:
     deadline = time.monotonic() + _SPARES_S
-    while len(executor.spares.places()) < count:
+    while len(executor.home.spares.places()) < count:
         if time.monotonic() > deadline:
             raise WorkerDiedError(f"{count} spares were not ready within {_SPARES_S:g} s")
         time.sleep(_POLL_S)

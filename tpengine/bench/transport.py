@@ -14,15 +14,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tpengine.bench.echo_rank import TIMEOUT_S, EchoRank, echo
 from tpengine.bench.harness import BenchOptions, local_ray, report_head
-from tpengine.executor.channel import Channel, Listener
+from tpengine.executor.channel import Listener
 from tpengine.executor.codec import decode_output, decode_step, encode
-from tpengine.executor.group import gather
-from tpengine.executor.launch.processes import Calls, RankProcess, Starter
-from tpengine.executor.watch import StepExchange
+from tpengine.executor.launch.processes import RankProcess, Starter
+from tpengine.executor.watch import Exchange
 from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.options import option
 
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     TransportOptions.add_cli_args(parser)
 
 
-Exchange = Callable[[int, bytes], bytes]
+SendStep = Callable[[int, bytes], bytes]
 """Sends a step's bytes to every rank; takes its number too, and returns the answer of rank 0."""
-Way = tuple[str, Exchange, list[int]]
+Way = tuple[str, SendStep, list[int]]
 """A way to send a step: its name, what does it, and the ranks' processes."""
 
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         for name, exchange, pids in _ways(options, stack):
 
-            def call(number: int, exchange: Exchange = exchange) -> None:
+            def call(number: int, exchange: SendStep = exchange) -> None:
                 step.step = number
                 decode_output(exchange(number, encode(step)))
 
@@ -121,15 +121,15 @@ def _processes(options: TransportOptions, stack: contextlib.ExitStack) -> Iterat
     """The engine's own channel to children of this process."""
     starter = Starter("tpengine.bench.echo_rank")
     stack.callback(starter.stop)
-    processes = {rank: RankProcess(starter) for rank in range(options.ranks)}
-    calls = Calls.of(processes, "join", {rank: (rank,) for rank in processes}, {})
-    pids = gather(calls, processes, TIMEOUT_S, lambda: None)
-    channels = StepExchange([Channel(one.sockets[0], 1) for one in processes.values()], 1)
-    yield "own channel, child processes", _exchange(channels), pids
+    processes = [RankProcess(starter) for _ in range(options.ranks)]
+    exchange = Exchange([process.channels[0] for process in processes])
+    exchange.call({rank: bytes([rank]) for rank in range(options.ranks)}, TIMEOUT_S)
+    pids = [process.pid for process in processes]
+    yield "own channel, child processes", partial(_run_step, exchange), pids
 
 
-def _exchange(channels: StepExchange) -> Exchange:
-    return lambda number, payload: channels.run(number, payload, TIMEOUT_S)[0]
+def _run_step(exchange: Exchange, number: int, payload: bytes) -> bytes:
+    return exchange.step(number, payload, TIMEOUT_S)[0]
 
 
 def _actors(options: TransportOptions) -> Iterator[Way]:
@@ -140,10 +140,10 @@ def _actors(options: TransportOptions) -> Iterator[Way]:
     actors = [ray.remote(num_cpus=0)(EchoRank).remote() for _ in range(options.ranks)]
     listener = Listener(ray.util.get_node_ip_address(), secrets.token_bytes(32), 1)
     refs = [actor.join.remote(rank, listener.invitation) for rank, actor in enumerate(actors)]
-    channels = StepExchange(listener.accept(options.ranks, TIMEOUT_S), 1)
+    exchange = Exchange(listener.accept(options.ranks, TIMEOUT_S))
     listener.close()
     pids = ray.get(refs, timeout=TIMEOUT_S)
-    yield "own channel, Ray's actors", _exchange(channels), pids
+    yield "own channel, Ray's actors", partial(_run_step, exchange), pids
 
     def call(_: int, payload: bytes) -> Any:
         refs = [actor.step.remote(payload, rank) for rank, actor in enumerate(actors)]

@@ -251,7 +251,8 @@ def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:
         finished=response.finished,
         metrics=_to_metrics(usage),
         prompt_logprobs=[_to_logprobs(one) or None for one in response.prompt_logprobs] or None,
-        num_cached_tokens=usage.num_cached_tokens if usage is not None else 0,
+        num_cached_tokens=0 if usage is None else usage.num_cached_tokens,
+        num_output_tokens=0 if usage is None else usage.num_output_tokens,
         usage=usage,
     )
 

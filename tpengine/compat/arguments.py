@@ -6,14 +6,17 @@ each value but its default, or it has no effect, and a warning names it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from tpengine import config, engine_args
 from tpengine.compat import aliases
 from tpengine.errors import ConfigError
 from tpengine.logger import init_logger
 from tpengine.options import NOTHING, option
+
+if TYPE_CHECKING:
+    import argparse
 
 logger = init_logger(__name__)
 
@@ -38,6 +41,23 @@ _POSITIONS = """
     disable_logprobs_during_spec_decoding otlp_traces_endpoint
 """
 """The positional arguments of `EngineArgs` in vLLM 0.5.4."""
+# Why an argument is refused, and what to use.
+_NO_SCALES = "the scales of K and V are 1; use kv_cache_dtype alone"
+_NO_STAGES = (
+    "ranks split every layer, and layers are not spread over them; use tensor_parallel_size"
+)
+_NO_OFFLOAD = "weights stay on the device; use tensor_parallel_size or quantization"
+_NO_CODE = "code is taken from the model's own files; use revision"
+_ANY_LENGTH = "decode steps are recorded for any length; use enforce_eager to record none"
+_NO_POOL = "there is no pool of tokenizers; AsyncLLMEngine has a thread of its own for text"
+_NO_SHARDED_LORA = "ranks divide A or B as they divide the layer; one of the two is whole"
+_NO_LONG_LORA = "an adapter makes no context longer; use rope_scaling for all requests"
+_NO_NSIGHT = "ranks are not profiled; start a script with one rank under nsys"
+_NO_LOADER_CONFIG = "loading has no further settings; use load_format"
+_NO_DELAY = "prompts are not delayed; use max_num_batched_tokens for shorter steps"
+_NO_BACKENDS = "llguidance holds every grammar; leave it out"
+_NO_QLORA = "a base of any form takes adapters; use quantization, and a LoRARequest"
+_NO_TRACES = "there are no traces; use metrics_port of the server or metrics_text()"
 _NO_DRAFTS = "there is no speculative decoding; use quantization or tensor_parallel_size for speed"
 _NO_PROMPT_ADAPTERS = "there are no prompt adapters; use prompts of text or ids"
 
@@ -77,56 +97,23 @@ class EngineArgs(engine_args.EngineArgs, _Positions):
     tokenizer_pool_size: int = option(0, only_for=NOTHING)
     tokenizer_pool_type: str = option("ray", only_for=NOTHING)
 
-    quantization_param_path: str | None = option(
-        None, refused="the scales of K and V are 1; use kv_cache_dtype alone"
-    )
-    pipeline_parallel_size: int = option(
-        1,
-        short="-pp",
-        refused="ranks split every layer, and layers are not spread over them; use "
-        "tensor_parallel_size",
-    )
-    cpu_offload_gb: float = option(
-        0, refused="weights stay on the device; use tensor_parallel_size or quantization"
-    )
-    code_revision: str | None = option(
-        None, refused="code is taken from the model's own files; use revision"
-    )
-    max_context_len_to_capture: int | None = option(
-        None,
-        refused="decode steps are recorded for any length; use enforce_eager to record none",
-    )
-    tokenizer_pool_extra_config: str | None = option(
-        None,
-        refused="there is no pool of tokenizers; AsyncLLMEngine has a thread of its own for text",
-    )
+    quantization_param_path: str | None = option(None, refused=_NO_SCALES)
+    pipeline_parallel_size: int = option(1, short="-pp", refused=_NO_STAGES)
+    cpu_offload_gb: float = option(0, refused=_NO_OFFLOAD)
+    code_revision: str | None = option(None, refused=_NO_CODE)
+    max_context_len_to_capture: int | None = option(None, refused=_ANY_LENGTH)
+    tokenizer_pool_extra_config: str | None = option(None, refused=_NO_POOL)
     enable_prompt_adapter: bool = option(False, refused=_NO_PROMPT_ADAPTERS)
     max_prompt_adapters: int = option(1, refused=_NO_PROMPT_ADAPTERS)
     max_prompt_adapter_token: int = option(0, refused=_NO_PROMPT_ADAPTERS)
-    fully_sharded_loras: bool = option(
-        False, refused="ranks divide A or B as they divide the layer; one of the two is whole"
-    )
-    long_lora_scaling_factors: str | None = option(
-        None, refused="an adapter makes no context longer; use rope_scaling for all requests"
-    )
-    ray_workers_use_nsight: bool = option(
-        False, refused="ranks are not profiled; start a script with one rank under nsys"
-    )
-    model_loader_extra_config: str | None = option(
-        None, refused="loading has no further settings; use load_format"
-    )
-    scheduler_delay_factor: float = option(
-        0.0, refused="prompts are not delayed; use max_num_batched_tokens for shorter steps"
-    )
-    guided_decoding_backend: str = option(
-        "outlines", refused="llguidance holds every grammar; leave it out"
-    )
-    qlora_adapter_name_or_path: str | None = option(
-        None, refused="a base of any form takes adapters; use quantization, and a LoRARequest"
-    )
-    otlp_traces_endpoint: str | None = option(
-        None, refused="there are no traces; use metrics_port of the server or metrics_text()"
-    )
+    fully_sharded_loras: bool = option(False, refused=_NO_SHARDED_LORA)
+    long_lora_scaling_factors: str | None = option(None, refused=_NO_LONG_LORA)
+    ray_workers_use_nsight: bool = option(False, refused=_NO_NSIGHT)
+    model_loader_extra_config: str | None = option(None, refused=_NO_LOADER_CONFIG)
+    scheduler_delay_factor: float = option(0.0, refused=_NO_DELAY)
+    guided_decoding_backend: str = option("outlines", refused=_NO_BACKENDS)
+    qlora_adapter_name_or_path: str | None = option(None, refused=_NO_QLORA)
+    otlp_traces_endpoint: str | None = option(None, refused=_NO_TRACES)
     num_lookahead_slots: int = option(0, refused=_NO_DRAFTS)
     speculative_model: str | None = option(None, refused=_NO_DRAFTS)
     speculative_draft_tensor_parallel_size: int | None = option(
@@ -192,6 +179,19 @@ class AsyncEngineArgs(engine_args.AsyncEngineArgs, EngineArgs, _AsyncPositions):
         False,
         refused="the engine runs in a thread of this process; use executor='ray' for ranks on Ray",
     )
+
+    @classmethod
+    def add_cli_args(
+        cls, parser: argparse.ArgumentParser, async_args_only: bool = False
+    ) -> argparse.ArgumentParser:
+        """Adds a command-line option for each field.
+
+        Args:
+            async_args_only: leave out those of `EngineArgs`.
+        """
+        base = {spec.name for spec in fields(EngineArgs)} if async_args_only else set()
+        cls._add_options(parser, [spec for spec in fields(cls) if spec.name not in base])
+        return parser
 
 
 aliases.take_over(engine_args, EngineArgs, AsyncEngineArgs)

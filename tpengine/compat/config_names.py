@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 from tpengine import config
 from tpengine.compat import aliases
 
 
+def _getter(name: str) -> Callable[..., Any]:
+    """A method that returns an attribute."""
+    return lambda own: getattr(own, name)
+
+
 class ModelConfig(config.ModelConfig):
-    """`tpengine.config.ModelConfig`. Methods without a docstring return what their name says."""
+    """`tpengine.config.ModelConfig`."""
 
-    def get_vocab_size(self) -> int:
-        return self.vocab_size
-
-    def get_head_size(self) -> int:
-        return self.head_dim
-
-    def get_hidden_size(self) -> int:
-        return self.hidden_size
-
-    def get_total_num_kv_heads(self) -> int:
-        return self.total_num_kv_heads
+    get_vocab_size, get_hidden_size = _getter("vocab_size"), _getter("hidden_size")
+    get_head_size, get_total_num_kv_heads = _getter("head_dim"), _getter("total_num_kv_heads")
 
     def get_num_kv_heads(self, parallel_config: config.ParallelConfig) -> int:
         """Key and value heads of a rank; ranks share one if there are more ranks than heads."""

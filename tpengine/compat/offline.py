@@ -26,12 +26,10 @@ _POSITIONS = """
 _DEFAULTS = {spec.name: spec.default for spec in fields(EngineArgs)} | {"model": None}
 _SIGNATURE = Signature(
     [
-        *(
-            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=_DEFAULTS[name])
-            for name in _POSITIONS.split()
-        ),
-        Parameter("arguments", Parameter.VAR_KEYWORD),
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=_DEFAULTS[name])
+        for name in _POSITIONS.split()
     ]
+    + [Parameter("arguments", Parameter.VAR_KEYWORD)]
 )
 
 

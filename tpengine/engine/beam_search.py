@@ -46,7 +46,7 @@ class _Continuation:
     token_id: int
     logprob: float
     rank: int
-    found: TokenLogprobs | None
+    logprobs: TokenLogprobs | None
 
 
 Sampled = tuple[Sequence, Candidates, TokenLogprobs | None]
@@ -107,12 +107,12 @@ class BeamSearch:
         num_output = num_tokens - len(self._request.prompt_token_ids)
         at_limit = num_tokens >= self._max_num_tokens
         living: list[_Continuation] = []
-        for place, one in enumerate(continuations):
-            if at_limit or one.token_id in self._request.end_token_ids:
+        for place, continuation in enumerate(continuations):
+            if at_limit or continuation.token_id in self._request.end_token_ids:
                 if place < width:
-                    self._keep(one, num_output)
+                    self._keep(continuation, num_output)
             elif len(living) < width:
-                living.append(one)
+                living.append(continuation)
         if not living or self._is_done(living[0].score, num_output):
             stopped = SequenceStatus.FINISHED_STOPPED
             return StepDecisions(
@@ -140,12 +140,13 @@ class BeamSearch:
         the best are known.
         """
         width, ends = self._params.num_sequences, self._request.end_token_ids
-        counts = [len(found.token_ids) for _, found, _ in sampled]
+        candidates = [of_beam for _, of_beam, _ in sampled]
+        counts = [len(of_beam.token_ids) for of_beam in candidates]
         parent = np.repeat(np.arange(len(sampled)), counts)
         place = np.concatenate([np.arange(count) for count in counts])
-        token_ids = np.concatenate([found.token_ids for _, found, _ in sampled])
+        token_ids = np.concatenate([of_beam.token_ids for of_beam in candidates])
         so_far = np.array([self._live[sequence.seq_id].score for sequence, _, _ in sampled])
-        scores = np.concatenate([found.scores for _, found, _ in sampled]) + so_far[parent]
+        scores = np.concatenate([of_beam.scores for of_beam in candidates]) + so_far[parent]
         is_end = np.isin(token_ids, np.array([*ends], np.int64))
         may_be_sampled = scores > -np.inf  # neither banned nor NaN
         living = scores[may_be_sampled & ~is_end]
@@ -155,21 +156,21 @@ class BeamSearch:
         best = best[(np.arange(len(best)) < width) | ~is_end[best]]
         continuations = []
         for at in best.tolist():
-            sequence, found, told = sampled[parent[at]]
+            sequence, of_beam, likeliest = sampled[parent[at]]
             i, score = place[at], float(scores[at])
-            token_id, logprob = found.token_ids[i], found.logprobs[i]
-            rank = found.ranks[i] if told else 0
-            continuations.append(_Continuation(sequence, score, token_id, logprob, rank, told))
+            token_id, logprob = of_beam.token_ids[i], of_beam.logprobs[i]
+            rank = of_beam.ranks[i] if likeliest else 0
+            continuations.append(_Continuation(sequence, score, token_id, logprob, rank, likeliest))
         return continuations
 
-    def _keep(self, one: _Continuation, num_output: int) -> None:
+    def _keep(self, end: _Continuation, num_output: int) -> None:
         """Keeps a beam that ended, if it is among the best."""
-        token_id, score = one.token_id, one.score / num_output**self._params.length_penalty
+        token_id, score = end.token_id, end.score / num_output**self._params.length_penalty
         if len(self._complete) == self._params.num_sequences and score <= self._complete[-1][0]:
             return
         is_end = token_id in self._request.end_token_ids
         reason = "stop" if is_end else "length"
-        output = _output([*one.parent.output_token_ids, token_id], self._extend(one), reason)
+        output = _output([*end.parent.output_token_ids, token_id], self._extend(end), reason)
         if is_end:
             output.stop_reason = stop_token(token_id, self._request, self._tokenizer)
         self._complete.append((score, output))
@@ -194,31 +195,31 @@ class BeamSearch:
         sequence; the others take sequences whose beam has no living continuation."""
         staying: dict[int, _Continuation] = {}
         moving = []
-        for one in living:
-            if one.parent.seq_id in staying:
-                moving.append(one)
+        for continuation in living:
+            if continuation.parent.seq_id in staying:
+                moving.append(continuation)
             else:
-                staying[one.parent.seq_id] = one
+                staying[continuation.parent.seq_id] = continuation
         vacant = [s for s in self._request.unfinished_sequences if s.seq_id not in staying]
         children = list(zip(moving, vacant, strict=False))
-        chosen = [(one, one.parent) for one in staying.values()] + children
-        self._live |= {sequence.seq_id: self._extend(one) for one, sequence in chosen}
+        chosen = [(stays, stays.parent) for stays in staying.values()] + children
+        self._live |= {sequence.seq_id: self._extend(beam) for beam, sequence in chosen}
         unused = vacant[len(children) :]  # bans left too few continuations
         return StepDecisions(
-            tokens=[(sequence, one.token_id) for one, sequence in chosen],
+            tokens=[(sequence, beam.token_id) for beam, sequence in chosen],
             finished=[(sequence, SequenceStatus.FINISHED_STOPPED) for sequence in unused],
-            forks=[(one.parent, child) for one, child in children],
+            forks=[(beam.parent, child) for beam, child in children],
             overridden=[sequence for _, sequence in chosen],
         )
 
-    def _extend(self, one: _Continuation) -> _LiveBeam:
+    def _extend(self, new: _Continuation) -> _LiveBeam:
         """The parent's beam with the continuation's token."""
-        parent, logprobs = self._live[one.parent.seq_id], None
-        if parent.logprobs is not None and one.found is not None:
-            found = replace(one.found, logprob=one.logprob, rank=one.rank)
+        parent, logprobs = self._live[new.parent.seq_id], None
+        if parent.logprobs is not None and new.logprobs is not None:
+            chosen = replace(new.logprobs, logprob=new.logprob, rank=new.rank)
             tokenizer = self._tokenizer if self._params.detokenize else None
-            logprobs = [*parent.logprobs, as_logprobs(one.token_id, found, tokenizer)]
-        return _LiveBeam(one.score, parent.cumulative_logprob + one.logprob, logprobs)
+            logprobs = [*parent.logprobs, as_logprobs(new.token_id, chosen, tokenizer)]
+        return _LiveBeam(new.score, parent.cumulative_logprob + new.logprob, logprobs)
 
 
 def _output(token_ids: list[int], beam: _LiveBeam, finish_reason: str) -> CompletionOutput:

@@ -250,7 +250,7 @@ class Detokenizer:
         text, stops = self._text, self._stops
         for end in range(old_length + 1, len(text) + 1):
             if text.endswith(stops, 0, end):  # compares last characters first, without a copy
-                stop = max((one for one in stops if text.endswith(one, 0, end)), key=len)
+                stop = max((stop for stop in stops if text.endswith(stop, 0, end)), key=len)
                 self.stopped_by = stop
                 self._text = text[: end - len(stop) if self._cut_stop else end]
                 return True
@@ -275,7 +275,7 @@ class Detokenizer:
 
 
 def as_logprobs(
-    token_id: int, found: TokenLogprobs, tokenizer: Tokenizer | None
+    token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
     """The token that stands at a position, and then the likeliest ones by rank, by id.
 
@@ -286,8 +286,8 @@ def as_logprobs(
     def text(candidate: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(candidate)
 
-    entries = {token_id: Logprob(found.logprob, found.rank, text(token_id))}
-    likeliest = zip(found.top_token_ids, found.top_logprobs, strict=True)
+    entries = {token_id: Logprob(logprobs.logprob, logprobs.rank, text(token_id))}
+    likeliest = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
     for rank, (candidate, logprob) in enumerate(likeliest, start=1):
         entries[candidate] = Logprob(logprob, rank, text(candidate))
     return entries

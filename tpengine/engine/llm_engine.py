@@ -269,7 +269,7 @@ class LLMEngine:
             RequestError: this request cannot be served; other requests are not affected.
             EngineDeadError: an earlier step failed.
         """
-        check_request_id(request_id, lambda one: self._scheduler.get_request(one) is not None)
+        check_request_id(request_id, lambda name: self._scheduler.get_request(name) is not None)
         request = GenerateRequest(
             inputs,
             prompt_token_ids,
@@ -348,8 +348,8 @@ class LLMEngine:
         Raises:
             InvalidPromptError: an id is no string.
         """
-        for one in as_request_ids(request_id):
-            request = self._scheduler.abort_request(one)
+        for unfinished_id in as_request_ids(request_id):
+            request = self._scheduler.abort_request(unfinished_id)
             if request is not None:
                 self._report([request])
 
@@ -447,9 +447,9 @@ class LLMEngine:
         its log."""
         if self.stat_loggers:
             stats = Stats(self.stats(), step, decisions)
-            for name, one in tuple(self.stat_loggers.items()):
+            for name, stat_logger in tuple(self.stat_loggers.items()):
                 try:
-                    one.log(stats)
+                    stat_logger.log(stats)
                 except Exception:
                     if name not in self._failed_loggers:
                         self._failed_loggers.add(name)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from tpengine.engine.beam_search import BeamSearch, Sampled, stop_token
 from tpengine.engine.detokenizer import Detokenizer, as_logprobs
@@ -40,7 +41,8 @@ class _TrackedSequence:
         detokenizer: None: the output has no text, or the text is made at the end (beams).
         max_num_tokens: prompt and output tokens at which the sequence ends for its length.
         logprobs: by output token; None unless the request asks for them.
-        num_reported: output tokens that the user was told about.
+        num_reported: output tokens that have been reported.
+        is_end_reported: whether its finish reason has been, too.
         stop_reason: the stop string or stop token that ended the sequence.
     """
 
@@ -51,7 +53,14 @@ class _TrackedSequence:
     logprobs: SampleLogprobs | None = None
     cumulative_logprob: float = 0.0
     num_reported: int = 0
+    is_end_reported: bool = False
     stop_reason: int | str | None = None
+
+    def has_news(self) -> bool:
+        """Whether it has a token that was not reported, or its end."""
+        if self.sequence.num_output_tokens > self.num_reported:
+            return True
+        return self.sequence.status.finished and not self.is_end_reported
 
 
 @dataclass(slots=True, eq=False)
@@ -60,17 +69,19 @@ class _TrackedRequest:
 
     Attributes:
         beams: None: no beam search.
-        is_ranked: whether outputs are chosen at the end, with no output before.
+        prompt_token_ids: for its outputs, which the caller may change.
         prompt_logprobs: by position of the prompt, None for positions that are not computed yet;
-            None unless the request asks for them.
+            None unless the request asks for them, and after they were reported as a delta.
+        num_reported: output tokens of all sequences that have been reported.
         failure: why a part of the text is missing.
     """
 
     request: Request
-    is_ranked: bool
+    prompt_token_ids: list[int]
     sequences: list[_TrackedSequence] = field(default_factory=list)
     beams: BeamSearch | None = None
     prompt_logprobs: PromptCandidates | None = None
+    num_reported: int = 0
     failure: RequestError | None = None
 
 
@@ -109,19 +120,18 @@ class OutputProcessor:
         max_num_tokens = self._max_model_len
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, num_prompt_tokens + params.max_tokens)
-        tracked = _TrackedRequest(request, params.is_ranked)
+        tracked = _TrackedRequest(request, request.prompt_token_ids.copy())
         if params.use_beam_search:
             tracked.beams = BeamSearch(request, max_num_tokens, self.tokenizer)
         if params.prompt_logprobs is not None:
             tracked.prompt_logprobs = [None] * num_prompt_tokens
         for sequence in request.sequences:
             detokenizer = None if params.use_beam_search else self._make_detokenizer(request)
-            one = _TrackedSequence(request, sequence, detokenizer, max_num_tokens)
-            if params.logprobs is not None:
-                one.logprobs = []
-            tracked.sequences.append(one)
+            logprobs: SampleLogprobs | None = None if params.logprobs is None else []
+            output = _TrackedSequence(request, sequence, detokenizer, max_num_tokens, logprobs)
+            tracked.sequences.append(output)
+            self._sequences[sequence.seq_id] = output
         self._requests[request.request_id] = tracked
-        self._sequences.update((one.sequence.seq_id, one) for one in tracked.sequences)
 
     def process(self, scheduled: SchedulerOutput, output: StepOutput) -> StepDecisions:
         """Decides for an answered step which tokens are appended and which sequences end.
@@ -176,7 +186,7 @@ class OutputProcessor:
         return decisions
 
     def report(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """What users are told about these requests now, as their `output_kind` asks.
+        """The outputs of these requests now, as their `output_kind` asks.
 
         A finished request is forgotten. If the end of its text cannot be decoded, that part is left
         out and the output has an error.
@@ -185,31 +195,42 @@ class OutputProcessor:
         outputs = []
         for request in requests:
             tracked, finished = self._requests[request.request_id], request.finished
-            final_only = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
-            if (final_only or tracked.is_ranked) and not finished:
+            params = request.sampling_params
+            final_only = params.output_kind is RequestOutputKind.FINAL_ONLY or params.is_ranked
+            if final_only and not finished:
                 continue
             if finished:
                 self._counters.record_finish(request, now)
                 self._finish_texts(tracked)
-            completions = self._completions(tracked)
-            entries = tracked.prompt_logprobs
-            outputs.append(
-                RequestOutput(
-                    request_id=request.request_id,
-                    prompt=request.prompt,
-                    prompt_token_ids=request.prompt_token_ids.copy(),
-                    prompt_logprobs=None if entries is None or None in entries[1:] else entries,
-                    outputs=completions,
-                    finished=finished,
-                    metrics=request.metrics,
-                    lora_request=None if request.adapter is None else request.adapter.request,
-                    failure=request.error or tracked.failure,
-                    num_cached_tokens=request.metrics.num_cached_tokens,
-                )
-            )
+            outputs.append(self._output(tracked, finished))
             if finished:
                 self.forget(request)
         return outputs
+
+    def _output(self, tracked: _TrackedRequest, finished: bool) -> RequestOutput:
+        request, prompt_logprobs = tracked.request, tracked.prompt_logprobs
+        if prompt_logprobs is not None and None in prompt_logprobs[1:]:
+            prompt_logprobs = None
+        completions = self._completions(tracked)
+        if request.sampling_params.output_kind is RequestOutputKind.DELTA:
+            tracked.prompt_logprobs = None
+        else:
+            tracked.num_reported = 0
+        for completion in completions:
+            tracked.num_reported += len(completion.token_ids)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=tracked.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=completions,
+            finished=finished,
+            metrics=request.metrics,
+            lora_request=None if request.adapter is None else request.adapter.request,
+            failure=request.error or tracked.failure,
+            num_cached_tokens=request.metrics.num_cached_tokens,
+            num_output_tokens=tracked.num_reported,
+        )
 
     def forget(self, request: Request) -> None:
         """Stops following a request; an unknown one is ignored."""
@@ -218,14 +239,15 @@ class OutputProcessor:
             self._sequences.pop(sequence.seq_id, None)
 
     def _record_prompt_logprobs(self, request: Request, part: PromptLogprobs) -> None:
-        """Keeps one part by position. A prompt that is computed again after preemption replaces the
-        part by an equal one."""
+        """Keeps one part by position. A prompt that is computed again after preemption gives equal
+        parts."""
         prompt = request.prompt_token_ids
-        entries = self._requests[request.request_id].prompt_logprobs
-        assert entries is not None
+        prompt_logprobs = self._requests[request.request_id].prompt_logprobs
+        if prompt_logprobs is None:  # they were reported
+            return
         tokenizer = self._tokenizer_for(request)
-        for position, found in enumerate(part.entries, start=part.first_position):
-            entries[position] = as_logprobs(prompt[position], found, tokenizer)
+        for position, logprobs in enumerate(part.entries, start=part.first_position):
+            prompt_logprobs[position] = as_logprobs(prompt[position], logprobs, tokenizer)
 
     def _take_token(
         self, tracked: _TrackedSequence, place: int, output: StepOutput
@@ -233,14 +255,14 @@ class OutputProcessor:
         """Adds the token to log probabilities and text; returns how the sequence ends, None if it
         goes on."""
         token_id = output.token_ids[place]
-        found = output.logprobs.get(place)
-        if found is None:
+        logprobs = output.logprobs.get(place)
+        if logprobs is None:
             tracked.cumulative_logprob += output.chosen_logprobs[place]
         else:
-            tracked.cumulative_logprob += found.logprob
+            tracked.cumulative_logprob += logprobs.logprob
             if tracked.logprobs is not None:
                 tokenizer = self._tokenizer_for(tracked.request)
-                tracked.logprobs.append(as_logprobs(token_id, found, tokenizer))
+                tracked.logprobs.append(as_logprobs(token_id, logprobs, tokenizer))
         status = self._decide_end(tracked, token_id)
         if status is not None and tracked.detokenizer is not None:
             tracked.detokenizer.finish()
@@ -270,7 +292,7 @@ class OutputProcessor:
         return None
 
     def _is_due(self, tracked: _TrackedSequence) -> bool:
-        """Whether the user is told about the sequence's present token before its end."""
+        """Whether the sequence's present token is reported before its end."""
         if tracked.request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY:
             return False
         num_new = tracked.sequence.num_output_tokens + 1 - tracked.num_reported
@@ -282,14 +304,14 @@ class OutputProcessor:
         assert tracked.beams is not None
         request = tracked.request
         try:
-            found = tracked.beams.advance(group)
+            of_beams = tracked.beams.advance(group)
         except Exception as error:
             _fail(request, error, decisions)
             return
-        decisions.tokens.extend(found.tokens)
-        decisions.finished.extend(found.finished)
-        decisions.forks.extend(found.forks)
-        decisions.overridden.extend(found.overridden)
+        decisions.tokens.extend(of_beams.tokens)
+        decisions.finished.extend(of_beams.finished)
+        decisions.forks.extend(of_beams.forks)
+        decisions.overridden.extend(of_beams.overridden)
         decisions.to_report[request.request_id] = request
 
     def _tokenizer_for(self, request: Request) -> Tokenizer | None:
@@ -304,10 +326,10 @@ class OutputProcessor:
 
     def _finish_texts(self, tracked: _TrackedRequest) -> None:
         """Releases the text that sequences still hold back."""
-        for one in tracked.sequences:
-            if one.detokenizer is not None:
+        for sequence in tracked.sequences:
+            if sequence.detokenizer is not None:
                 try:
-                    one.detokenizer.finish()
+                    sequence.detokenizer.finish()
                 except Exception as error:
                     tracked.failure = _for_user(error, tracked.request)
 
@@ -318,11 +340,13 @@ class OutputProcessor:
             outputs = tracked.beams.best()
             for output in outputs:
                 self._add_beam_text(output, tracked)
-        elif tracked.is_ranked:
-            best = sorted(tracked.sequences, key=lambda one: -one.cumulative_logprob)[: params.n]
-            outputs = [_completion(one, RequestOutputKind.FINAL_ONLY) for one in best]
+        elif params.is_ranked:
+            best = sorted(tracked.sequences, key=attrgetter("cumulative_logprob"), reverse=True)
+            outputs = [_completion(known) for known in best[: params.n]]
+        elif params.output_kind is RequestOutputKind.DELTA:
+            return [_completion(known, True) for known in tracked.sequences if known.has_news()]
         else:
-            return [_completion(one, params.output_kind) for one in tracked.sequences]
+            return [_completion(sequence) for sequence in tracked.sequences]
         for rank, output in enumerate(outputs):
             output.index = rank
         return outputs
@@ -345,21 +369,22 @@ class OutputProcessor:
         output.text = detokenizer.text
 
 
-def _completion(tracked: _TrackedSequence, kind: RequestOutputKind) -> CompletionOutput:
-    sequence, detokenizer = tracked.sequence, tracked.detokenizer
-    is_delta = kind is RequestOutputKind.DELTA
+def _completion(tracked: _TrackedSequence, is_delta: bool = False) -> CompletionOutput:
+    """All output of a sequence, or what is new of it."""
+    sequence, detokenizer, logprobs = tracked.sequence, tracked.detokenizer, tracked.logprobs
     first, text = tracked.num_reported if is_delta else 0, ""
     if detokenizer is not None:
         text = detokenizer.take_delta() if is_delta else detokenizer.text
+    reason = sequence.status.finish_reason
     tracked.num_reported = sequence.num_output_tokens
-    logprobs = tracked.logprobs
+    tracked.is_end_reported = reason is not None
     return CompletionOutput(
         index=sequence.index,
         text=text,
         token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens + first :]),
         cumulative_logprob=tracked.cumulative_logprob,
         logprobs=None if logprobs is None else logprobs[first:],
-        finish_reason=sequence.status.finish_reason,
+        finish_reason=reason,
         stop_reason=tracked.stop_reason,
     )
 

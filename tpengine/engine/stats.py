@@ -437,8 +437,8 @@ class Stats:
     def __init__(
         self, engine: EngineStats, step: StepStats | None, decisions: StepDecisions
     ) -> None:
-        finished = [one for one in decisions.to_report.values() if one.finished]
-        sequences = [one for request in finished for one in request.sequences]
+        requests = [request for request in decisions.to_report.values() if request.finished]
+        sequences = [sequence for request in requests for sequence in request.sequences]
         self.now = time.time()
         self.num_running_sys = engine.queues.num_running
         self.num_waiting_sys = engine.queues.num_waiting
@@ -450,12 +450,12 @@ class Stats:
         self.num_preemption_iter = step.num_preempted if step else 0
         self.time_to_first_tokens_iter = decisions.first_token_s
         self.time_per_output_tokens_iter = decisions.inter_token_s
-        self.time_e2e_requests = [self.now - one.metrics.arrival_time for one in finished]
-        self.num_prompt_tokens_requests = [len(one.prompt_token_ids) for one in finished]
-        self.num_generation_tokens_requests = [one.num_output_tokens for one in sequences]
-        self.best_of_requests = [one.sampling_params.num_sequences for one in finished]
-        self.n_requests = [one.sampling_params.n for one in finished]
-        self.finished_reason_requests = [one.status.finish_reason for one in sequences]
+        self.time_e2e_requests = [self.now - r.metrics.arrival_time for r in requests]
+        self.num_prompt_tokens_requests = [len(r.prompt_token_ids) for r in requests]
+        self.num_generation_tokens_requests = [s.num_output_tokens for s in sequences]
+        self.best_of_requests = [r.sampling_params.num_sequences for r in requests]
+        self.n_requests = [r.sampling_params.n for r in requests]
+        self.finished_reason_requests = [s.status.finish_reason for s in sequences]
 
 
 class StatLoggerBase(ABC):

@@ -1,8 +1,8 @@
 """The channel between the driver and a rank: its frames, and how it is opened.
 
-Ranks that a launcher of this machine has started inherit their ends of Unix sockets
-(`InheritedChannels`): nothing listens, and no other process can connect. Ranks in a cluster connect
-over TCP (`Listener`), with a handshake.
+Ranks that a launcher of this machine has started inherit their ends of Unix sockets: nothing
+listens, and no other process can connect. Ranks in a cluster connect over TCP (`Listener`), with a
+handshake.
 
 Why it is our own and not Ray's: a step is one small message to every rank and one back, many times
 a second. Measured with Ray 2.60 on two cores, two actors, 2.2 KB there and 0.9 KB back; median,
@@ -17,7 +17,7 @@ and 99th percentile in parentheses:
 On one machine messages could pass by shared memory. That was built and measured (docs/figures.md):
 47 against 56 us to two ranks, no difference in an engine, and slower if a side spins.
 
-A frame is a head (payload bytes, kind, epoch of the group, number of the step) and a payload.
+A frame is a head (payload bytes, kind, number of the step or call) and a payload.
 Frames are neither encrypted nor signed, unless TLS is wanted (`rank_tls`): the network must be
 trusted. The handshake only proves who speaks: each end answers the other's random challenge with an
 HMAC, keyed by the group's secret, over the challenge, the rank, the epoch and the index of the
@@ -36,9 +36,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from tpengine.errors import TemporaryError
 from tpengine.executor.rank_tls import TlsEnd, check, end_of, secured
@@ -48,7 +47,7 @@ MAX_FRAME_BYTES = 256 << 20
 HANDSHAKE_TIMEOUT_S = 2.0
 
 _MAGIC = b"tpe1"
-_HEAD = struct.Struct("<4sIIIQ")  # magic, payload bytes, kind, epoch, step
+_HEAD = struct.Struct("<4sIIQ")  # magic, payload bytes, kind, number
 _HELLO = struct.Struct("<4sIII32s32s")  # magic, rank, epoch, index, challenge, proof
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
@@ -66,9 +65,13 @@ class FrameKind(enum.IntEnum):
     """What a frame carries."""
 
     STEP = 1
-    OUTPUT = 2
-    FAILURE = 3
-    HEARTBEAT = 4
+    CALL = 2
+    """A method, its arguments."""
+    ANSWER = 3
+    """What the step or the call returned."""
+    FAILURE = 4
+    """Its exception: the fields of a `RankFailure`."""
+    HEARTBEAT = 5
     """From a rank: the phase that it is in, and its step."""
 
 
@@ -77,11 +80,14 @@ _KINDS = {kind.value: kind for kind in FrameKind}
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message of the channel."""
+    """One message of the channel.
+
+    Attributes:
+        number: of the step or call; the answer has the same.
+    """
 
     kind: FrameKind
-    epoch: int
-    step: int
+    number: int
     payload: bytes
 
 
@@ -103,9 +109,8 @@ class Channel:
     One thread may send while another one receives.
     """
 
-    def __init__(self, sock: socket.socket | TlsEnd, epoch: int) -> None:
+    def __init__(self, sock: socket.socket | TlsEnd) -> None:
         self._sock = sock
-        self._epoch = epoch
         self._buffer = bytearray()
         sock.settimeout(None)
 
@@ -119,7 +124,7 @@ class Channel:
             self._sock.shutdown(socket.SHUT_RDWR)  # ends the `poll` of a thread that receives
         self._sock.close()
 
-    def send(self, kind: FrameKind, step: int, payload: bytes, timeout_s: float) -> None:
+    def send(self, kind: FrameKind, number: int, payload: bytes, timeout_s: float) -> None:
         """Sends one frame.
 
         Raises:
@@ -131,7 +136,7 @@ class Channel:
                 f"a message of {len(payload)} bytes is longer than the channel's limit of "
                 f"{MAX_FRAME_BYTES}; lower max_num_seqs or max_model_len"
             )
-        rest = memoryview(_HEAD.pack(_MAGIC, len(payload), kind, self._epoch, step) + payload)
+        rest = memoryview(_HEAD.pack(_MAGIC, len(payload), kind, number) + payload)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -180,80 +185,17 @@ def _first_frame(data: bytes | bytearray) -> Frame | None:
     """
     if len(data) < _HEAD.size:
         return None
-    magic, length, kind, epoch, step = _HEAD.unpack_from(data)
+    magic, length, kind, number = _HEAD.unpack_from(data)
     if magic != _MAGIC or length > MAX_FRAME_BYTES or kind not in _KINDS:
         raise ChannelError(f"not a frame: {bytes(data[: _HEAD.size])!r}")
     end = _HEAD.size + length
     if len(data) < end:
         return None
-    return Frame(_KINDS[kind], epoch, step, bytes(memoryview(data)[_HEAD.size : end]))
+    return Frame(_KINDS[kind], number, bytes(memoryview(data)[_HEAD.size : end]))
 
 
 Invitation = tuple[tuple[str, int], bytes]
 """What a rank needs to connect: (host, port), and the group's secret."""
-
-
-class Entrance(Protocol):
-    """Where the channels of one group's ranks come from.
-
-    Attributes:
-        invitation: goes to the ranks; None: they have their ends already.
-    """
-
-    invitation: Invitation | None
-
-    def accept(
-        self, size: int, timeout_s: float, check: Callable[[], None], per_rank: int
-    ) -> list[Channel]:
-        """Waits for `per_rank` channels of each of `size` ranks; see `Listener.accept`."""
-
-    def close(self) -> None:
-        """Ends what is open besides the channels."""
-
-
-class InheritedChannels:
-    """Channels over sockets whose other ends the ranks' processes have inherited.
-
-    Args:
-        sockets: this side's ends, by rank, then by index.
-    """
-
-    invitation: Invitation | None = None
-
-    def __init__(self, sockets: Sequence[Sequence[socket.socket]], epoch: int) -> None:
-        self._channels = [[Channel(sock, epoch) for sock in of_rank] for of_rank in sockets]
-
-    def accept(
-        self, size: int, timeout_s: float, check: Callable[[], None], per_rank: int
-    ) -> list[Channel]:
-        """Waits for the first bytes of each rank on its last channel, or for its end."""
-        deadline = time.monotonic() + timeout_s
-        poll = select.poll()
-        silent = {of_rank[-1].fileno(): rank for rank, of_rank in enumerate(self._channels)}
-        for fileno in silent:
-            poll.register(fileno, select.POLLIN)
-        channels = [channel for of_rank in self._channels for channel in of_rank]
-        try:
-            while silent:
-                check()
-                if time.monotonic() > deadline:
-                    raise ChannelTimeoutError(
-                        f"ranks {sorted(silent.values())} said nothing within {timeout_s:.0f} s"
-                    )
-                for fileno, _ in poll.poll(_POLL_S * 1e3):
-                    poll.unregister(fileno)
-                    del silent[fileno]
-        except BaseException:
-            for channel in channels:
-                channel.close()
-            raise
-        return channels
-
-    def close(self) -> None:
-        """Does nothing: the channels are all there is."""
-
-    def __str__(self) -> str:
-        return "inherited sockets"
 
 
 class Listener:
@@ -261,10 +203,8 @@ class Listener:
 
     Attributes:
         address: (host, port).
-        invitation: see `Entrance`.
+        invitation: for the ranks.
     """
-
-    invitation: Invitation | None
 
     def __init__(self, address: str, secret: bytes, epoch: int) -> None:
         self._secret = secret
@@ -280,7 +220,7 @@ class Listener:
             raise ChannelError(f"cannot listen on {address}: {error}") from error
         self._sock.setblocking(False)
         self.address: tuple[str, int] = self._sock.getsockname()[:2]
-        self.invitation = self.address, secret
+        self.invitation: Invitation = self.address, secret
         self._arrived: queue.SimpleQueue[tuple[tuple[int, int], Channel]] = queue.SimpleQueue()
         self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
 
@@ -304,11 +244,11 @@ class Listener:
         """
         deadline = time.monotonic() + timeout_s
         wanted = [(rank, index) for rank in range(size) for index in range(per_rank)]
-        found: dict[tuple[int, int], Channel] = {}
+        channels: dict[tuple[int, int], Channel] = {}
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         try:
-            while missing := {rank for rank, index in wanted if (rank, index) not in found}:
+            while missing := {rank for rank, index in wanted if (rank, index) not in channels}:
                 check()
                 if time.monotonic() > deadline:
                     raise ChannelTimeoutError(
@@ -324,14 +264,14 @@ class Listener:
                     if key not in wanted:
                         channel.close()
                         continue
-                    if key in found:  # a rank that connects again has given up its first attempt
-                        found[key].close()
-                    found[key] = channel
+                    if key in channels:  # a rank that connects again has given up its first attempt
+                        channels[key].close()
+                    channels[key] = channel
         except BaseException:
-            for channel in found.values():
+            for channel in channels.values():
                 channel.close()
             raise
-        return [found[key] for key in wanted]
+        return [channels[key] for key in wanted]
 
     def greet(self) -> None:
         """Accepts one connection. Its handshake runs in a thread, so that a slow peer does not
@@ -416,7 +356,7 @@ def _connect_once(
     except ChannelError:
         sock.close()
         raise
-    return Channel(end_of(sock), name[1])
+    return Channel(end_of(sock))
 
 
 def _greet_rank(sock: socket.socket, secret: bytes, epoch: int) -> tuple[tuple[int, int], Channel]:
@@ -434,7 +374,7 @@ def _greet_rank(sock: socket.socket, secret: bytes, epoch: int) -> tuple[tuple[i
     if magic != _MAGIC or rank_epoch != epoch or not hmac.compare_digest(proof, expected):
         raise ChannelError("the peer does not know the group's secret")
     sock.sendall(_proof(secret, b"driver", theirs + challenge, name))
-    return (rank, index), Channel(end_of(sock), epoch)
+    return (rank, index), Channel(end_of(sock))
 
 
 def _proof(secret: bytes, side: bytes, challenges: bytes, name: tuple[int, int, int]) -> bytes:

@@ -224,7 +224,7 @@ class Diagnosis:
     """Explains the losses of one group.
 
     Args:
-        places: in rank order.
+        places: in rank order; empty: not known.
     """
 
     def __init__(self, agents: NodeAgents, epoch: int, places: Sequence[RankPlace]) -> None:
@@ -254,6 +254,8 @@ class Diagnosis:
             last_phase: what the rank was doing by its last heartbeat; empty if unknown.
         """
         if not isinstance(failure, RankFailure):
+            if not self._places:
+                return self.unexplained(rank, failure, doing)
             is_closed = isinstance(failure, ChannelClosedError)
             reason = str(failure)
             if not is_closed and last_phase:
@@ -269,6 +271,10 @@ class Diagnosis:
         return self._loss(
             rank, doing, cause, "\n".join(failure.log_lines), failure.traceback.rstrip()
         )
+
+    def unexplained(self, rank: int, failure: Failure, doing: Doing) -> RankLoss:
+        """What is known without its node."""
+        return self._loss(rank, doing, str(failure))
 
     def _of_process(self, rank: int, reason: str, doing: Doing, is_closed: bool) -> RankLoss:
         place = self._places[rank]
@@ -292,9 +298,10 @@ class Diagnosis:
     def _loss(
         self, rank: int, doing: Doing, cause: str, last_lines: str = "", stack: str = ""
     ) -> RankLoss:
+        place = f"process {rank} that has not told where it is"
         return RankLoss(
             rank=rank,
-            place=str(self._places[rank]),
+            place=str(self._places[rank]) if self._places else place,
             epoch=self._epoch,
             step=doing.step,
             phase=doing.phase,

@@ -1,8 +1,8 @@
 """The executor of ranks in processes of their own: how a group is started, replaced and ended.
 
-It knows no launcher: a subclass says where the ranks run and starts their processes, as actors of
-Ray or as subprocesses of the driver. Steps go over the channels of the `Group`. A group that lost a
-rank is ended as a whole, and `rebuild` starts the next one.
+Its `Home` says where the ranks run and starts their processes, as actors of Ray or as subprocesses
+of the driver; another one may take over. Steps and calls go over the channels of the `Group`. A
+group that lost a rank is ended as a whole, and `rebuild` starts the next one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import threading
 import time
 import uuid
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from tpengine import host
@@ -22,8 +22,8 @@ from tpengine.errors import EngineError, GroupLostError, RankLoss, WorkerDiedErr
 from tpengine.executor.codec import decode_output, encode
 from tpengine.executor.diagnosis import RankPlace
 from tpengine.executor.executor import Executor, pause_s
-from tpengine.executor.group import Group, Launcher
-from tpengine.executor.spares import Spares
+from tpengine.executor.group import Group
+from tpengine.executor.home import PROCESSES, Home, StartTimes
 from tpengine.executor.watch import StepDeadline
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, StepInput, StepOutput
@@ -34,47 +34,9 @@ _REFILL_S = 3.0
 """Until spares are started after a rebuild: their imports would delay the waiting requests."""
 _TURN_S = 30.0
 """How long `shutdown` waits for a cancelled start to stop."""
-_LEAST_APPEAR_S, _APPEAR_PATIENCE = 25.0, 5.0
-"""What the processes of a later group get to appear: at the least, and in multiples of the first's
-time. Ray may have to end a stopped process first, which takes it five seconds."""
-_RESERVE, _RESERVE_PER_RANK = 32, 12
+_RESERVE, _RESERVE_PER_RANK = 32, 10
 """File descriptors for a rebuild in a driver that has none left, as in a server whose clients hold
-them. A rank that starts takes 12: six ends of sockets, two of a pipe, its number and its files."""
-PROCESSES = "processes"
-
-
-class StartTimes:
-    """The seconds of each phase of the latest start, and the phase that goes on.
-
-    Args:
-        limit_s: of any call in a start.
-
-    Attributes:
-        seconds: by phase, in order.
-        phase_now: the phase that goes on; None: none does.
-        appear_s: how long new processes may take to tell where they are. Until then they cannot be
-            looked at. The first ones may take as long as the user allows; of a later group, one
-            that takes far longer than the first did is frozen and must not delay the rebuild.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self.seconds: dict[str, float] = {}
-        self.phase_now: str | None = None
-        self.appear_s = limit_s
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measures the time in the context, however it ends."""
-        start, self.phase_now = time.monotonic(), name
-        try:
-            yield
-        finally:
-            self.seconds[name], self.phase_now = time.monotonic() - start, None
-
-    def note_first(self) -> None:
-        """Takes the first start, which succeeded, as the measure of later ones."""
-        patience_s = max(_LEAST_APPEAR_S, _APPEAR_PATIENCE * self.seconds[PROCESSES])
-        self.appear_s = min(self.appear_s, patience_s)
+them. A rank that starts takes 10: four ends of sockets, two of a pipe, its number and its files."""
 
 
 class GroupExecutor(Executor):
@@ -84,14 +46,14 @@ class GroupExecutor(Executor):
 
     Attributes:
         nodes: addresses; those of the last group while a new one starts.
-        spares: processes that may become ranks of later groups.
+        home: where the ranks run.
     """
 
-    spares: Spares
-
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, home: Home) -> None:
         limits = config.parallel.ranks
         assert limits is not None, "ranks in processes of their own need config.parallel.ranks"
+        self.home = home
+        self._former_homes: list[Home] = []
         self._config = config
         self._limits = limits
         # Part of the names of files in shared memory, so that a file's owner can be told.
@@ -109,43 +71,15 @@ class GroupExecutor(Executor):
         size = config.parallel.tensor_parallel_size
         self._reserve = host.FileReserve(_RESERVE + _RESERVE_PER_RANK * size)
 
-    @abstractmethod
-    def _place(self) -> None:
-        """Finds places for the first group."""
-
-    @abstractmethod
-    def _replace(self, lost: Group) -> None:
-        """Ends what is left of a lost group, and makes sure of places for the next one."""
-
-    @abstractmethod
-    def _make_launcher(self) -> Launcher:
-        """The launcher of the next group, with spares where there are some."""
-
-    @abstractmethod
-    def _give_places_back(self) -> None:
-        """Called when a group has ended and no other one follows."""
-
-    @abstractmethod
-    def _close(self, stack: contextlib.ExitStack) -> None:
-        """Adds to the stack what ends the spares and all else that outlives a group."""
-
     def _check(self) -> None:
         """Called during everything that may take long.
 
         Raises:
-            EngineError: the executor is being shut down.
+            EngineError: the executor is being shut down, or its home is gone.
         """
         if self._is_cancelled.is_set():
             raise EngineError("the engine is being shut down")
-
-    @property
-    def _can_call(self) -> bool:
-        """Whether the ranks can still be called without the channels."""
-        return True
-
-    @property
-    def _may_use_spares(self) -> bool:
-        return True
+        self.home.check()
 
     @property
     def places(self) -> list[RankPlace]:
@@ -201,7 +135,7 @@ class GroupExecutor(Executor):
     def _load_first(self) -> None:
         """Places and starts the first group, up to its loaded weights."""
         try:
-            self._place()
+            self.home.place(self._times, self._check)
             self._start_group(1)
             self._times.note_first()
             return
@@ -219,6 +153,18 @@ class GroupExecutor(Executor):
         Raises:
             PlacementError: there is no room for the ranks without the nodes that were lost.
         """
+        try:
+            return self._rebuild()
+        except EngineError as error:
+            with self._in_turn():  # else a shutdown might not end what is made here
+                home = self.home.successor(error)
+                if home is None:
+                    raise
+                self._former_homes.append(self.home)
+                self.home = home
+        return self._rebuild()
+
+    def _rebuild(self) -> list[MemoryLedger]:
         with self._in_turn():
             lost = self._group
             if lost is None:
@@ -226,7 +172,9 @@ class GroupExecutor(Executor):
             self._times.seconds.clear()
             self._reserve.give_back()
             try:
-                self._replace(lost)
+                self.home.replace(
+                    lost.places, partial(self._end_lost, lost), self._times, self._check
+                )
                 self._start_group(lost.epoch + 1)
                 with self._times.phase("profile"):
                     peaks = {rank: (peak,) for rank, peak in enumerate(self._peaks)}
@@ -256,9 +204,9 @@ class GroupExecutor(Executor):
         with self._in_turn():
             with self._times.phase("cache"):
                 self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
-            if self._may_use_spares:
+            if self.home.may_use_spares:
                 delay_s = 0.0 if self.epoch == 1 else _REFILL_S
-                self.spares.fill([place.node_id for place in self.places], delay_s)
+                self.home.spares.fill([place.node_id for place in self.places], delay_s)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank, over the channels; the answer is rank 0's.
@@ -284,7 +232,7 @@ class GroupExecutor(Executor):
     def _start_group(self, epoch: int) -> None:
         """Starts the ranks up to their loaded weights."""
         with self._times.phase(PROCESSES):
-            launcher = self._make_launcher()
+            launcher = self.home.make_launcher()
             try:
                 group = Group(epoch, self._config, launcher, self._limits, self._check)
             except BaseException:  # such as no descriptor; no group would end the processes
@@ -293,7 +241,7 @@ class GroupExecutor(Executor):
             self._group = group
             group.start(self._times.appear_s)
         with self._times.phase("channels"):
-            group.open_channels()
+            group.join()
         with self._times.phase("imports"):
             group.create_workers()
         if len(group.places) > 1:
@@ -328,12 +276,15 @@ class GroupExecutor(Executor):
         if self._is_shut_down:
             return
         self._is_cancelled.set()
+        if self._group is not None:
+            self._group.give_up()
         has_turn = self._turn.acquire(timeout=_TURN_S)
         try:
             if not has_turn:
                 logger.warning("a start of ranks does not stop; its ranks are ended while it runs")
             with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
-                self._close(stack)
+                for home in (*self._former_homes, self.home):
+                    stack.callback(home.close)
                 self._end_group(orderly=True)
             self._reserve.give_back()
             self._is_shut_down = True
@@ -349,17 +300,14 @@ class GroupExecutor(Executor):
         """
         try:
             if self._group is not None:
-                self._group.end(orderly and self._can_call)
+                self._group.end(orderly)
                 host.sweep_segments()
         finally:
-            self._give_places_back()
+            for home in (*self._former_homes, self.home):
+                home.give_places_back()
 
-    def _end_lost(self, lost: Group, silent: Iterable[str] = ()) -> None:
-        """Ends what is left of a lost group.
-
-        Args:
-            silent: nodes that are not asked, as they do not answer.
-        """
-        with self._times.phase("end"):
-            lost.end(orderly=False, silent=silent)
-            host.sweep_segments()
+    @staticmethod
+    def _end_lost(lost: Group, silent: set[str]) -> None:
+        """Ends what is left of a lost group, except on nodes that do not answer."""
+        lost.end(orderly=False, silent=silent)
+        host.sweep_segments()

@@ -61,25 +61,26 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
     args.read_model()  # refuses a model that the ranks cannot share, before any process starts
     if chosen == "processes":
         return _create_process_executor(args)
-    from tpengine.executor.launch.ray_connection import RayConnection
-    from tpengine.executor.launch.ray_executor import RayExecutor
+    from tpengine.executor.group_executor import GroupExecutor
+    from tpengine.executor.launch import ray_connection, ray_home
 
-    connection = RayConnection(args.ray_address)
+    connection = ray_connection.RayConnection(args.ray_address)
     try:
-        config = args.create_engine_config(RayExecutor.detect_device(args.device))
-        return config, RayExecutor(config, connection)
+        config = args.create_engine_config(ray_home.detect_device(args.device))
+        return config, GroupExecutor(config, ray_home.RayHome(config, connection))
     except BaseException:
         connection.close()
         raise
 
 
 def _create_process_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
-    from tpengine.executor.launch.processes import ProcessExecutor
+    from tpengine.executor.group_executor import GroupExecutor
+    from tpengine.executor.launch import processes
 
     if args.executor == "auto":
         logger.info(
             "Ray is not installed: %d ranks run as processes of this machine",
             args.tensor_parallel_size,
         )
-    config = args.create_engine_config(ProcessExecutor.detect_device(args.device))
-    return config, ProcessExecutor(config)
+    config = args.create_engine_config(processes.detect_device(args.device))
+    return config, GroupExecutor(config, processes.ProcessHome(config))

@@ -114,8 +114,8 @@ class Spares:
     def places(self) -> list[RankPlace]:
         """Where the spares are that have imported everything."""
         with self._lock:
-            found = [spare.answer() for spare in self._spares if spare.is_prepared()]
-            return [place for place in found if place is not None]
+            places = [spare.answer() for spare in self._spares if spare.is_prepared()]
+            return [place for place in places if place is not None]
 
     def _usable(self) -> list[Spare]:
         """The spares that are alive, the prepared ones first; dead and frozen ones are ended."""

@@ -1,21 +1,22 @@
-"""The channels of a group in use: steps and their deadline, heartbeats, and the loss of a side.
+"""The channels of a group in use: steps and calls, heartbeats, and the loss of a side.
 
-`StepExchange` sends a step to every rank and takes the answers; `StepDeadline` says how long that
-may take before the ranks count as stuck, although they send heartbeats. Each rank sends a heartbeat
-twice a second over a channel of its own, and the driver sends one back: the driver's `RankWatch`
-decides when a silent rank is looked at, the rank's `Heartbeat` ends its process when the driver is
-gone or silent.
+`Exchange` sends a step or a call to the ranks and takes the answers; `StepDeadline` says how long a
+step may take before the ranks count as stuck, although they send heartbeats. Each rank sends a
+heartbeat twice a second over a channel of its own, and the driver sends one back: the driver's
+`RankWatch` decides when a silent rank is looked at, the rank's `Heartbeat` ends its process when
+the driver is gone or silent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tpengine import host
 from tpengine.errors import EngineError
@@ -45,9 +46,11 @@ _LATE_S = 1.0
 _JOIN_S = 15.0
 """More than the diagnosis of a loss takes when a node's agent hardly answers."""
 _LAST_FRAMES_S = 0.01
-STEP_GRACE_S = 0.3
-"""How long the others are heard after the first failure of a step: that failure may be the
-consequence of another rank's, which is heard of later."""
+GRACE_S = 0.3
+"""How long the others are heard after the first failure: that failure may be the consequence of
+another rank's, which is heard of later."""
+_FIRST_CALL = 1 << 48
+"""Calls have numbers above those of all steps."""
 _PATIENCE = 10.0
 """A step may take this many times the time that its tokens should take."""
 _DECAY = 0.95
@@ -80,75 +83,114 @@ class WakeUp:
                 os.close(file)
 
 
-class StepExchange:
-    """Sends a step to every rank and takes the answers.
+class Exchange:
+    """Sends steps and calls to the ranks and takes the answers; one after another, from any thread.
 
     Args:
-        channels: for steps, in rank order.
-        wake_up: ends a step that waits for its answers.
+        channels: for steps and calls, in rank order.
+        wake_up: ends a wait for answers.
     """
 
-    def __init__(
-        self, channels: Sequence[Channel], epoch: int, wake_up: WakeUp | None = None
-    ) -> None:
+    def __init__(self, channels: Sequence[Channel], wake_up: WakeUp | None = None) -> None:
         self._channels = list(channels)
-        self._epoch = epoch
+        self._turn = threading.Lock()
+        self._numbers = itertools.count(_FIRST_CALL)
         self._poll = select.poll()
         # By today's descriptors, as another thread may close the channels during a step.
         self._rank_of = {channel.fileno(): rank for rank, channel in enumerate(channels)}
+        self._wake_up_file = -1 if wake_up is None else wake_up.fileno()
         for fileno in self._rank_of:
             self._poll.register(fileno, select.POLLIN)
         if wake_up is not None:
-            self._poll.register(wake_up.fileno(), select.POLLIN)
+            self._poll.register(self._wake_up_file, select.POLLIN)
 
-    def run(self, step: int, payload: bytes, timeout_s: float) -> list[bytes]:
-        """Runs one step; returns the answers in rank order.
+    def step(self, number: int, payload: bytes, timeout_s: float) -> list[bytes]:
+        """Runs one step on all ranks; returns the answers in rank order.
 
         Raises:
             RanksFailedError: a rank failed, is gone, or did not answer in time; or the wake-up was
                 set, as another thread knows that the group is lost or ended.
         """
-        end = time.monotonic() + timeout_s
-        size, is_stopped = len(self._channels), False
+        payloads = dict.fromkeys(range(len(self._channels)), payload)
+        return self._run(FrameKind.STEP, number, payloads, timeout_s)
+
+    def call(
+        self, payloads: Mapping[int, bytes], timeout_s: float, is_last: bool = False
+    ) -> list[bytes]:
+        """Calls those ranks that `payloads` names; returns the answers in the same order.
+
+        Args:
+            is_last: made also after the wake-up was set.
+
+        Raises:
+            RanksFailedError: see `step`.
+        """
+        if is_last:
+            with contextlib.suppress(KeyError, ValueError):  # it was made before, or has no wake-up
+                self._poll.unregister(self._wake_up_file)
+        return self._run(FrameKind.CALL, next(self._numbers), payloads, timeout_s)
+
+    def _run(
+        self, kind: FrameKind, number: int, payloads: Mapping[int, bytes], timeout_s: float
+    ) -> list[bytes]:
         answers: dict[int, bytes] = {}
         failures: dict[int, Failure] = {}
-        for rank, channel in enumerate(self._channels):
-            try:
-                channel.send(FrameKind.STEP, step, payload, timeout_s)
-            except ChannelError as error:
-                failures[rank] = error
-        while len(answers) + len(failures) < size:
+        if not self._turn.acquire(timeout=timeout_s):
+            raise RanksFailedError(dict.fromkeys(payloads, _late(kind, number, timeout_s)))
+        try:
+            end = time.monotonic() + timeout_s
+            for rank, payload in payloads.items():
+                try:
+                    self._channels[rank].send(kind, number, payload, timeout_s)
+                except ChannelError as error:
+                    failures[rank] = error
+            is_stopped = self._take_all(number, len(payloads), end, answers, failures)
+        finally:
+            self._turn.release()
+        if not failures and len(answers) < len(payloads):
+            why = _late(kind, number, timeout_s)
+            if is_stopped:
+                what = f"step {number}" if kind is FrameKind.STEP else "a call"
+                why = ChannelError(f"{what} was given up: its group is lost or ended")
+            failures = {rank: why for rank in payloads if rank not in answers}
+        if failures:
+            raise RanksFailedError(failures)
+        return [answers[rank] for rank in payloads]
+
+    def _take_all(
+        self,
+        number: int,
+        count: int,
+        end: float,
+        answers: dict[int, bytes],
+        failures: dict[int, Failure],
+    ) -> bool:
+        """Takes answers until there are `count`, or the time is over; returns whether the wake-up
+        was set."""
+        while len(answers) + len(failures) < count:
             if failures:
-                end = min(end, time.monotonic() + STEP_GRACE_S)
+                end = min(end, time.monotonic() + GRACE_S)
             left_s = end - time.monotonic()
             ready = self._poll.poll(max(0.0, left_s) * 1e3)
+            is_stopped = False
             for fileno, _ in ready:
                 if fileno in self._rank_of:
-                    self._take(fileno, step, answers, failures)
+                    self._take(fileno, number, answers, failures)
                 else:
                     is_stopped = True
             # A deadline that is over counts also when there is always something to read.
             if is_stopped or not ready or left_s <= 0.0:
-                break
-        if not failures and len(answers) < size:
-            why: ChannelError
-            if is_stopped:
-                why = ChannelError(f"step {step} was given up: its group is lost or ended")
-            else:
-                why = ChannelTimeoutError(f"step {step} exceeded its deadline of {timeout_s:.1f} s")
-            failures = {rank: why for rank in range(size) if rank not in answers}
-        if failures:
-            raise RanksFailedError(failures)
-        return [answers[rank] for rank in range(size)]
+                return is_stopped
+        return False
 
     def _take(
-        self, fileno: int, step: int, answers: dict[int, bytes], failures: dict[int, Failure]
+        self, fileno: int, number: int, answers: dict[int, bytes], failures: dict[int, Failure]
     ) -> None:
         """Takes what a rank has sent, which may be more than one frame."""
         rank = self._rank_of[fileno]
         try:
             while (frame := self._channels[rank].take()) is not None:
-                if frame.epoch != self._epoch or frame.step != step:
+                if frame.number != number:
                     continue  # a late answer
                 if frame.kind is FrameKind.FAILURE:
                     failures[rank] = RankFailure(*decode_plain(frame.payload))
@@ -163,6 +205,15 @@ class StepExchange:
         """Closes all channels, which ends the ranks."""
         for channel in self._channels:
             channel.close()
+
+
+def _late(kind: FrameKind, number: int, timeout_s: float) -> ChannelError:
+    if kind is FrameKind.STEP:
+        return ChannelTimeoutError(f"step {number} exceeded its deadline of {timeout_s:.1f} s")
+    return ChannelTimeoutError(
+        f"no answer within {timeout_s:.0f} s: it is frozen, or its machine very slow "
+        "(start_timeout_s bounds it)"
+    )
 
 
 class StepDeadline:
@@ -201,7 +252,7 @@ class RankWatch(threading.Thread):
         on_loss: called in this thread, once, for the first rank that is gone or frozen.
 
     Attributes:
-        phases: what each rank was doing by its last heartbeat.
+        phases: what each rank was doing by its last heartbeat; empty: it has sent none.
     """
 
     def __init__(
@@ -216,7 +267,7 @@ class RankWatch(threading.Thread):
         self._on_loss = on_loss
         self._stopping = WakeUp()
         self._heard_at = [time.monotonic()] * len(channels)
-        self.phases = ["idle"] * len(channels)
+        self.phases = [""] * len(channels)
 
     def stop(self) -> None:
         """Ends the watch; the ranks notice it by the end of their channels. A second call does
@@ -280,7 +331,7 @@ class RankWatch(threading.Thread):
         try:
             while (frame := self._channels[rank].take()) is not None:
                 self._heard_at[rank] = time.monotonic()
-                step = f", step {frame.step}" if frame.step else ""
+                step = f", step {frame.number}" if frame.number else ""
                 self.phases[rank] = frame.payload.decode(errors="replace")[:100] + step
         except ChannelError as error:
             self._on_loss(rank, error)
@@ -308,19 +359,15 @@ class Heartbeat(threading.Thread):
     """The rank's side: sends heartbeats, whatever the worker is doing, and ends the process when
     one of its two channels closes or the driver is silent.
 
-    Args:
-        first_word_s: how long the driver may be silent at first. Its first heartbeat comes when
-            all ranks are connected.
+    Attributes:
+        rank: for the process's last words; set before the start.
     """
 
-    def __init__(
-        self, rank: int, control: Channel, steps: Channel, first_word_s: float = FENCE_S
-    ) -> None:
+    def __init__(self, control: Channel, steps: Channel) -> None:
         super().__init__(name="tpengine-heartbeat", daemon=True)
-        self._rank = rank
+        self.rank = 0
         self._control = control
         self._steps = steps
-        self._first_word_s = first_word_s
         self._doing = IDLE
         self._has_imported = False
 
@@ -340,28 +387,27 @@ class Heartbeat(threading.Thread):
         try:
             self._exchange()
         except ChannelError as error:
-            end_process(self._rank, DRIVER_GONE, f"the driver is gone: {error}")
+            end_process(self.rank, DRIVER_GONE, f"the driver is gone: {error}")
 
     def _exchange(self) -> None:
         poll = select.poll()
         poll.register(self._control.fileno(), select.POLLIN)
         poll.register(self._steps.fileno(), select.POLLRDHUP)
         due = time.monotonic()
-        patience_s, silent_at = self._first_word_s, due + self._first_word_s
+        silent_at = due + FENCE_S
         while True:
             if time.monotonic() >= due:
                 self._send()
                 due = time.monotonic() + HEARTBEAT_S
             for fileno, _ in poll.poll(max(0.0, due - time.monotonic()) * 1e3):
                 if fileno == self._steps.fileno():
-                    end_process(self._rank, DRIVER_GONE, "the driver closed the channel")
+                    end_process(self.rank, DRIVER_GONE, "the driver closed the channel")
             while self._control.take() is not None:
-                patience_s, silent_at = FENCE_S, time.monotonic() + FENCE_S
+                silent_at = time.monotonic() + FENCE_S
             # Only after all was read: a process that was stopped has much to read when it goes on.
             if time.monotonic() > silent_at:
-                end_process(
-                    self._rank, DRIVER_SILENT, f"nothing heard from the driver for {patience_s:g} s"
-                )
+                reason = f"nothing heard from the driver for {FENCE_S:g} s"
+                end_process(self.rank, DRIVER_SILENT, reason)
 
     def _send(self) -> None:
         if self._has_imported:  # imports may hold Python's lock for long

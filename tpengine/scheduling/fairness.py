@@ -18,13 +18,19 @@ A share is the account's weight divided by the weights of all accounts with unfi
 account that has been idle starts at the lowest counter of those, so what it did not use is lost. So
 the counters of two accounts that always have waiting requests differ by at most about what the KV
 cache holds.
+
+The accounts of which nothing has begun stand in a sorted list, so that a step looks only at those
+of which something runs, and at the first of the others.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from heapq import merge
 
 from tpengine.config import SchedulerConfig
 from tpengine.scheduling.block_manager import BlockManager
@@ -48,7 +54,7 @@ class Account:
         weight: of the owner's latest request.
         waiting: its waiting requests.
         counter: cost of its tokens, divided by the weight.
-        rank: the counter at the beginning of the step.
+        rank: the counter at the beginning of the step, or when its first request began in the step.
         num_requests: unfinished ones.
     """
 
@@ -56,8 +62,13 @@ class Account:
     weight: float
     waiting: SchedulingPolicy
     counter: float
-    rank: float
+    rank: float = 0.0
     num_requests: int = 0
+
+    @property
+    def num_begun(self) -> int:
+        """Unfinished requests that do not wait for their turn."""
+        return self.num_requests - len(self.waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +96,10 @@ class FairShares:
         self._make_policy = make_policy
         self._order = make_policy()  # it gives ranks, and holds no request
         self._accounts: dict[str, Account] = {}  # by name, those with unfinished requests
+        self._begun: set[Account] = set()
+        self._others: list[Account] = []  # of which nothing has begun, by `_place`
         self._idle: dict[str, Account] = {}
-        self._total_weight: float | None = None  # of the accounts; None: they have changed
+        self._weights: Counter[float] = Counter()  # how many accounts have a weight
         self._num_waiting = 0
         self._floor = 0.0
         self._num_charged: dict[str, int] = {}  # prompt tokens, by request id
@@ -97,7 +110,8 @@ class FairShares:
 
     def __iter__(self) -> Iterator[Request]:
         """The waiting requests, those of the lowest counter first."""
-        for account in sorted(filter(_waits, self._accounts.values()), key=self._place):
+        begun = sorted((account for account in self._begun if account.waiting), key=self._place)
+        for account in merge(begun, self._others, key=self._place):
             yield from account.waiting
 
     def rank(self, request: Request) -> Rank:
@@ -106,21 +120,25 @@ class FairShares:
 
     def add(self, request: Request) -> None:
         """Adds a request to those of its owner."""
-        self.account(request).waiting.add(request)
+        with self._changing(self.account(request)) as account:
+            account.waiting.add(request)
         self._num_waiting += 1
 
     def put_back(self, request: Request) -> None:
         """Adds a preempted request to those of its owner."""
-        self.account(request).waiting.put_back(request)
+        with self._changing(self.account(request)) as account:
+            account.waiting.put_back(request)
         self._num_waiting += 1
 
     def head(self) -> Request:
         """The next request of the account with the lowest counter."""
-        return min(filter(_waits, self._accounts.values()), key=self._place).waiting.head()
+        begun = [account for account in self._begun if account.waiting]
+        return min(begun + self._others[:1], key=self._place).waiting.head()
 
     def remove(self, request: Request) -> None:
         """Removes a waiting request."""
-        self.account(request).waiting.remove(request)
+        with self._changing(self.account(request)) as account:
+            account.waiting.remove(request)
         self._num_waiting -= 1
 
     def account(self, request: Request) -> Account:
@@ -132,31 +150,35 @@ class FairShares:
         owner, lowest = request.owner, self._lowest()
         if owner.account not in self._accounts:
             account = self._idle.pop(owner.account, None) or self._open(owner.account)
-            account.rank = account.counter = max(account.counter, lowest)
+            account.counter = max(account.counter, lowest)
             self._accounts[owner.account] = account
-        account = self._accounts[owner.account]
+            self._weights[account.weight] += 1
+        with self._changing(self._accounts[owner.account]) as account:
+            account.num_requests += 1
+        self._weights[account.weight] -= 1
         account.weight = owner.weight
-        self._total_weight = None
-        account.num_requests += 1
+        self._weights[account.weight] += 1
 
     def leave(self, request: Request) -> None:
         """Forgets a request that has ended."""
         self._num_charged.pop(request.request_id, None)
-        account, name = self.account(request), request.owner.account
-        account.num_requests -= 1
+        name = request.owner.account
+        with self._changing(self.account(request)) as account:
+            account.num_requests -= 1
         if account.num_requests:
             return
         del self._accounts[name]
-        self._total_weight = None
+        self._weights[account.weight] -= 1
+        self._weights = +self._weights
         self._floor = self._lowest() if self._accounts else account.counter
         self._idle[name] = account
         if len(self._idle) > _MAX_IDLE:  # what is not ahead of others loses nothing by this
-            ahead = sorted(self._idle.items(), key=lambda one: one[1].counter)
+            ahead = sorted(self._idle.items(), key=lambda item: item[1].counter)
             self._idle = dict(ahead[_MAX_IDLE // 2 :])
 
     def begin_step(self) -> None:
         """Fixes the ranks until the next step."""
-        for account in self._accounts.values():
+        for account in self._begun:
             account.rank = account.counter
 
     def charge_prompt(self, request: Request, sequence: TokenSequence, size: int) -> None:
@@ -169,23 +191,23 @@ class FairShares:
             self._charge(request, num_new, PROMPT_COST)
 
     def charge_outputs(
-        self, tokens: Iterable[tuple[TokenSequence, int]], owners: Mapping[int, Request]
+        self, tokens: Iterable[tuple[TokenSequence, int]], request_of: Mapping[int, Request]
     ) -> None:
         """Charges the tokens that a step has given.
 
         Args:
             tokens: sequences, each with its token.
-            owners: the request of each sequence that runs, by the sequence's id.
+            request_of: the request of each sequence that runs, by the sequence's id.
         """
         for sequence, _ in tokens:
-            if (request := owners.get(sequence.seq_id)) is not None:
+            if (request := request_of.get(sequence.seq_id)) is not None:
                 self._charge(request, 1, OUTPUT_COST)
 
     def is_owed(self, first: Request, others: Iterable[Request]) -> bool:
         """Whether all others have owners that were given as much as that of a request, or more."""
         own = self.account(first)
         accounts = map(self.account, others)
-        return all(one is not own and own.counter <= one.counter for one in accounts)
+        return all(other is not own and own.counter <= other.counter for other in accounts)
 
     def choose_victims(
         self,
@@ -229,7 +251,7 @@ class FairShares:
         """Whether a request may take host blocks beside the swapped ones of its owner."""
         account = self.account(victim)
         share, total = self._share(account), blocks.host.num_blocks
-        own = [one for one in swapped if self.account(one) is account]
+        own = [request for request in swapped if self.account(request) is account]
         num_held = sum(map(blocks.num_host_blocks, own)) + blocks.num_held_blocks(victim)
         return share == 1 or num_held <= share * total
 
@@ -242,25 +264,44 @@ class FairShares:
             waiting[account.label] += num_waiting
             running[account.label] += max(0, account.num_requests - num_waiting)
         served = self._served.copy()
-        return {one: OwnerStats(waiting[one], running[one], served[one]) for one in served}
+        return {
+            label: OwnerStats(waiting[label], running[label], num_tokens)
+            for label, num_tokens in served.items()
+        }
 
     def are_right(self, unfinished: Iterable[Request]) -> bool:
         """Whether the accounts count these requests, and no others."""
-        found = Counter(map(self.account, unfinished))
-        waiting = [len(one.waiting) for one in self._accounts.values()]
-        return sum(waiting) == self._num_waiting and all(
-            one.num_requests == found[one] >= len(one.waiting) for one in self._accounts.values()
+        counted, accounts = Counter(map(self.account, unfinished)), set(self._accounts.values())
+        return (
+            self._num_waiting == sum(len(account.waiting) for account in accounts)
+            and all(account.num_requests == counted[account] for account in accounts)
+            and self._begun == {account for account in accounts if account.num_begun}
+            and self._others == sorted(accounts - self._begun, key=self._place)
+            and self._weights.total() == len(accounts)
         )
 
     def _place(self, account: Account) -> tuple[float, int, Rank]:
         """Of equal counters, the account comes first that has begun fewer requests."""
-        num_begun = account.num_requests - len(account.waiting)
-        return account.counter, num_begun, self._order.rank(account.waiting.head())
+        return account.counter, account.num_begun, self._order.rank(account.waiting.head())
+
+    @contextmanager
+    def _changing(self, account: Account) -> Iterator[Account]:
+        """Takes an account out of the order while its requests change."""
+        if account in self._begun:
+            self._begun.remove(account)
+        elif account.num_requests:
+            del self._others[bisect_left(self._others, self._place(account), key=self._place)]
+            account.rank = account.counter
+        yield account
+        if account.num_begun:
+            self._begun.add(account)
+        elif account.num_requests:
+            insort(self._others, account, key=self._place)
 
     def _open(self, name: str) -> Account:
         label = name if name in self._served or len(self._served) < _MAX_LABELS else _OTHERS
         self._served[label] += 0
-        return Account(label, 1.0, self._make_policy(), 0.0, 0.0)
+        return Account(label, 1.0, self._make_policy(), 0.0)
 
     def _charge(self, request: Request, num_tokens: int, cost: int) -> None:
         account = self.account(request)
@@ -269,12 +310,12 @@ class FairShares:
 
     def _lowest(self) -> float:
         """The lowest counter of the accounts with requests; without any, what it was last."""
-        return min((one.counter for one in self._accounts.values()), default=self._floor)
+        counters = [account.counter for account in (*self._begun, *self._others[:1])]
+        return min(counters, default=self._floor)
 
     def _share(self, account: Account) -> float:
-        if self._total_weight is None:
-            self._total_weight = sum(one.weight for one in self._accounts.values())
-        return account.weight / self._total_weight
+        total = sum(weight * count for weight, count in self._weights.items())
+        return account.weight / total
 
     def _exceeds(self, account: Account, held: Sequence[int], limits: Sequence[int]) -> bool:
         share = self._share(account)
@@ -284,15 +325,11 @@ class FairShares:
         self, running: Sequence[Request], blocks: BlockManager
     ) -> dict[Account, list[int]]:
         """Slots that each account holds, and blocks that one request of it holds alone."""
-        found = {one: [0, 0] for one in self._accounts.values()}
+        holdings: dict[Account, list[int]] = defaultdict(lambda: [0, 0])
         for request in running:
             for at, number in enumerate(_held(request, blocks)):
-                found[self.account(request)][at] += number
-        return found
-
-
-def _waits(account: Account) -> bool:
-    return len(account.waiting) > 0
+                holdings[self.account(request)][at] += number
+        return holdings
 
 
 def _held(request: Request, blocks: BlockManager) -> tuple[int, int]:

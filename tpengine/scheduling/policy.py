@@ -77,10 +77,10 @@ class FirstComeFirstServed:
 
     def put_back(self, request: Request) -> None:
         """Inserts the request at the front, behind those that it has passed."""
-        passed = list(takewhile(lambda one: one.arrival_index < request.arrival_index, self))
+        passed = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self))
         self._waiting[request.request_id] = request
-        for one in (request, *reversed(passed)):
-            self._waiting.move_to_end(one.request_id, last=False)
+        for first in (request, *reversed(passed)):
+            self._waiting.move_to_end(first.request_id, last=False)
 
     def head(self) -> Request:
         """The first request of the queue."""

@@ -95,7 +95,7 @@ class RequestQueues:
         barred: by id, waiting requests that may not run; see `restrict`.
         running, swapped: requests with device or host blocks, in order of the policy's `rank`.
         requests: all unfinished requests, by id.
-        owners: the request of each sequence with a slot, by the sequence's id.
+        request_of: the request of each sequence with a slot, by the sequence's id.
         unforked: running requests whose other sequences are not forked from the first yet: by
             request id, the number of tokens that the first computes for all. Until then the others
             are WAITING, and have a slot and no blocks.
@@ -119,7 +119,7 @@ class RequestQueues:
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.requests: dict[str, Request] = {}
-        self.owners: dict[int, Request] = {}
+        self.request_of: dict[int, Request] = {}
         self.unforked: dict[str, int] = {}
         self.forking: list[Sequence] = []
         self.slots = BatchSlots(max_num_seqs)
@@ -227,7 +227,7 @@ class RequestQueues:
         self.slots = BatchSlots(self._max_num_seqs)
         self.adapters.restart()
         self.passing.restart()
-        self.owners.clear()
+        self.request_of.clear()
         self.unforked.clear()
         self.forking.clear()
         lost = [*self.running, *self.swapped]
@@ -267,7 +267,7 @@ class RequestQueues:
     def retire(self, sequence: Sequence) -> None:
         """Takes back what a finished sequence holds, and removes its request if all others have
         finished too."""
-        request = self.owners.get(sequence.seq_id)
+        request = self.request_of.get(sequence.seq_id)
         if request is None:  # already released, together with another sequence of its request
             return
         self.release(sequence)
@@ -332,7 +332,8 @@ class RequestQueues:
             "sequences in waiting are WAITING": all(s.status is status.WAITING for s in blank),
             "waiting sequences hold nothing": all(s.slot is None for s in waiting + swapped)
             and not any(s.num_computed_tokens for s in blank),
-            "owners are of sequences with slots": self.owners.keys() == {s.seq_id for s in members},
+            "request_of has the sequences with slots": self.request_of.keys()
+            == {s.seq_id for s in members},
             "adapters of running requests are loaded": all(
                 self.adapters.has_room(request, self.running) for request in self.running
             ),
@@ -386,12 +387,12 @@ class RequestQueues:
         self.adapters.take(request, self.running)
         for sequence in sequences:
             self.slots.give(sequence)
-            self.owners[sequence.seq_id] = request
+            self.request_of[sequence.seq_id] = request
         insort(self.running, request, key=self._rank)
 
     def _take_slot(self, sequence: Sequence) -> None:
         self.slots.take_back(sequence)
-        del self.owners[sequence.seq_id]
+        del self.request_of[sequence.seq_id]
 
     def _leave(self, request: Request) -> None:
         self.passing.forget(request)

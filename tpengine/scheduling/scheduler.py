@@ -194,7 +194,7 @@ class Scheduler:
         for sequence, token_id in decisions.tokens:
             sequence.token_ids.append(token_id)
         if queues.shares is not None:
-            queues.shares.charge_outputs(decisions.tokens, queues.owners)
+            queues.shares.charge_outputs(decisions.tokens, queues.request_of)
         for sequence in decisions.overridden:
             queues.slots.override(sequence)
         for sequence, _ in decisions.finished:
@@ -295,7 +295,7 @@ class Scheduler:
                     f"sequence {sequence.seq_id} was sampled, but its token was not appended"
                 )
             if (shares := self._queues.shares) is not None:
-                request = self._queues.owners[sequence.seq_id]
+                request = self._queues.request_of[sequence.seq_id]
                 shares.charge_prompt(request, sequence, size)
         is_known = self._queues.slots.is_known(sequence)
         if grow:
@@ -309,7 +309,7 @@ class Scheduler:
                     step.replaced_block_ids.append(place)
         if not is_known:
             self._queues.slots.enter(sequence)
-            request = self._queues.owners[sequence.seq_id]
+            request = self._queues.request_of[sequence.seq_id]
             adapter_slot = self._queues.adapters.slot_of(request)
             step.enter(request, sequence, self._blocks.block_ids(sequence), adapter_slot)
         step.add(sequence, size)
@@ -324,7 +324,7 @@ class Scheduler:
         return min(size, max(left - num_others, left - left // 2))
 
     def _num_without_row(self, step: StepBuilder) -> int:
-        return len(self._queues.owners) - len(step.singles) - len(step.chunks)
+        return len(self._queues.request_of) - len(step.singles) - len(step.chunks)
 
     def _make_room(self, request: Request, num_blocks: int, step: StepBuilder) -> None:
         """Preempts requests until `num_blocks` are free for `request`, or until it is preempted
@@ -461,11 +461,11 @@ class Scheduler:
         beams, whose next token the driver chooses. Sequences that are sure to end are left out.
         """
         rows, queues = step.sized_rows(), self._queues
-        if queues.waiting or queues.swapped or step.forks or len(rows) < len(queues.owners):
+        if queues.waiting or queues.swapped or step.forks or len(rows) < len(queues.request_of):
             return []
         found = []
         for sequence, size in rows:
-            request = queues.owners[sequence.seq_id]
+            request = queues.request_of[sequence.seq_id]
             is_sampled = sequence.num_computed_tokens + size == len(sequence.token_ids)
             if request.num_candidates or not is_sampled:
                 return []

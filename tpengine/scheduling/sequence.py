@@ -15,33 +15,22 @@ from tpengine.sampling_params import SamplingParams
 class SequenceStatus(enum.Enum):
     """Status of a sequence. Every change goes through `Sequence.move_to`."""
 
-    WAITING = "waiting"
-    RUNNING = "running"
-    SWAPPED = "swapped"
-    FINISHED_STOPPED = "finished: stop"
-    FINISHED_LENGTH = "finished: length"
-    FINISHED_ABORTED = "finished: abort"
-    FINISHED_IGNORED = "finished: ignored"
-    FINISHED_FAILED = "finished: error"
+    WAITING = "waiting", None
+    RUNNING = "running", None
+    SWAPPED = "swapped", None
+    FINISHED_STOPPED = "finished: stop", "stop"
+    FINISHED_LENGTH = "finished: length", "length"
+    FINISHED_ABORTED = "finished: abort", "abort"
+    FINISHED_IGNORED = "finished: ignored", "length"  # as in vLLM; the request's error says more
+    FINISHED_FAILED = "finished: error", "error"
 
-    @property
-    def finished(self) -> bool:
-        """Whether the sequence has its final status."""
-        return self in _FINISH_REASONS
-
-    @property
-    def finish_reason(self) -> str | None:
+    def __init__(self, _words: str, finish_reason: str | None) -> None:
+        self.finish_reason = finish_reason
         """What a user is told: stop, length, abort or error; None while unfinished."""
-        return _FINISH_REASONS.get(self)
+        self.finished = finish_reason is not None
+        """Whether the sequence has its final status."""
 
 
-_FINISH_REASONS = {
-    SequenceStatus.FINISHED_STOPPED: "stop",
-    SequenceStatus.FINISHED_LENGTH: "length",
-    SequenceStatus.FINISHED_ABORTED: "abort",
-    SequenceStatus.FINISHED_IGNORED: "length",  # as in vLLM; the request's error says more
-    SequenceStatus.FINISHED_FAILED: "error",
-}
 _ENDS_OF_ALL = (
     SequenceStatus.FINISHED_FAILED,
     SequenceStatus.FINISHED_IGNORED,

@@ -89,8 +89,8 @@ class KeptStream:
         error = None
         try:
             await produce(self)
-        except Exception as one:
-            error = one
+        except Exception as raised:
+            error = raised
         self.end(error)
 
     def add(self, message: bytes, position: int) -> None:
@@ -112,7 +112,7 @@ class KeptStream:
                     "there is no room for more (max_resume_bytes, max_all_resume_bytes); resume "
                     "sooner"
                 )
-            self._grow(-sum(len(one) + _MESSAGE_BYTES for _, one in self._messages[:count]))
+            self._grow(-sum(len(old) + _MESSAGE_BYTES for _, old in self._messages[:count]))
             del self._messages[:count]
             self._num_dropped += count
         self._grow(size)
@@ -230,7 +230,7 @@ class KeptStreams:
     @property
     def are_read(self) -> bool:
         """Whether a client reads one."""
-        return any(one.reader is not None for one in self._streams.values())
+        return any(stream.reader is not None for stream in self._streams.values())
 
     def granted_s(self, name: str, asked: str | float) -> float:
         """The window of a stream for which a client asks for one.
@@ -284,11 +284,11 @@ class KeptStreams:
             DuplicateRequestError, NotKeptError: see `find`.
             QueueFullError: the client has too many requests without a reader.
         """
-        found = self.find(asked)
-        if found is not None:
-            return found
-        own = [one for one in self._streams.values() if one.asked.account == asked.account]
-        num_detached = sum(one.reader is None and not one.is_over for one in own)
+        stream = self.find(asked)
+        if stream is not None:
+            return stream
+        own = [stream for stream in self._streams.values() if stream.asked.account == asked.account]
+        num_detached = sum(stream.reader is None and not stream.is_over for stream in own)
         self._calls.check_detached(asked.account, num_detached)
         stream = KeptStream(self, asked, request_id, engine_ids)
         self._streams[asked.account, asked.key] = stream
@@ -302,9 +302,13 @@ class KeptStreams:
 
     def of_request(self, client: Client, request_id: str) -> list[KeptStream]:
         """The streams of a request that a client may abort."""
-        named = [one for one in self._streams.values() if one.request_id == request_id]
         is_admin = "admin" in client.may
-        return [one for one in named if is_admin or one.asked.account == client.account]
+        return [
+            stream
+            for stream in self._streams.values()
+            if stream.request_id == request_id
+            and (is_admin or stream.asked.account == client.account)
+        ]
 
     def drop(self, stream: KeptStream) -> None:
         """Forgets a stream, and ends its request."""
@@ -318,9 +322,9 @@ class KeptStreams:
         are dropped for it, the oldest first."""
         if stream.num_bytes + size > self._limits.max_resume_bytes:
             return False
-        for one in list(self._streams.values()) if self._lacks(size) else ():
-            if one.is_over and one.reader is None:
-                self.drop(one)
+        for other in list(self._streams.values()) if self._lacks(size) else ():
+            if other.is_over and other.reader is None:
+                self.drop(other)
             if not self._lacks(size):
                 break  # there may be tens of thousands
         return not self._lacks(size)

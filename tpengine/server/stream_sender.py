@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.errors import UnreadError
-from tpengine.outputs import Logprob, RequestOutput
+from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 
 Message = TypeVar("Message")
 Message_co = TypeVar("Message_co", covariant=True)
@@ -27,17 +27,36 @@ _CANDIDATES_A_TURN = 1024
 """Candidates that are converted, in some milliseconds, before other tasks of the event loop run."""
 
 
+def of_prompt(output: RequestOutput) -> Positions:
+    """The tokens of a prompt, if they have candidates."""
+    return zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
+
+
+def of_output(completion: CompletionOutput) -> Positions:
+    """The tokens of an output, if they have candidates."""
+    return zip(completion.token_ids, completion.logprobs or (), strict=False)
+
+
 class StreamWriter(Protocol[Message_co]):
     """Makes the messages of one stream, in a protocol's own form."""
 
     def write_tokens(self, output: RequestOutput) -> Message_co | None:
-        """The message of an output that has only new tokens; None: the output has more, or is the
-        last one, use `write`. The next call may change this message: serialize it first."""
+        """The message of a delta that `has_only_tokens`; None: it needs `write`. The next call may
+        change this message: serialize it first."""
         ...
 
     async def write(self, output: RequestOutput) -> Message_co:
-        """The message of any output."""
+        """The message of any delta."""
         ...
+
+
+def has_only_tokens(delta: RequestOutput) -> bool:
+    """Whether a delta has new tokens of one sequence, with their text, and nothing else: nearly all
+    deltas of streams are of this kind."""
+    if delta.finished or len(delta.outputs) != 1 or delta.prompt_logprobs is not None:
+        return False
+    completion = delta.outputs[0]
+    return completion.finish_reason is None and completion.logprobs is None
 
 
 class CandidateTurns:
@@ -131,8 +150,8 @@ class _TokenSender(Generic[Message]):
         self._end = asyncio.get_running_loop().create_future()
 
     async def send_tokens(self) -> RequestOutput:
-        """Sends outputs while they have only new tokens, as `StreamWriter.write_tokens` decides;
-        then returns the first one that has more, which is not sent."""
+        """Sends outputs while `StreamWriter.write_tokens` takes them; returns the first one that it
+        does not, which is not sent."""
         self._listen()
         end = await self._end
         if isinstance(end, BaseException):
@@ -145,7 +164,7 @@ class _TokenSender(Generic[Message]):
         self._stop_timer()
         self._end.cancel()
         if self._written is not None:  # gRPC fails it when the call is gone; mark that as seen
-            self._written.add_done_callback(lambda one: one.cancelled() or one.exception())
+            self._written.add_done_callback(lambda write: write.cancelled() or write.exception())
         if self._writing is not None:
             self._writing.close()
 
@@ -191,7 +210,7 @@ class _TokenSender(Generic[Message]):
         output = self._mailbox.take_now()
         if output is None:
             return None
-        message = self._writer.write_tokens(output)
+        message = self._writer.write_tokens(output) if has_only_tokens(output) else None
         if message is None:
             return output
         self._writing = self._write(message)

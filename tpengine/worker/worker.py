@@ -335,8 +335,8 @@ class Worker:
             if isinstance(recording, DecodeGraphs):
                 with contextlib.closing(recording):
                     return recording.estimate_bytes()
-            found = [] if recording is None else [recording, self._record_adapters(cache.kv_caches)]
-        return sum(one.num_bytes for one in found if one is not None)
+            adapters = None if recording is None else self._record_adapters(cache.kv_caches)
+        return sum(made.num_bytes for made in (recording, adapters) if made is not None)
 
     def _record_adapters(self, kv_caches: list[KVCache]) -> DecodeRecording | None:
         """Records decode steps in which rows have adapters, on CPU; None: they run op by op."""

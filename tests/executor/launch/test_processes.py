@@ -9,19 +9,19 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import complete, greedy, make_engine
+from support.engines import complete, greedy, make_engine, run
 
 from executor import driver_process
 from executor.bare_ranks import PATIENCE_S, bare_ranks
 from executor.driver_process import driver_process as running
-from executor.poor_driver import generate, limited
-from executor.ray_engines import Wait, executor_of, rank_engine
-from tpengine import EngineArgs, envs
+from executor.ray_engines import Wait, executor_of, limited, rank_engine
+from tpengine import EngineArgs, LLMEngine, envs
 from tpengine.errors import ConfigError, PlacementError
 from tpengine.executor.launch import processes
 from tpengine.executor.launch.functions import pickle_function
@@ -79,9 +79,19 @@ def test_spares(folder: Path, wait_until: Wait) -> None:
         expected = ranks.generate()
         now = ranks.replace_beside_frozen_spare(wait_until)
         assert ranks.generate() == expected
-        ranks.executor.spares.fill([""])
-        wait_until(lambda: ranks.executor.spares.num_started == 2, PATIENCE_S)
+        ranks.executor.home.spares.fill([""])
+        wait_until(lambda: ranks.executor.home.spares.num_started == 2, PATIENCE_S)
     wait_until(lambda: not any(map(NodeAgent.state, now)), PATIENCE_S)
+
+
+def generate(engine: LLMEngine, after_five: Callable[[], None]) -> list[list[int]]:
+    """The tokens of eight greedy requests; calls the function after five steps."""
+    for number in range(8):
+        engine.add_request(str(number), None, greedy(100), prompt_token_ids=[5 + number, 6, 7])
+    assert not [output for _ in range(5) for output in engine.step() if output.finished]
+    after_five()
+    done = {output.request_id: output for output in run(engine) if output.finished}
+    return [list(done[str(number)].outputs[0].token_ids) for number in range(8)]
 
 
 def test_no_descriptor_is_left(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,8 +130,8 @@ def test_no_descriptor_is_left(folder: Path, caplog: pytest.LogCaptureFixture) -
         engine = stack.enter_context(rank_engine(folder, 2))
         assert "errno 24 (Too many open files)" in caplog.text
         assert "within 600 s (start_timeout_s)" in caplog.text
-        expected = generate(engine, look=lambda: None)
-        assert generate(engine, lose, look=lambda: None) == expected
+        expected = generate(engine, lambda: None)
+        assert generate(engine, lose) == expected
         [record] = engine.recoveries
         assert record.num_attempts == 1, caplog.text
         assert len(held) > 50
@@ -184,12 +194,12 @@ def test_a_process_that_cannot_be_started(
     starter.stop()
 
 
-def test_a_program_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of it fail soon, and its end and its last words are known."""
+def test_a_program_that_ends_at_once(monkeypatch: pytest.MonkeyPatch, wait_until: Wait) -> None:
+    """It is soon found, and its end and its last words are known."""
     monkeypatch.syspath_prepend(Path(driver_process.__file__).parent.parent)
     starter = Starter("executor.nowhere")
     process = RankProcess(starter)
-    assert process.answer() is None
+    wait_until(lambda: process.answer() is None, PATIENCE_S)
     machine = OwnMachine()
     machine.children = {process.pid: process}
     assert machine.ask("", "wait_for_end", [(process.pid, 0)], PATIENCE_S) == []

@@ -112,7 +112,9 @@ def _left_of(session: int) -> list[str]:
     ("at_first", "why"),
     [
         ("gcs", "Timed out waiting for file"),
-        ("raylet", "The current node timed out during startup."),
+        pytest.param(
+            *("raylet", "The current node timed out during startup."), marks=pytest.mark.soak
+        ),
     ],
 )
 def test_a_second_try_goes_well(ray_folder: str, at_first: str, why: str) -> None:
@@ -123,6 +125,7 @@ def test_a_second_try_goes_well(ray_folder: str, at_first: str, why: str) -> Non
     assert left == []
 
 
+@pytest.mark.soak
 def test_twice_is_an_error_that_tells_where_to_look(ray_folder: str) -> None:
     said, left = start_ray(ray_folder, 0, "gcs")
     assert "error: Ray did not start on this machine, 2 times: Timed out waiting for file" in said

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from tpengine import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from tpengine.executor.launch.ray_executor import RayExecutor
+from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.local_executor import create_executor
 
 PROMPTS = ["Hello, my name is", "The capital of", "Once upon a time", "Two plus three is"]
@@ -72,7 +72,7 @@ def main() -> None:
         streams.fill()
         streams.finish()
         for number in range(int(sys.argv[1]) + 1):
-            assert isinstance(executor, RayExecutor)
+            assert isinstance(executor, GroupExecutor)
             say({"ranks": [[place.address, place.pid] for place in executor.places]})
             if number == int(sys.argv[1]):
                 break

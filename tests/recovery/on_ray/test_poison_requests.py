@@ -17,6 +17,7 @@ from recovery.on_ray.processes import actors
 from tpengine import LLMEngine, SamplingParams
 from tpengine.engine.stats import EngineState
 
+pytestmark = pytest.mark.soak  # tests/recovery/test_poison_requests.py has ranks that cost nothing
 POISON = 3
 """A token that no other prompt holds."""
 SOON_S = 40.0
@@ -93,7 +94,6 @@ def test_one_poison_among_many(engine: LLMEngine, crowd: Crowd) -> None:
     assert engine.health().num_recoveries - recoveries <= 2 + 3 + 2
 
 
-@pytest.mark.soak
 def test_one_poison_among_all_that_run(folder: Path) -> None:
     """The same if all requests are in the lost step."""
     blocks = {"num_device_blocks_override": 400, "max_num_batched_tokens": 4096}

@@ -24,6 +24,7 @@ from tpengine.server.http.tool_formats import FORMATS
 from tpengine.server.http.tools import Tools
 from tpengine.server.http.write import AnswerWriter, Style, usage
 from tpengine.server.state import ServerState
+from tpengine.server.stream_sender import has_only_tokens
 
 WEATHER = {
     "type": "object",
@@ -276,7 +277,8 @@ def test_an_answer_with_a_thought_and_calls(size: int) -> None:
         writer, said = AnswerWriter(stream, stream.head("it", 1, "m")), b""
         for low in range(0, len(text), size):
             part = output(low, low + size)
-            said += writer.write_tokens(part) or await writer.write(part)
+            tokens = writer.write_tokens(part) if has_only_tokens(part) else None
+            said += tokens or await writer.write(part)
         said += f'data: {stream.head("it", 1, "m")}],"usage":{usage([writer])}}}'.encode()
         return json.loads(f"[{choices}]"), [json.loads(one[6:]) for one in said.split(b"\n\n")]
 

@@ -8,8 +8,11 @@ notice that a machine's link is cut.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,8 +22,26 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tpengine import envs, host
-from tpengine.executor.channel import ChannelClosedError, ChannelError, Listener
-from tpengine.executor.diagnosis import ANSWER_S, STOPPED, NodeSilentError, RankPlace
+from tpengine.errors import ConfigError
+from tpengine.executor.channel import (
+    Channel,
+    ChannelClosedError,
+    ChannelError,
+    ChannelTimeoutError,
+    Invitation,
+    Listener,
+    connect,
+)
+from tpengine.executor.diagnosis import (
+    ANSWER_S,
+    STOPPED,
+    Failure,
+    NodeSilentError,
+    RankFailure,
+    RankPlace,
+    RanksFailedError,
+)
+from tpengine.executor.home import Started
 from tpengine.executor.launch.node_agent import NodeAgent, Process, own_error_log
 from tpengine.executor.launch.placement import (
     Placement,
@@ -40,8 +61,10 @@ _AGENT_START_S = 15.0
 """How long an agent may take to answer at first, as its process has to start."""
 _AGENT_THREADS = 4
 """So that an agent answers while one of its calls waits."""
+_CONNECT_S = 20.0
+"""How long a rank tries to connect; less than any group has to appear."""
 _CHECK_S = 0.2
-"""Between two looks at whether a wait for nodes still makes sense."""
+"""Between two looks at whether a wait still makes sense."""
 _KILL_S = 5.0
 """How long Ray may take to hear that an actor is to end."""
 
@@ -74,12 +97,40 @@ class RayWorker(Rank):
             devices = tuple(str(device) for ids in accelerators for device in ids)
         elif devices:
             envs.set_visible_gpus(devices)
-        address = ray.util.get_node_ip_address()
-        return self.locate(context.get_node_id(), address, devices, own_error_log())
+        self.place = RankPlace(
+            context.get_node_id(),
+            ray.util.get_node_ip_address(),
+            socket.gethostname(),
+            devices,
+            os.getpid(),
+            host.start_ticks(os.getpid()) or 0,
+            own_error_log(),
+        )
+        return self.place
+
+    def connect(
+        self, devices: tuple[str, ...] | None, number: int, epoch: int, invitation: Invitation
+    ) -> RankPlace | RankFailure:
+        """Connects to the driver, by one channel for steps and one for heartbeats, and serves it in
+        a thread, so that Ray's own stays free; returns where this actor is.
+
+        Args:
+            devices: see `describe`.
+            number: among the processes of its group.
+        """
+        place = self.describe(devices)
+        try:
+            channels = [connect(*invitation, number, epoch, _CONNECT_S, i) for i in range(2)]
+        except (ChannelError, ConfigError) as error:
+            self._rank = number
+            return self.failure(error, "join")
+        name = "tpengine-worker"
+        threading.Thread(target=self.serve, args=channels, name=name, daemon=True).start()
+        return place
 
 
 class _ActorCalls:
-    """See `group.Calls`.
+    """Calls that actors answer.
 
     Args:
         refs: Ray's references to the answers, by rank or another key.
@@ -89,6 +140,8 @@ class _ActorCalls:
         self._key_of = {ref: key for key, ref in refs.items()}
 
     def wait(self, timeout_s: float) -> dict[Any, Any]:
+        """Waits for at least one answer; returns new ones by key. An answer is a value, or a
+        `ChannelError` for an actor that could not be called."""
         if not self._key_of:
             return {}
         ready, _ = ray.wait(list(self._key_of), timeout=timeout_s)
@@ -105,7 +158,7 @@ class _ActorCalls:
 
 
 class RayLauncher:
-    """Starts the ranks of one group as actors, one per bundle; see `group.Launcher`.
+    """Starts the ranks of one group as actors, one per bundle; see `home.Launcher`.
 
     Args:
         spares: by index of the bundle: an actor; None: a new one is started.
@@ -125,7 +178,6 @@ class RayLauncher:
         agents: Agents,
     ) -> None:
         self.agents = agents
-        self._places: list[RankPlace] = []
         self.bundle_devices: list[tuple[str, ...]] = []
         self._placement = placement
         self._bundle = bundle
@@ -133,39 +185,59 @@ class RayLauncher:
         self._spare_devices = spare_devices
         self._actors: list[Any] = []
 
-    def start(self) -> _ActorCalls:
-        refs = {}
-        for index, actor in enumerate(self._spares):
-            devices = None
-            if actor is None:
-                strategy, options = self._placement.strategy(index), actor_options(self._bundle)
-                actor = _start(RayWorker, strategy, envs.for_ranks(), **options)
-            else:
-                devices = self._spare_devices[index]
-            self._actors.append(actor)
-            refs[index] = actor.describe.remote(devices)
-        return _ActorCalls(refs)
-
-    def order(self, places: Sequence[RankPlace]) -> list[RankPlace]:
+    def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
+        address = channel_address(self._placement.node_ids, self.agents.own_node_id)
+        with contextlib.closing(Listener(address, secrets.token_bytes(32), epoch)) as listener:
+            places, channels = self._connect(listener, epoch, timeout_s, check)
         hide_deaths((place.node_id, place.pid) for place in places)
         self.bundle_devices = [place.devices for place in places]
         order = order_places(places, self.agents.own_node_id)
-        self._actors = [self._actors[index] for index in order]
-        self._places = [places[index] for index in order]
-        self.agents.note_places(self._places)
-        return list(self._places)
+        self._actors = [self._actors[number] for number in order]
+        self.agents.note_places(places)
+        return [(places[number], channels[2 * number : 2 * number + 2]) for number in order]
 
-    def listen(self, epoch: int) -> Listener:
-        address = channel_address(self._places, self.agents.own_node_id)
-        return Listener(address, secrets.token_bytes(32), epoch)
+    def _connect(
+        self, listener: Listener, epoch: int, timeout_s: float, check: Callable[[], None]
+    ) -> tuple[list[RankPlace], list[Channel]]:
+        """Starts the actors and has them connect; returns their places, and two channels of each in
+        the same order."""
+        calls, size = self._call_actors(epoch, listener.invitation), len(self._spares)
+        places: dict[int, RankPlace] = {}
+        deadline = time.monotonic() + timeout_s
 
-    def call(
-        self, method: str, args: Mapping[int, tuple[Any, ...]], kwargs: Mapping[str, Any]
-    ) -> _ActorCalls:
-        actors = self._actors
-        return _ActorCalls(
-            {rank: actors[rank].call.remote(method, *own, **kwargs) for rank, own in args.items()}
-        )
+        def look(wait_s: float = 0.0) -> None:
+            check()
+            answers = calls.wait(wait_s)
+            if failures := {n: a for n, a in answers.items() if isinstance(a, Failure)}:
+                raise RanksFailedError(failures)
+            places.update(answers)
+
+        try:
+            channels = listener.accept(size, timeout_s, look, per_rank=2)
+            while len(places) < size and time.monotonic() < deadline:
+                look(_CHECK_S)
+            return [places[number] for number in range(size)], channels
+        except (ChannelTimeoutError, KeyError) as error:
+            reason = (
+                f"no answer within {timeout_s:.0f} s: it is frozen, or its machine very slow "
+                "(start_timeout_s bounds a first start; a later one has a multiple of the first)"
+            )
+            missing = set(range(size)) - places.keys() or range(size)
+            failure = ChannelTimeoutError(reason)
+            raise RanksFailedError(dict.fromkeys(missing, failure)) from error
+
+    def _call_actors(self, epoch: int, invitation: Invitation) -> _ActorCalls:
+        refs = {}
+        for number, actor in enumerate(self._spares):
+            devices = None
+            if actor is None:
+                strategy, options = self._placement.strategy(number), actor_options(self._bundle)
+                actor = _start(RayWorker, strategy, envs.for_ranks(), **options)
+            else:
+                devices = self._spare_devices[number]
+            self._actors.append(actor)
+            refs[number] = actor.connect.remote(devices, number, epoch, invitation)
+        return _ActorCalls(refs)
 
     def kill(self) -> None:
         if ray.is_initialized():

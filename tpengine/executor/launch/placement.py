@@ -177,9 +177,9 @@ def address_of(node_id: str) -> str:
     )
 
 
-def channel_address(places: Iterable[RankPlace], driver_node_id: str) -> str:
+def channel_address(node_ids: Iterable[str], driver_node_id: str) -> str:
     """Where the driver listens for ranks: only within its machine if all of them run there."""
-    if {place.node_id for place in places} == {driver_node_id}:
+    if set(node_ids) == {driver_node_id}:
         return host.LOOPBACK
     return address_of(driver_node_id)
 
@@ -241,12 +241,12 @@ def _indices_in(group: PlacementGroup, bundle: Resources, size: int) -> list[int
 
 def _left_in(group: PlacementGroup) -> dict[int, dict[str, float]]:
     """What nothing uses now of each bundle of a group, by the bundle's index."""
-    found: dict[int, dict[str, float]] = {}
+    left: dict[int, dict[str, float]] = {}
     marked = re.compile(rf"(.+)_group_(\d+)_{group.id.hex()}")
     for name, amount in bounded(ray.available_resources, "its free resources").items():
         if match := marked.fullmatch(name):
-            found.setdefault(int(match[2]), {})[match[1]] = amount
-    return found
+            left.setdefault(int(match[2]), {})[match[1]] = amount
+    return left
 
 
 def _address() -> str:

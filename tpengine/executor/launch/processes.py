@@ -1,7 +1,7 @@
 """Ranks as subprocesses of the driver, on its own machine; without Ray.
 
-A rank inherits its ends of three socket pairs, so that nothing listens and no other process can
-connect: for calls, for steps and for heartbeats. Its output is a pipe, which the driver copies to
+A rank inherits its ends of two socket pairs, so that nothing listens and no other process can
+connect: for steps and calls, and for heartbeats. Its output is a pipe, which the driver copies to
 its own standard error. No rank outlives the driver: the kernel kills it, also when it is stopped.
 """
 
@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import os
 import queue
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
-from multiprocessing import Pipe
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from tpengine import envs
+from tpengine import envs, host
 from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, PlacementError, counted
-from tpengine.executor.channel import ChannelClosedError, InheritedChannels
-from tpengine.executor.diagnosis import ANSWER_S, RankPlace
-from tpengine.executor.group import Group
-from tpengine.executor.group_executor import GroupExecutor
+from tpengine.executor.channel import Channel, ChannelError, FrameKind
+from tpengine.executor.codec import encode_call
+from tpengine.executor.diagnosis import ANSWER_S, STOPPED, RankPlace
+from tpengine.executor.home import Home, Started
 from tpengine.executor.launch import node_agent, rank_process
-from tpengine.executor.spares import SPARE_ANSWER_S, Spares
+from tpengine.executor.spares import Spares
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -45,14 +43,6 @@ _PROGRAM = rank_process.__name__
 Process = subprocess.Popen[str]
 
 
-class End(Protocol):
-    """Of a socket."""
-
-    def fileno(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
 class Starter(threading.Thread):
     """The thread that starts all processes of an executor. The kernel ends a process when the
     thread ends that started it, and threads that rebuild a group do not live long.
@@ -64,7 +54,7 @@ class Starter(threading.Thread):
     def __init__(self, program: str) -> None:
         super().__init__(name="tpengine-starter", daemon=True)
         self._program = program
-        self._orders: queue.SimpleQueue[tuple[Sequence[End], Future[Process]] | None]
+        self._orders: queue.SimpleQueue[tuple[Sequence[socket.socket], Future[Process]] | None]
         self._orders = queue.SimpleQueue()
         self.start()
 
@@ -95,7 +85,7 @@ class Starter(threading.Thread):
             start_new_session=True,  # a Ctrl-C at the terminal is the driver's alone
         )
 
-    def start_process(self, ends: Sequence[End]) -> Process:
+    def start_process(self, ends: Sequence[socket.socket]) -> Process:
         """Starts a process that inherits these ends, which are the thread's from now on: it closes
         them once the process has them, however long the system takes.
 
@@ -141,7 +131,8 @@ class RankProcess:
 
     Attributes:
         name: before each line of its output.
-        sockets: this side's ends, for steps and for heartbeats.
+        place: where it is; the driver reads its log from a pipe, and finds it by the process.
+        channels: for steps and for heartbeats.
     """
 
     node_id = ""
@@ -149,69 +140,24 @@ class RankProcess:
     def __init__(self, starter: Starter) -> None:
         self.name = "spare"
         try:
-            self._calls, calls = Pipe()
             pairs = [socket.socketpair() for _ in range(2)]
         except OSError as error:
             raise _not_started(error) from error
-        self.sockets = [pair[0] for pair in pairs]
-        self._process = starter.start_process([calls, *(pair[1] for pair in pairs)])
+        self.channels = [Channel(own) for own, _ in pairs]
+        self._process = starter.start_process([theirs for _, theirs in pairs])
         self.pid = self._process.pid
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._answers: dict[int, Callable[[Any], None]] = {}
-        self._is_gone = False
-        self._prepared: Calls | None = None
+        self._is_prepared = False
         self._lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
         self._copier = threading.Thread(target=self._copy, name="tpengine-log", daemon=True)
-        hearer = threading.Thread(target=self._hear, name="tpengine-calls", daemon=True)
         try:
+            name, ticks = socket.gethostname(), host.start_ticks(self.pid) or 0
+            self.place = RankPlace("", host.LOOPBACK, name, (), self.pid, ticks, str(self.pid))
             self._copier.start()
-            hearer.start()
         except BaseException as error:
             self._process.kill()
-            if isinstance(error, RuntimeError):  # no thread is left
+            if isinstance(error, OSError | RuntimeError):  # no descriptor or no thread is left
                 raise _not_started(error) from error
             raise
-
-    def call(
-        self, on_answer: Callable[[Any], None], method: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Has the rank run a method. `on_answer` is called in another thread, once, with the answer
-        or a `ChannelClosedError`."""
-        with self._lock:
-            if not self._is_gone:
-                number = next(self._numbers)
-                self._answers[number] = on_answer
-                with contextlib.suppress(OSError):  # it has ended; `_hear` answers
-                    self._calls.send((number, method, args, kwargs))
-                return
-        on_answer(self._end())
-
-    def _hear(self) -> None:
-        """Runs in a thread until the process has ended, and reaps it."""
-        try:
-            while True:
-                number, answer = self._calls.recv()
-                with self._lock:
-                    on_answer = self._answers.pop(number)
-                on_answer(answer)
-        except (EOFError, OSError):  # it has ended
-            pass
-        except Exception:  # an answer that cannot be read; without its answers it is of no use
-            logger.exception("what %s has answered cannot be read; it is ended", self.name)
-            self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_REAP_S)
-        with self._lock:
-            self._is_gone = True
-            missing = list(self._answers.values())
-            self._answers.clear()
-        for on_answer in missing:
-            on_answer(self._end())
-        self._calls.close()
-
-    def _end(self) -> ChannelClosedError:
-        return ChannelClosedError(f"process {self.pid} has closed its end")
 
     def _copy(self) -> None:
         """Runs in a thread: copies the output to standard error until its end. Not by `sys.stderr`:
@@ -222,6 +168,8 @@ class RankProcess:
                 self._lines.append(line)
                 with contextlib.suppress(OSError):  # it may be closed
                     os.write(2, f"({self.name}) {line}".encode())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_REAP_S)
 
     def last_lines(self) -> str:
         """The end of its output."""
@@ -238,58 +186,22 @@ class RankProcess:
 
     def prepare(self, model_impl: str) -> None:
         """Has a spare import everything."""
-        self._prepared = Calls.of({0: self}, "import_all", {0: (model_impl,)}, {})
+        call = encode_call(("import_all", (model_impl,), {}))
+        self.channels[0].send(FrameKind.CALL, 0, call, _START_S)
 
     def is_prepared(self) -> bool:
-        return self._prepared is not None and self._prepared.are_complete()
+        try:
+            self._is_prepared = self._is_prepared or self.channels[0].take() is not None
+        except ChannelError:  # it has ended, as `answer` says
+            self._is_prepared = True
+        return self._is_prepared
 
     def answer(self) -> RankPlace | None:
-        place = Calls.of({0: self}, "describe", {0: ()}, {}).wait(SPARE_ANSWER_S).get(0)
-        return place if isinstance(place, RankPlace) else None
+        state = node_agent.NodeAgent.state(self.place.process)
+        return None if state in STOPPED else self.place
 
     def end(self) -> None:
         self._process.kill()
-
-
-class Calls:
-    """See `group.Calls`.
-
-    Args:
-        count: how many answers there will be.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-
-    @classmethod
-    def of(
-        cls,
-        processes: Mapping[int, RankProcess],
-        method: str,
-        args: Mapping[int, tuple[Any, ...]],
-        kwargs: Mapping[str, Any],
-    ) -> Calls:
-        """Calls a method of those processes that `args` names."""
-        calls = cls(len(args))
-        for rank, own in args.items():
-            processes[rank].call(partial(calls._put, rank), method, *own, **kwargs)
-        return calls
-
-    def _put(self, rank: int, answer: Any) -> None:
-        self._answers.put((rank, answer))
-
-    def are_complete(self) -> bool:
-        """Whether all answers are there, before the first `wait`."""
-        return self._answers.qsize() == self._count
-
-    def wait(self, timeout_s: float) -> dict[int, Any]:
-        found: dict[int, Any] = {}
-        with contextlib.suppress(queue.Empty):
-            while True:
-                rank, answer = self._answers.get(timeout=0.0 if found else timeout_s)
-                found[rank] = answer
-        return found
 
 
 class OwnMachine(node_agent.NodeAgent):
@@ -326,10 +238,10 @@ class OwnMachine(node_agent.NodeAgent):
 
 
 class ProcessLauncher:
-    """The processes of one group; see `group.Launcher`. The i-th becomes rank i.
+    """The processes of one group; see `home.Launcher`. The i-th becomes rank i.
 
     Args:
-        devices: of each rank.
+        devices: GPUs of each rank; empty: the same as the driver.
     """
 
     def __init__(
@@ -339,32 +251,21 @@ class ProcessLauncher:
         agents: OwnMachine,
     ) -> None:
         self.agents = agents
-        self._processes = dict(enumerate(processes))
+        self._processes = processes
         self._devices = devices
         agents.children = {process.pid: process for process in processes}
 
-    def start(self) -> Calls:
-        args = {rank: (devices,) for rank, devices in enumerate(self._devices)}
-        return Calls.of(self._processes, "describe", args, {})
-
-    def order(self, places: Sequence[RankPlace]) -> list[RankPlace]:
-        return list(places)
-
-    def listen(self, epoch: int) -> InheritedChannels:
-        return InheritedChannels([process.sockets for process in self._processes.values()], epoch)
-
-    def call(
-        self, method: str, args: Mapping[int, tuple[Any, ...]], kwargs: Mapping[str, Any]
-    ) -> Calls:
-        return Calls.of(self._processes, method, args, kwargs)
+    def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
+        each = zip(self._processes, self._devices, strict=True)
+        return [(replace(child.place, devices=gpus), child.channels) for child, gpus in each]
 
     def kill(self) -> None:
-        for process in self._processes.values():
+        for process in self._processes:
             process.end()
 
 
-class ProcessExecutor(GroupExecutor):
-    """One subprocess per rank.
+class ProcessHome(Home):
+    """This machine: each rank is a subprocess of the driver.
 
     Args:
         devices: of each rank; None: the i-th visible GPU for rank i.
@@ -376,38 +277,20 @@ class ProcessExecutor(GroupExecutor):
     def __init__(
         self, config: EngineConfig, devices: Sequence[tuple[str, ...]] | None = None
     ) -> None:
-        super().__init__(config)
-        self._size = config.parallel.tensor_parallel_size
+        ranks, self._size = config.parallel.ranks, config.parallel.tensor_parallel_size
+        assert ranks is not None, "ranks in processes of their own need config.parallel.ranks"
+        self._model_impl = config.model.model_impl
         self._devices = devices or rank_devices(config.device, self._size)
         self._agents = OwnMachine()
         self._starter = Starter(_PROGRAM)
-        self.spares = Spares(self._limits.spare_workers, self._start_spare)
-
-    @staticmethod
-    def detect_device(wanted: str) -> str:
-        """Settles `auto`: cuda where this machine has a GPU that torch can use, else cpu.
-
-        Raises:
-            ConfigError: cuda was asked for, but torch cannot use it.
-        """
-        if wanted == "cpu" or (wanted == "auto" and not any(Path("/dev").glob("nvidia[0-9]*"))):
-            return "cpu"
-        from tpengine.worker.device import detect_device  # imports torch, which takes seconds
-
-        return detect_device(wanted)
+        self.spares = Spares(ranks.spare_workers, self._start_spare)
 
     def _start_spare(self, _: str) -> RankProcess:
         spare = RankProcess(self._starter)
-        spare.prepare(self._config.model.model_impl)
+        spare.prepare(self._model_impl)
         return spare
 
-    def _place(self) -> None:
-        """Does nothing: every rank runs here."""
-
-    def _replace(self, lost: Group) -> None:
-        self._end_lost(lost)
-
-    def _make_launcher(self) -> ProcessLauncher:
+    def make_launcher(self) -> ProcessLauncher:
         spares = self.spares.take([RankProcess.node_id] * self._size)
         processes = [spare for spare in spares if isinstance(spare, RankProcess)]
         try:
@@ -421,13 +304,24 @@ class ProcessExecutor(GroupExecutor):
             process.name = f"rank {rank}"
         return ProcessLauncher(processes, self._devices, self._agents)
 
-    def _give_places_back(self) -> None:
-        """Does nothing."""
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
+            stack.callback(self._starter.stop)
+            stack.callback(self._agents.close)
+            stack.callback(self.spares.close)
 
-    def _close(self, stack: contextlib.ExitStack) -> None:
-        stack.callback(self._starter.stop)
-        stack.callback(self._agents.close)
-        stack.callback(self.spares.close)
+
+def detect_device(wanted: str) -> str:
+    """Settles `auto`: cuda where this machine has a GPU that torch can use, else cpu.
+
+    Raises:
+        ConfigError: cuda was asked for, but torch cannot use it.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not any(Path("/dev").glob("nvidia[0-9]*"))):
+        return "cpu"
+    from tpengine.worker import device  # imports torch, which takes seconds
+
+    return device.detect_device(wanted)
 
 
 def rank_devices(device: str, size: int) -> list[tuple[str, ...]]:

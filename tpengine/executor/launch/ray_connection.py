@@ -148,8 +148,8 @@ class RayConnection:
             ray.init(address=address, log_to_driver=True, logging_level="warning")
         except ConnectionError as error:
             raise EngineError(f"no Ray answers at {origin} = {address!r}: {error}") from error
-        found = ray.get_runtime_context().gcs_address
-        logger.info("connected to Ray at %s (%s)", found, origin)
+        store = ray.get_runtime_context().gcs_address
+        logger.info("connected to Ray at %s (%s)", store, origin)
 
     def _start(self, why: str) -> None:
         """Starts a Ray that ends with the last engine of this process."""
@@ -233,11 +233,11 @@ def _check_reachable(address: str, origin: str) -> None:
     Raises:
         EngineError: nothing accepts a connection at HOST:PORT. Other forms are left to Ray.
     """
-    found = _host_and_port(address)
-    if found is None:
+    host_and_port = _host_and_port(address)
+    if host_and_port is None:
         return
     try:
-        socket.create_connection(found, timeout=_REACH_S).close()
+        socket.create_connection(host_and_port, timeout=_REACH_S).close()
     except OSError as error:
         raise EngineError(
             f"no Ray answers at {origin} = {address!r}: {error}; start one there (`ray start "
@@ -256,12 +256,12 @@ def _last_words_of_ray(since: float) -> str:
 
 def _ray_children() -> set[int]:
     """This process's children that run programs of Ray; empty on systems without /proc."""
-    found = set()
+    children = set()
     for pid in _children_of()[os.getpid()]:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if _RAY_FOLDER in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"):
-                found.add(pid)
-    return found
+                children.add(pid)
+    return children
 
 
 def _end_ray_children(but: set[int]) -> list[int]:
@@ -270,13 +270,13 @@ def _end_ray_children(but: set[int]) -> list[int]:
     Args:
         but: children that are left alone.
     """
-    found = list(_ray_children() - but)
-    for pid in found:  # the list grows meanwhile; a stopped process starts no other
+    doomed = list(_ray_children() - but)
+    for pid in doomed:  # the list grows meanwhile; a stopped process starts no other
         _send(pid, signal.SIGSTOP)
-        found += _children_of()[pid]
-    for pid in found:
+        doomed += _children_of()[pid]
+    for pid in doomed:
         _send(pid, signal.SIGKILL)
-    return found
+    return doomed
 
 
 def _send(pid: int, number: signal.Signals) -> None:
@@ -286,10 +286,10 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 def _children_of() -> defaultdict[int, list[int]]:
     """All processes of this machine, by their parent."""
-    found: defaultdict[int, list[int]] = defaultdict(list)
+    children: defaultdict[int, list[int]] = defaultdict(list)
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             # "pid (name) state parent ...", where the name may hold any bytes
             parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
-            found[int(parent)].append(int(folder.name))
-    return found
+            children[int(parent)].append(int(folder.name))
+    return children

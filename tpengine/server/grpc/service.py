@@ -6,11 +6,11 @@ On rank 0; without Ray this is the engine's thread of the server, and lines with
     worker/model_runner.py: `ModelRunner.execute` samples; its `append` makes the `StepOutput`.
         (On a GPU worker/gpu/run_ahead.py: `RunAhead.execute` calls `sample` and `append`.)
     [Ray] executor/rank.py: `Rank._step` encodes it by executor/codec.py: `encode`.
-    [Ray] executor/rank.py: `Rank._serve` sends the bytes to the driver, over the steps' channel.
+    [Ray] executor/rank.py: `Rank.serve` sends the bytes to the driver, over the steps' channel.
 In the server's process, on the engine's thread:
-    [Ray] executor/watch.py: `StepExchange.run` receives the answers of all ranks.
+    [Ray] executor/watch.py: `Exchange.step` receives the answers of all ranks.
     [Ray] executor/group.py: `Group.step` returns rank 0's answer.
-    [Ray] executor/launch/ray_executor.py: `RayExecutor.execute_model` decodes it by codec.py:
+    [Ray] executor/group_executor.py: `GroupExecutor.execute_model` decodes it by codec.py:
         `decode_output`. Without Ray executor/executor.py: `Executor.execute_model` returns it.
     engine/llm_engine.py: `LLMEngine._step` gets it from `_execute`, and makes the next three calls.
     engine/output_processor.py: `OutputProcessor.process` extends the text and decides stops.
@@ -133,18 +133,11 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
 
     async def _produce(self, request: GenerateRequest, stream: KeptStream) -> None:
         """Serves the request of a kept stream. Its position is the number of output tokens."""
-        held = b""
 
         async def keep(message: pb.GenerateResponse) -> None:
-            nonlocal held
             num_tokens = sum(len(one.token_ids) for one in message.outputs)
             message.request_id = stream.request_id
-            held += message.SerializeToString()
-            # Messages in a row are one message to protobuf: one without tokens goes with the next,
-            # so that no two messages but the last end at the same position.
-            if num_tokens or message.finished:
-                stream.add(held, stream.position + num_tokens)
-                held = b""
+            stream.add(message.SerializeToString(), stream.position + num_tokens)
 
         async with self._state.open(request) as mailbox:
             await send_stream(mailbox, ResponseWriter(), keep, self._limits.write_s)

@@ -18,7 +18,7 @@ from tpengine.outputs import RequestOutput
 from tpengine.proto.parameter_fields import read_field, read_fields
 from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tpengine.server.limits import Limits, at_most, check_sampling, last_ids, most_tokens_of_text
-from tpengine.server.stream_sender import CandidateTurns, Positions
+from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
 
 REFUSED = (
     "mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json",
@@ -100,53 +100,43 @@ class VllmWriter:
         self._streams = request.stream
         self._sampling = request.sampling_params
         self._prompt = (0, 0)  # tokens, and those of them that were cached
-        self._token_ids: dict[int, list[int]] = {}
-        self._finished: set[int] = set()
+        # Of the sequences that have not ended.
+        self._token_ids: dict[int, list[int]] = {i: [] for i in range(self._sampling.n or 1)}
         self._turns = CandidateTurns()
         self._tokens = pb.GenerateResponse()
 
-    def write_tokens(self, output: RequestOutput) -> list[pb.GenerateResponse] | None:
-        """The chunk of an output that has only new tokens of one sequence, not its first ones;
-        None: the output has more, use `write`. The next call changes this chunk."""
-        if output.finished or len(output.outputs) != 1:
-            return None
-        one = output.outputs[0]
-        known = self._token_ids.get(one.index)
-        if known is None or not one.token_ids or one.finish_reason or one.logprobs:
-            return None
-        known += one.token_ids
-        self._tokens.chunk.token_ids[:] = one.token_ids
-        self._count(self._tokens.chunk, one.index, len(one.token_ids))
+    def write_tokens(self, output: RequestOutput) -> list[pb.GenerateResponse]:
+        """The chunk of a delta that `has_only_tokens`. The next call changes this chunk."""
+        self._read_prompt(output)
+        completion = output.outputs[0]
+        self._token_ids[completion.index] += completion.token_ids
+        self._tokens.chunk.token_ids[:] = completion.token_ids
+        self._count(self._tokens.chunk, completion.index, len(completion.token_ids))
         return [self._tokens]
 
     async def write(self, output: RequestOutput) -> list[pb.GenerateResponse]:
         """The messages of an output. Yields to the event loop while it converts many candidates."""
-        self._prompt = (len(output.prompt_token_ids), output.num_cached_tokens)
+        self._read_prompt(output)
         messages = []
-        for one in output.outputs:
-            # The engine reports all sequences of a request, also those that finished earlier.
-            if one.index in self._finished or not (one.token_ids or one.finish_reason):
-                continue
+        for completion in output.outputs:
+            index, token_ids = completion.index, completion.token_ids
             message = pb.GenerateResponse()
             part = message.chunk if self._streams else message.complete
-            if one.index not in self._token_ids:
-                self._token_ids[one.index] = []
-                prompt = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
-                await self._add(part.input_logprobs, prompt, self._sampling.prompt_logprobs)
-            new = zip(one.token_ids, one.logprobs or (), strict=False)
-            await self._add(part.output_logprobs, new, self._sampling.logprobs)
-            self._token_ids[one.index] += one.token_ids
-            if self._streams and one.token_ids:
-                message.chunk.token_ids.extend(one.token_ids)
-                self._count(message.chunk, one.index, len(one.token_ids))
+            sampling = self._sampling
+            await self._add(part.input_logprobs, of_prompt(output), sampling.prompt_logprobs)
+            await self._add(part.output_logprobs, of_output(completion), sampling.logprobs)
+            self._token_ids[index] += token_ids
+            if self._streams and token_ids:
+                message.chunk.token_ids.extend(token_ids)
+                self._count(message.chunk, index, len(token_ids))
                 messages.append(message)
-            if one.finish_reason is not None:
+            if completion.finish_reason is not None:
                 last = pb.GenerateResponse() if self._streams else message
-                messages.append(self._end(last, one.index, one.finish_reason))
-                if isinstance(one.stop_reason, str):
-                    last.complete.matched_stop_str = one.stop_reason
-                elif one.stop_reason is not None:
-                    last.complete.matched_token_id = one.stop_reason
+                messages.append(self._end(last, index, completion.finish_reason))
+                if isinstance(completion.stop_reason, str):
+                    last.complete.matched_stop_str = completion.stop_reason
+                elif completion.stop_reason is not None:
+                    last.complete.matched_token_id = completion.stop_reason
         return messages
 
     async def write_abort(self, unread: RequestOutput | None) -> list[pb.GenerateResponse]:
@@ -156,16 +146,19 @@ class VllmWriter:
             unread: what has not been written of its output; None: all has been.
         """
         messages = [] if unread is None else await self.write(unread)
-        left = set(range(self._sampling.n or 1)) - self._finished
-        return messages + [self._end(pb.GenerateResponse(), one, "abort") for one in left]
+        return messages + [
+            self._end(pb.GenerateResponse(), index, "abort") for index in tuple(self._token_ids)
+        ]
 
     def _end(self, message: pb.GenerateResponse, index: int, reason: str) -> pb.GenerateResponse:
-        self._finished.add(index)
-        token_ids = self._token_ids.pop(index, [])
+        token_ids = self._token_ids.pop(index)
         message.complete.output_ids.extend(token_ids)
         message.complete.finish_reason = reason
         self._count(message.complete, index, len(token_ids))
         return message
+
+    def _read_prompt(self, output: RequestOutput) -> None:
+        self._prompt = len(output.prompt_token_ids), output.num_cached_tokens
 
     def _count(self, part: Any, index: int, num_tokens: int) -> None:
         part.index = index
@@ -183,7 +176,8 @@ class VllmWriter:
             else:  # no token precedes the first one
                 written.token_logprobs.add()
             if count:
-                ranked = sorted(candidates.items(), key=lambda one: one[1].rank or 0)[:count]
+                ranked = sorted(candidates.items(), key=lambda item: item[1].rank or 0)[:count]
                 written.top_logprobs.add(
-                    token_ids=[one for one, _ in ranked], values=[one.logprob for _, one in ranked]
+                    token_ids=[candidate for candidate, _ in ranked],
+                    values=[found.logprob for _, found in ranked],
                 )

@@ -7,7 +7,7 @@ of both ways).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from json.encoder import encode_basestring as quote
@@ -18,7 +18,7 @@ from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.server.http.reasoning import ReasoningSplitter
 from tpengine.server.http.tool_formats import ToolParser
 from tpengine.server.http.tools import Tools
-from tpengine.server.stream_sender import CandidateTurns, Positions
+from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
 
 _LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have; vLLM writes this number too."""
@@ -63,8 +63,23 @@ class Style:
         own_id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{request_id}"
         kind = "chat.completion" if self.is_chat else "text_completion"
         chunk = ".chunk" if self.is_chat and self.streams else ""
-        about = f'"object":"{kind}{chunk}","created":{created},"model":{json.dumps(model)}'
-        return f'{{"id":{json.dumps(own_id)},{about},"choices":['
+        fields = f'"object":"{kind}{chunk}","created":{created},"model":{json.dumps(model)}'
+        return f'{{"id":{json.dumps(own_id)},{fields},"choices":['
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A choice that has begun.
+
+    Attributes:
+        splitter: None: its text has no reasoning, or no more.
+        parser: None: the model may call no tools.
+        offset: length of the texts of its tokens so far.
+    """
+
+    splitter: ReasoningSplitter | None
+    parser: ToolParser | None
+    offset: int = 0
 
 
 class AnswerWriter:
@@ -90,116 +105,109 @@ class AnswerWriter:
         self._tokenizer = tokenizer
         self._first_index = first_index
         self._is_plain = style.logprobs is None and not style.usage_in_all
-        self._begun: set[int] = set()
-        self._finished: set[int] = set()
-        self._splitters: dict[int, ReasoningSplitter] = {}
-        self._parsers: dict[int, ToolParser] = {}
-        self._offsets: dict[int, int] = {}  # by index: length of the texts of its tokens so far
+        self._choices: dict[int, _Choice] = {}
         self._turns = CandidateTurns()
 
     def write_tokens(self, output: RequestOutput) -> bytes | None:
-        """The chunk of an output that has only new tokens of one choice; None: use `write`."""
-        if output.finished or not self._is_plain or len(output.outputs) != 1:
+        """The chunk of a delta that `has_only_tokens`; None: use `write`."""
+        completion = output.outputs[0]
+        if not self._is_plain or completion.index not in self._choices:
             return None
-        one = output.outputs[0]
-        if not one.token_ids or one.finish_reason is not None or one.index not in self._begun:
-            return None
-        self.num_output_tokens += len(one.token_ids)
-        return f"{self._head}{self._choice(one, self._text(one))}]{self._end}".encode()
+        self.num_output_tokens = output.num_output_tokens
+        choice = self._choice(completion, self._text(completion))
+        return f"{self._head}{choice}]{self._end}".encode()
 
     async def write(self, output: RequestOutput) -> bytes:
-        """The chunks of an output, one for each choice that has news, and before its first one the
-        chunk with the role."""
+        """The chunks of a delta, one for each choice, and before its first one the chunk with the
+        role."""
         chunks = []
-        for one in self._completions(output):
-            # The engine reports all sequences of a request, also those that finished earlier.
-            is_finished = one.finish_reason is not None
-            if one.index in self._finished or not (one.token_ids or one.text or is_finished):
-                continue
-            if is_finished:
-                self._finished.add(one.index)
-            begins, about = one.index not in self._begun, ""
+        for completion in self._completions(output):
+            begins, about = completion.index not in self._choices, ""
             if begins:
-                about = await self._begin(output, one)
+                about = await self._begin(output, completion.index)
             if begins and self._style.is_chat:
-                role = replace(one, token_ids=(), finish_reason=None)
+                role = replace(completion, token_ids=(), finish_reason=None)
                 content = '""' if self._style.tools is None else "null"
                 delta = f'"delta":{{"role":"assistant","content":{content}}}'
                 chunks.append(self._chunk(self._choice(role, delta), about))
                 about = ""
-            chunks.append(self._chunk(await self._whole_choice(output, one, begins, about)))
+            chunks.append(self._chunk(await self._whole_choice(output, completion, begins, about)))
         return "".join(chunks).encode()
 
     async def write_whole(self, output: RequestOutput) -> tuple[str, str]:
         """The choices of a finished request, separated by commas; and what a chat completion has
         about its prompt after them."""
         choices, about = [], ""
-        for one in self._completions(output):
-            about = await self._begin(output, one)
+        for completion in self._completions(output):
+            about = await self._begin(output, completion.index)
             inside = "" if self._style.is_chat else about
-            choices.append(await self._whole_choice(output, one, True, inside))
+            choices.append(await self._whole_choice(output, completion, True, inside))
         return ",".join(choices), about if self._style.is_chat else ""
 
-    def _completions(self, output: RequestOutput) -> Iterator[CompletionOutput]:
-        """The choices of an output. Their tokens are added to the usage."""
+    def _completions(self, output: RequestOutput) -> list[CompletionOutput]:
+        """The choices of an output. The usage becomes what it is with them."""
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_cached_tokens = output.num_cached_tokens
-        for one in output.outputs:
-            if self._style.echo_only:
-                one = CompletionOutput(one.index, "", (), None, [], "length")
-            self.num_output_tokens += len(one.token_ids)
-            yield one
+        if self._style.echo_only:
+            indices = [completion.index for completion in output.outputs]
+            return [CompletionOutput(index, "", (), None, [], "length") for index in indices]
+        self.num_output_tokens = output.num_output_tokens
+        return output.outputs
 
-    async def _begin(self, output: RequestOutput, one: CompletionOutput) -> str:
+    async def _begin(self, output: RequestOutput, index: int) -> str:
         """Begins a choice; returns the fields about its prompt."""
-        self._begun.add(one.index)
-        if self._style.is_chat:
-            self._splitters[one.index] = ReasoningSplitter(output.prompt)
-        if self._style.tools is not None:
-            self._parsers[one.index] = self._style.tools.parser()
+        style = self._style
+        self._choices[index] = _Choice(
+            ReasoningSplitter(output.prompt) if style.is_chat else None,
+            None if style.tools is None else style.tools.parser(),
+        )
         about = ""
-        if self._style.token_ids:
+        if style.token_ids:
             about = f',"prompt_token_ids":{_ids(output.prompt_token_ids)}'
-        if self._style.prompt_logprobs:
+        if style.prompt_logprobs:
             about += f',"prompt_logprobs":{await self._prompt_logprobs(output)}'
         return about
 
     async def _whole_choice(
-        self, output: RequestOutput, one: CompletionOutput, begins: bool, about: str
+        self, output: RequestOutput, completion: CompletionOutput, begins: bool, about: str
     ) -> str:
         """A choice with its log probabilities and, if it begins, with its prompt."""
         logprobs, repeats = "null", begins and self._style.echo
         if self._style.logprobs is not None:
-            told: Positions = zip(one.token_ids, one.logprobs or (), strict=False)
+            positions = of_output(completion)
             if repeats:
-                told = chain(_of_prompt(output), told)
-            write = self._chat_logprobs if self._style.is_chat else self._logprobs
-            logprobs = await write(one.index, told)
-        text = self._text(one, (output.prompt or "") if repeats else "")
-        return self._choice(one, text, logprobs, about)
+                positions = chain(of_prompt(output), positions)
+            if self._style.is_chat:
+                logprobs = await self._chat_logprobs(positions)
+            else:
+                logprobs = await self._logprobs(self._choices[completion.index], positions)
+        text = self._text(completion, (output.prompt or "") if repeats else "")
+        return self._choice(completion, text, logprobs, about)
 
-    def _text(self, one: CompletionOutput, before: str = "") -> str:
+    def _text(self, completion: CompletionOutput, before: str = "") -> str:
         """The field with the text."""
         if not self._style.is_chat:
-            return f'"text":{quote(before + one.text)}'
-        splitter = self._splitters.get(one.index)
-        if splitter is None:
-            fields = f'"content":{quote(one.text)}'
+            return f'"text":{quote(before + completion.text)}'
+        choice = self._choices[completion.index]
+        if choice.splitter is None:
+            fields = f'"content":{quote(completion.text)}'
         else:
-            fields = self._parts(one, splitter)
+            fields = self._parts(completion, choice, choice.splitter)
         if self._style.streams:
             return f'"delta":{{{fields}}}'
         return f'"message":{{"role":"assistant",{fields}}}'
 
-    def _parts(self, one: CompletionOutput, splitter: ReasoningSplitter) -> str:
+    def _parts(
+        self, completion: CompletionOutput, choice: _Choice, splitter: ReasoningSplitter
+    ) -> str:
         """The fields of a text that may have reasoning, and then calls of tools."""
-        is_last, parser = one.finish_reason is not None, self._parsers.get(one.index)
-        reasoning, content = splitter.take(one.text, is_last)
+        is_last = completion.finish_reason is not None
+        reasoning, content = splitter.take(completion.text, is_last)
         calls: list[dict[str, Any]] = []
-        if parser is not None:
-            content, calls = parser.take(content, is_last)
+        if choice.parser is not None:
+            content, calls = choice.parser.take(content, is_last)
         elif splitter.is_over:
-            del self._splitters[one.index]
+            choice.splitter = None
         fields = [f'"reasoning_content":{quote(reasoning)}'] if reasoning else []
         if content or not self._style.streams:
             fields.append(f'"content":{quote(content) if content or not calls else "null"}')
@@ -210,16 +218,16 @@ class AnswerWriter:
         return ",".join(fields)
 
     def _choice(
-        self, one: CompletionOutput, text: str, logprobs: str = "null", about: str = ""
+        self, completion: CompletionOutput, text: str, logprobs: str = "null", about: str = ""
     ) -> str:
         end = "null"
-        if one.finish_reason is not None:
-            parser, reason = self._parsers.get(one.index), one.finish_reason
+        if completion.finish_reason is not None:
+            parser, reason = self._choices[completion.index].parser, completion.finish_reason
             reason = reason if parser is None else parser.finish_reason(reason)
-            end = f'{quote(reason)},"stop_reason":{json.dumps(one.stop_reason)}'
+            end = f'{quote(reason)},"stop_reason":{json.dumps(completion.stop_reason)}'
         if self._style.token_ids:
-            about += f',"token_ids":{_ids(one.token_ids)}'
-        index = self._first_index + one.index
+            about += f',"token_ids":{_ids(completion.token_ids)}'
+        index = self._first_index + completion.index
         return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":{end}{about}}}'
 
     def _chunk(self, choice: str, about: str = "") -> str:
@@ -228,76 +236,76 @@ class AnswerWriter:
             return f"{self._head}{choice}]{about}}}\n\n"
         return f"{self._head}{choice}]{about}{self._end}"
 
-    async def _logprobs(self, index: int, told: Positions) -> str:
+    async def _logprobs(self, choice: _Choice, positions: Positions) -> str:
         """Log probabilities of a completion."""
         tokens, chosen, likeliest, offsets = [], [], [], []
-        offset = self._offsets.get(index, 0)
-        async for token_id, found in self._turns.take(told):
-            token = self._token_text(token_id, found.get(token_id))
+        async for token_id, candidates in self._turns.take(positions):
+            token = self._token_text(token_id, candidates.get(token_id))
             tokens.append(quote(token))
-            offsets.append(str(offset))
-            offset += len(token)
-            chosen.append(_number(found[token_id]) if found else "null")
+            offsets.append(str(choice.offset))
+            choice.offset += len(token)
+            chosen.append(_number(candidates[token_id]) if candidates else "null")
             by_text: dict[str, str] = {}
-            for one_id, one in _by_rank(found):  # of parts of characters, many have one text
-                by_text.setdefault(quote(self._token_text(one_id, one)), _number(one))
+            for other_id, other in _by_rank(candidates):  # parts of characters may have one text
+                by_text.setdefault(quote(self._token_text(other_id, other)), _number(other))
             pairs = ",".join(f"{text}:{number}" for text, number in by_text.items())
-            likeliest.append(f"{{{pairs}}}" if found else "null")
-        self._offsets[index] = offset
+            likeliest.append(f"{{{pairs}}}" if candidates else "null")
         return (
             f'{{"tokens":[{",".join(tokens)}],"token_logprobs":[{",".join(chosen)}],'
             f'"top_logprobs":[{",".join(likeliest)}],"text_offset":[{",".join(offsets)}]}}'
         )
 
-    async def _chat_logprobs(self, index: int, told: Positions) -> str:
+    async def _chat_logprobs(self, positions: Positions) -> str:
         """Log probabilities of a chat completion."""
         content, most = [], self._style.logprobs or 0
-        async for token_id, found in self._turns.take(told):
+        async for token_id, candidates in self._turns.take(positions):
             top = [
-                self._candidate(*pair) for pair in _by_rank(found) if (pair[1].rank or 0) <= most
+                f"{{{self._candidate(*pair)}}}"
+                for pair in _by_rank(candidates)
+                if (pair[1].rank or 0) <= most
             ]
-            likeliest = ",".join(f"{{{one}}}" for one in top)
-            chosen = self._candidate(token_id, found[token_id])
-            content.append(f'{{{chosen},"top_logprobs":[{likeliest}]}}')
+            chosen = self._candidate(token_id, candidates[token_id])
+            content.append(f'{{{chosen},"top_logprobs":[{",".join(top)}]}}')
         return f'{{"content":[{",".join(content)}]}}'
 
-    def _candidate(self, token_id: int, one: Logprob) -> str:
-        text = self._token_text(token_id, one)
+    def _candidate(self, token_id: int, candidate: Logprob) -> str:
+        text = self._token_text(token_id, candidate)
         table = None if self._tokenizer is None else self._tokenizer.byte_table
         piece: str | bytes = text
         if table is not None and token_id < len(table.pieces):
             piece = table.pieces[token_id]
         data = piece if isinstance(piece, bytes) else piece.encode()
-        return f'"token":{quote(text)},"logprob":{_number(one)},"bytes":{_ids(data)}'
+        return f'"token":{quote(text)},"logprob":{_number(candidate)},"bytes":{_ids(data)}'
 
     async def _prompt_logprobs(self, output: RequestOutput) -> str:
         """Log probabilities of a prompt, in vLLM's shape."""
         positions = []
-        async for _, found in self._turns.take(_of_prompt(output)):
-            candidates = ",".join(
-                f'"{i}":{{"logprob":{_number(one)},"rank":{json.dumps(one.rank)},'
-                f'"decoded_token":{quote(self._token_text(i, one))}}}'
-                for i, one in found.items()
+        async for _, candidates in self._turns.take(of_prompt(output)):
+            fields = ",".join(
+                f'"{i}":{{"logprob":{_number(candidate)},"rank":{json.dumps(candidate.rank)},'
+                f'"decoded_token":{quote(self._token_text(i, candidate))}}}'
+                for i, candidate in candidates.items()
             )
-            positions.append(f"{{{candidates}}}" if found else "null")
+            positions.append(f"{{{fields}}}" if candidates else "null")
         return f"[{','.join(positions)}]"
 
-    def _token_text(self, token_id: int, one: Logprob | None) -> str:
-        if one is not None and one.decoded_token is not None:
-            return one.decoded_token
-        known = self._tokenizer
-        return f"token_id:{token_id}" if known is None else known.token_text(token_id)
+    def _token_text(self, token_id: int, candidate: Logprob | None) -> str:
+        if candidate is not None and candidate.decoded_token is not None:
+            return candidate.decoded_token
+        tokenizer = self._tokenizer
+        return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
 
 def usage(writers: Sequence[AnswerWriter]) -> str:
     """The usage of all prompts of a call."""
-    num_prompt_tokens = sum(one.num_prompt_tokens for one in writers)
-    num_output_tokens = sum(one.num_output_tokens for one in writers)
+    num_prompt_tokens = sum(writer.num_prompt_tokens for writer in writers)
+    num_output_tokens = sum(writer.num_output_tokens for writer in writers)
+    num_cached_tokens = sum(writer.num_cached_tokens for writer in writers)
     fields = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_tokens for one in writers)},
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
     return json.dumps(fields, separators=(",", ":"))
 
@@ -306,14 +314,11 @@ def _ids(token_ids: Sequence[int]) -> str:
     return f"[{','.join(map(str, token_ids))}]"
 
 
-def _number(one: Logprob) -> str:
+def _number(candidate: Logprob) -> str:
     # A NaN fails the comparison too.
-    return repr(one.logprob if one.logprob > _LEAST_LOGPROB else _LEAST_LOGPROB)
+    number = candidate.logprob
+    return repr(number if number > _LEAST_LOGPROB else _LEAST_LOGPROB)
 
 
-def _of_prompt(output: RequestOutput) -> Positions:
-    return zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
-
-
-def _by_rank(found: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
-    return sorted(found.items(), key=lambda item: item[1].rank or 0)
+def _by_rank(candidates: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
+    return sorted(candidates.items(), key=lambda item: item[1].rank or 0)

@@ -1,0 +1,210 @@
+"""Ranks that run as Ray actors: Ray places, starts and ends the processes.
+
+If Ray no longer answers when a lost group is to be replaced whose ranks all ran on the driver's
+machine, the next groups are the driver's own children (`ProcessHome`). On several machines the
+rebuild is repeated until Ray answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import ray
+
+from tpengine.config import EngineConfig
+from tpengine.errors import ConfigError, EngineError, GroupLostError
+from tpengine.executor.diagnosis import RankPlace
+from tpengine.executor.home import Home, StartTimes
+from tpengine.executor.launch.actors import ActorSpare, Agents, RayLauncher
+from tpengine.executor.launch.placement import (
+    Placement,
+    Placer,
+    cluster_nodes,
+    rank_bundle,
+)
+from tpengine.executor.launch.processes import ProcessHome
+from tpengine.executor.launch.ray_calls import RaySilentError, check_answers
+from tpengine.executor.launch.ray_connection import RAY_IS_GONE, RayConnection
+from tpengine.executor.rank_tls import check_at_start
+from tpengine.executor.spares import Spare, Spares
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class RayHome(Home):
+    """A cluster of Ray: one actor per rank, in a placement group; addresses of nodes are those that
+    Ray knows.
+
+    Args:
+        connection: to the cluster; closed with this home.
+    """
+
+    def __init__(self, config: EngineConfig, connection: RayConnection) -> None:
+        ranks, ray_config = config.parallel.ranks, config.parallel.ray
+        assert ranks is not None, "ranks in processes of their own need config.parallel.ranks"
+        assert ray_config is not None, "ranks in a cluster of Ray need config.parallel.ray"
+        self._config = config
+        self._ray_config = ray_config
+        self._connection = connection
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+        self._agents = Agents(self._node_id)
+        self._num_spares = ranks.spare_workers
+        self.spares = Spares(ranks.spare_workers, self._start_spare)
+        self._bundle = rank_bundle(config.device, ray_config.bundle)
+        self._placement: Placement | None = None
+        self._launcher: RayLauncher | None = None
+        self._spare_devices: list[tuple[str, ...]] | None = None
+        self._places_before: Sequence[RankPlace] = []
+
+    def check(self) -> None:
+        # Without a connection any call of Ray's would join a cluster or start one.
+        if not ray.is_initialized():
+            raise EngineError(RAY_IS_GONE)
+
+    @property
+    def may_use_spares(self) -> bool:
+        """Whether spares may become ranks. Ray does not know that they use the bundle: in the
+        driver's own placement group it could give the bundle to another actor."""
+        return self._placement is not None and not self._placement.is_borrowed
+
+    def _placer(self, check: Callable[[], None]) -> Placer:
+        return Placer(
+            self._bundle,
+            self._config.parallel.tensor_parallel_size,
+            self._ray_config,
+            lambda node_ids: self._agents.silent(node_ids, check),
+            check,
+        )
+
+    def place(self, times: StartTimes, check: Callable[[], None]) -> None:
+        check_at_start()
+        with times.phase("placement"):
+            self._placement = self._placer(check).place(set())
+        if self._num_spares and not self.may_use_spares:
+            logger.warning("no spare workers: the placement group is the driver's own")
+
+    def replace(
+        self,
+        lost: Sequence[RankPlace],
+        end: Callable[[set[str]], None],
+        times: StartTimes,
+        check: Callable[[], None],
+    ) -> None:
+        """Makes sure of bundles on nodes that answer; see `Home`."""
+        self._places_before = lost or self._places_before
+        if not self._connection.is_alive:
+            raise EngineError(RAY_IS_GONE)
+        if self._all_ran_here:
+            self._check_ray()
+        with times.phase("nodes"):
+            node_ids = {place.node_id for place in lost}
+            if self._placement is not None:
+                node_ids |= set(self._placement.node_ids)
+            silent = self._agents.silent(node_ids, check)
+        with times.phase("end"):
+            end(silent)
+        with times.phase("placement"):
+            old, silent_before = self._placement, set(silent)
+            self._placement = old if old is not None and old.is_borrowed else None
+            self._placement = self._placer(check).replace(old, silent)
+            if silent_before - silent:  # ranks on nodes that answer again have to end first
+                end(silent)
+            self._spare_devices = self._devices_in(self._placement, self._placement is old)
+
+    def _devices_in(self, placement: Placement, is_old: bool) -> list[tuple[str, ...]] | None:
+        """The devices of each bundle, for a spare that takes it; None: only Ray knows them, and no
+        spare may take one."""
+        if is_old and self._launcher is not None and self._launcher.bundle_devices:
+            return list(self._launcher.bundle_devices)
+        return None if self._config.device == "cuda" else [()] * len(placement.node_ids)
+
+    @property
+    def _all_ran_here(self) -> bool:
+        """Whether all ranks of the last group ran on the driver's machine."""
+        return {place.node_id for place in self._places_before} == {self._node_id}
+
+    def _check_ray(self) -> None:
+        """Makes sure that Ray can start ranks on the driver's machine.
+
+        Raises:
+            RaySilentError: it cannot.
+        """
+        self._agents.check_raylet()
+        check_answers()
+
+    def successor(self, error: EngineError) -> ProcessHome | None:
+        """If Ray does not answer and the lost ranks all ran on the driver's machine: the driver
+        starts this group and all later ones as its own children, on the same devices. The placement
+        stays, so that a Ray that answers again gives it to no other program."""
+        if not self._all_ran_here:
+            return None
+        reason = error
+        if isinstance(error, GroupLostError):
+            try:
+                self._check_ray()
+            except RaySilentError as silent:
+                reason = silent
+        if not isinstance(reason, RaySilentError):
+            return None
+        logger.warning(
+            "%s; from now on the ranks run as processes of this machine, without Ray", reason
+        )
+        self.spares.close()
+        return ProcessHome(self._config, [place.devices for place in self._places_before])
+
+    def make_launcher(self) -> RayLauncher:
+        placement = self._placement
+        assert placement is not None, "ranks before their places"
+        spares: list[Spare | None] = [None] * len(placement.node_ids)
+        if self._spare_devices is not None and self.may_use_spares:
+            spares = self.spares.take(placement.node_ids)
+        self._launcher = RayLauncher(
+            placement,
+            self._bundle,
+            [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares],
+            self._spare_devices or [],
+            self._agents,
+        )
+        return self._launcher
+
+    def _start_spare(self, node_id: str) -> ActorSpare | None:
+        if not ray.is_initialized():
+            return None
+        return ActorSpare(node_id, self._agents, self._config.model.model_impl)
+
+    def give_places_back(self) -> None:
+        placement, self._placement = self._placement, None
+        if placement is None or not ray.is_initialized():
+            return
+        try:
+            check_answers()
+        except RaySilentError as error:
+            logger.warning("the places of the ranks are not given back: %s", error)
+        else:
+            placement.remove()
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
+            stack.callback(self._connection.close)
+            if self._connection.is_alive:
+                stack.callback(self._agents.close)
+                stack.callback(self.spares.close)
+
+
+def detect_device(wanted: str) -> str:
+    """Settles `auto` for the cluster that is connected: cuda where it has GPUs, else cpu.
+
+    Raises:
+        ConfigError: cuda was asked for and no node has a GPU.
+    """
+    num_gpus = sum(node.resources.get("GPU", 0.0) for node in cluster_nodes())
+    if wanted == "cuda" and not num_gpus:
+        raise ConfigError(
+            "device = 'cuda', but no node of the Ray cluster has a GPU; use device='cpu', or "
+            "start Ray on the machines that have them (`ray start --num-gpus`)"
+        )
+    if wanted == "auto":
+        return "cuda" if num_gpus else "cpu"
+    return wanted
