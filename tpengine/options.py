@@ -362,8 +362,8 @@ def _readers(owner: type) -> list[tuple[str, Any, Callable[[Any], Any]]]:
     readers = []
     for spec in dataclasses.fields(owner):
         read = _reader(hints[spec.name], spec.metadata["option"])
-        is_list = isinstance(spec.default, tuple)
-        readers.append((spec.name, object() if is_list else spec.default, read))
+        is_final = read(spec.default) is spec.default
+        readers.append((spec.name, spec.default if is_final else object(), read))
     return readers
 
 

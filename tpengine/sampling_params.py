@@ -24,7 +24,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from tpengine.errors import InvalidSamplingParamsError, did_you_mean
 from tpengine.options import WrongValueError, parameter, read_parameters
@@ -34,6 +34,7 @@ LogitsProcessor = Callable[[list[int], Any], Any] | Callable[[list[int], list[in
 WHOLE_VOCABULARY = -1
 """As `logprobs` or `prompt_logprobs`."""
 _refusal = InvalidSamplingParamsError.of_field
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _MOST_TOKENS = (1 << 31) - 1  # no vocabulary has more
 _EPSILON = 1e-5
 """A temperature below it is 0, and a length penalty that differs from 1 by less is neutral."""
@@ -81,7 +82,7 @@ class StructuredOutputsParams:
         InvalidSamplingParamsError: none or several of them are given, or one has a wrong type.
     """
 
-    json: Any = parameter(None, read=_read_object)
+    json: Any | None = parameter(None, read=_read_object)
     """A JSON schema, as a dict, as text, or as a class of pydantic."""
     regex: str | None = parameter(None)
     """A regular expression in the syntax of Rust's `regex`, which matches the whole output."""
@@ -101,24 +102,25 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = parameter(None)
     """A regular expression for that white space instead."""
 
-    CONSTRAINTS: ClassVar = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-
     def __post_init__(self) -> None:
         kinds = self.kinds
         if len(kinds) != 1:
             raise _refusal(
                 "structured_outputs",
-                f"needs exactly one of {', '.join(self.CONSTRAINTS)}, got "
+                f"needs exactly one of {', '.join(_CONSTRAINTS)}, got "
                 f"{' and '.join(kinds) or 'none of them'}",
             )
+        if self.choice is not None and (isinstance(self.choice, str) or not self.choice):
+            raise InvalidSamplingParamsError(
+                f"structured_outputs.choice must be a list of texts, got {self.choice!r:.80}",
+                field="structured_outputs",
+            )
         read_parameters(self, "structured_outputs.")
-        if self.choice == []:
-            raise _refusal("structured_outputs", "has a choice of no texts; give at least one")
 
     @property
     def kinds(self) -> list[str]:
         """Names of the constraints that are set."""
-        return [name for name in self.CONSTRAINTS if getattr(self, name) not in (None, False)]
+        return [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
 
     @classmethod
     def read(cls, given: Any) -> StructuredOutputsParams:
@@ -221,12 +223,12 @@ class SamplingParams:
     """When beam search ends, as in transformers. True: with the `best_of`th complete beam. False:
     when no running beam is better than the worst complete one at its present length. "never": when
     no running beam can become better at any length."""
-    stop: list[str] | Any = parameter((), max_entries="max_stops", metavar="TEXT", is_option=True)
+    stop: list[str] | Any = parameter(None, max_entries="max_stops", metavar="TEXT", is_option=True)
     """Text that ends the output; may be given more than once.
 
     In Python one string or several; becomes a list. It is removed from the output unless
     `include_stop_str_in_output`."""
-    stop_token_ids: list[int] | Any = parameter((), at_least=0, max_entries="max_stops")
+    stop_token_ids: list[int] | Any = parameter(None, at_least=0, max_entries="max_stops")
     """Tokens that end the output, as the model's end tokens do. Becomes a list."""
     include_stop_str_in_output: bool = parameter(False)
     """Leave the stop string, or the stop token, in the output."""
@@ -253,7 +255,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = parameter(True)
     """False is refused for a tokenizer written in Python, and has no effect on the text of any
     other."""
-    logits_processors: list[LogitsProcessor | str] | Any = parameter(
+    logits_processors: list[LogitsProcessor | str] | Any | None = parameter(
         None, read=_read_processors, doors=()
     )
     """Functions that edit the logits before all else, or one such function. They are called with

@@ -15,7 +15,7 @@ from support.small_llamas import SHAPES, VOCAB_SIZE, Job, MakeEngine, run
 from support.step_log import log_steps
 
 from tpengine.engine.beam_search import BeamSearch, num_candidates
-from tpengine.messages import Candidates
+from tpengine.messages import Candidates, SamplingRules
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.sequence import Request, Sequence
@@ -232,7 +232,7 @@ def test_end_ids_cost_little() -> None:
         sequences = [Sequence(i, i, [1, 2, 3 + i], 2) for i in range(width)]
         count = num_candidates(width, len(end_ids))
         times = RequestMetrics.of_arrival(0.0)
-        request = Request("r", None, [1, 2], params, 0, 0, sequences, times)
+        request = Request("r", None, [1, 2], params, SamplingRules(), 0, 0, sequences, times)
         request.end_token_ids, request.num_candidates = frozenset(end_ids), count
         sampled = []
         for sequence in sequences:
