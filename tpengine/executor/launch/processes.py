@@ -147,8 +147,9 @@ class RankProcess:
                 self.channels.append(Channel(own))
                 ends.append(end)
         except OSError as error:
-            for opened in (*self.channels, *ends):
-                opened.close()
+            self._close_channels()
+            for end in ends:
+                end.close()
             raise _not_started(error) from error
         try:
             self._process = starter.start_process(ends)
