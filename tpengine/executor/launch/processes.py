@@ -139,12 +139,23 @@ class RankProcess:
 
     def __init__(self, starter: Starter) -> None:
         self.name = "spare"
+        self.channels: list[Channel] = []
+        ends: list[socket.socket] = []
         try:
-            pairs = [socket.socketpair() for _ in range(2)]
+            for _ in range(2):
+                own, end = socket.socketpair()
+                self.channels.append(Channel(own))
+                ends.append(end)
         except OSError as error:
+            self._close_channels()
+            for end in ends:
+                end.close()
             raise _not_started(error) from error
-        self.channels = [Channel(own) for own, _ in pairs]
-        self._process = starter.start_process([theirs for _, theirs in pairs])
+        try:
+            self._process = starter.start_process(ends)
+        except BaseException:  # its frames would keep the channels open
+            self._close_channels()
+            raise
         self.pid = self._process.pid
         self._is_prepared = False
         self._lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
@@ -154,7 +165,7 @@ class RankProcess:
             self.place = RankPlace("", host.LOOPBACK, name, (), self.pid, ticks, str(self.pid))
             self._copier.start()
         except BaseException as error:
-            self._process.kill()
+            self.end()
             if isinstance(error, OSError | RuntimeError):  # no descriptor or no thread is left
                 raise _not_started(error) from error
             raise
@@ -202,6 +213,11 @@ class RankProcess:
 
     def end(self) -> None:
         self._process.kill()
+        self._close_channels()
+
+    def _close_channels(self) -> None:
+        for channel in self.channels:
+            channel.close()
 
 
 class OwnMachine(node_agent.NodeAgent):
