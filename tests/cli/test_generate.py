@@ -190,7 +190,6 @@ def test_the_command_itself(completion: str) -> None:
 @pytest.mark.parametrize(
     ("sent", "interrupt"),
     [
-        (signal.SIGTERM, signal.default_int_handler),
         (signal.SIGTERM, signal.SIG_IGN),
         (signal.SIGINT, signal.default_int_handler),
     ],

@@ -164,8 +164,9 @@ sys.exit(main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("module", ["torch", "transformers"])
+@pytest.mark.parametrize(
+    ("module", "sent"), [("torch", signal.SIGTERM), ("transformers", signal.SIGINT)]
+)
 def test_a_signal_while_modules_are_imported(module: str, sent: signal.Signals) -> None:
     """Some modules swallow an exception while they are imported, and stay half initialised."""
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(sent))]

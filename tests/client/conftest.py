@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from support.servers import server, tight  # noqa: F401
+from support.servers import llm, server, tight  # noqa: F401

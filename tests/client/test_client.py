@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,6 @@ LONG = greedy(LASTING)
 NOTICED_S = 20.0
 """Two seconds, on a loaded machine."""
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", num_device_blocks_override=256) as llm:
-        yield llm
 
 
 def test_outputs_are_those_of_the_engine(server: ServerProcess, llm: LLM) -> None:
@@ -314,20 +307,17 @@ def test_the_examples(server: ServerProcess, name: str) -> None:
     assert "tokens" in done.stdout
 
 
-def test_bench_serve(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_serve(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "latency.png"
     options = ["--rates", "20,inf", "--num-requests", "6", "--target", server.target]
-    assert main(["bench", "serve", *options]) == 0
+    assert main(["bench", "serve", *options, "--plot", str(plot)]) == 0
     shown = capsys.readouterr().out
     assert shown.count("6 complete") == 2
     assert "goodput" in shown
     assert "tokens a message" in shown
-
-
-def test_bench_serve_plots(server: ServerProcess, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "latency.png"
-    options = ["--rates", "20", "--num-requests", "2", "--target", server.target]
-    assert main(["bench", "serve", *options, "--plot", str(plot)]) == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from server.guarded import guarded_server
 from support.server_process import ServerProcess
-from support.terminal import END_S, START_S, Terminal
+from support.terminal import END_S, Terminal
 
 from client.talks import talk_with
 from tpengine.cli.main import main
@@ -69,25 +69,6 @@ def test_answers_follow_the_conversation(
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     assert main(["client", "chat", "--target", server.target, *SHORT]) == 0
     assert capsys.readouterr().out == "".join(f"{one['content']}\n" for one in answers)
-
-
-def test_ctrl_c_in_the_middle_of_a_text(server: ServerProcess) -> None:
-    where = ["--target", server.target, "--max-tokens", "400", "--ignore-eos"]
-    with Terminal("client", "generate", "Once upon a time", *where) as terminal:
-        terminal.read_until("Once upon a time")
-        terminal.type("\x03")
-        assert terminal.process.wait(END_S) == 130
-        assert terminal.read_rest().endswith("\r\n")
-
-
-def test_the_end_of_what_is_typed(server: ServerProcess) -> None:
-    with Terminal("client", "chat", "--target", server.target, *SHORT) as terminal:
-        terminal.read_until("> ")
-        terminal.type("\n")
-        terminal.read_until("> ")
-        terminal.type("\x04")
-        assert terminal.process.wait(START_S) == 0
-        assert terminal.read_rest() == "\r\n"
 
 
 @pytest.mark.parametrize("source", ["pipe", "file"])

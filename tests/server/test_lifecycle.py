@@ -29,8 +29,6 @@ from tpengine.proto import tpengine_pb2_grpc
 Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
 SMALL = ["--cpu-kv-cache-space", "0.05", "--swap-space", "0", "--dtype", "float32"]
-AT_ONCE_S = 10.0
-"""One second, on a loaded machine."""
 TOLD_S = 0.9
 """A server that ended within this time had enough CPU time to tell its clients why."""
 TOKEN, ADMIN = "a-token-of-a-client", "the-token-of-the-admin"
@@ -121,8 +119,9 @@ def test_no_client_learns_what_others_have_sent(guarded: Guarded) -> None:
     assert first == other == 0 < again
 
 
-def test_sigterm_drains(guarded: Guarded) -> None:
-    """Health changes first, new requests are refused, running ones finish, the exit code is 0."""
+def test_a_drain_and_the_signal_after_it(guarded: Guarded) -> None:
+    """Health changes first, new requests are refused, running ones finish, the exit code is 0.
+    Orchestrators drain and then send a signal, which is then no second one."""
     process, stub = guarded.process.process, guarded.stub
     ready = Watcher(guarded.channel, "readiness")
     alive = Watcher(guarded.channel, "liveness")
@@ -134,8 +133,10 @@ def test_sigterm_drains(guarded: Guarded) -> None:
     wait_until(
         lambda: stub.GetLoads(pb.GetLoadsRequest(), **as_(TOKEN)).num_running == 2, TIMEOUT_S
     )
-    process.send_signal(signal.SIGTERM)
+    assert stub.Drain(pb.DrainRequest(), **as_(ADMIN)).num_open_calls == 2
     wait_until(lambda: ready.said == [SERVING, NOT_SERVING], TIMEOUT_S)
+    process.send_signal(signal.SIGTERM)
+    wait_for(guarded.process.log, "SIGTERM: the server ends already")
     refusal = refused(stub.Generate, long_request(1), **as_(TOKEN))
     assert refusal.code is Code.UNAVAILABLE
     assert process.poll() is None
@@ -177,24 +178,6 @@ def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
         assert "request '" not in server.log.read_text()
 
 
-def test_a_signal_after_drain_is_the_first(tmp_path: Path) -> None:
-    """Orchestrators drain and then send a signal: running requests still finish."""
-    (tmp_path / "admin").write_text(f"{ADMIN}\n")
-    options = [*SMALL, "--admin-token-file", str(tmp_path / "admin"), "--drain-timeout", "60"]
-    with (
-        ServerProcess(*options, log=tmp_path / "log") as server,
-        waiting(server.stub, long_request(1000)) as call,
-    ):
-        wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
-        assert server.stub.Drain(pb.DrainRequest(), **as_(ADMIN)).num_open_calls == 1
-        server.process.send_signal(signal.SIGTERM)
-        assert call["done"].wait(END_S)
-        assert not isinstance(call["outcome"], Refusal)
-        assert call["outcome"].usage.num_output_tokens == 1000
-        assert server.process.wait(END_S) == 0
-        assert "SIGTERM: the server ends already" in server.log.read_text()
-
-
 def test_metrics_are_scraped(server: ServerProcess) -> None:
     before = server.metric("tpengine:generation_tokens_total")
     assert server.stub.Generate(long_request(7), timeout=TIMEOUT_S).finished
@@ -219,7 +202,7 @@ def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> Non
         begin = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         server.process.send_signal(signal.SIGCONT)
-        assert server.process.wait(AT_ONCE_S) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        assert server.process.wait(END_S) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
         elapsed_s = time.monotonic() - begin
         assert "ending at once" in log.read_text()
         assert call["done"].wait(TIMEOUT_S)
@@ -246,14 +229,11 @@ def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_signals", "drain_s", "end_s", "code", "words"),
-    [
-        (1, "0.5", END_S, 1, "hangs in a step"),
-        (2, "30", AT_ONCE_S, 128 + signal.SIGTERM, "ending at once"),
-    ],
+    ("num_signals", "drain_s", "code", "words"),
+    [(1, "0.5", 1, "hangs in a step"), (2, "600", 128 + signal.SIGTERM, "ending at once")],
 )
 def test_a_step_that_hangs_does_not_hold_up_the_end(
-    num_signals: int, drain_s: str, end_s: float, code: int, words: str, tmp_path: Path
+    num_signals: int, drain_s: str, code: int, words: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     with dying_server(log, "hang", *SMALL, "--drain-timeout", drain_s) as (process, channel):
@@ -265,7 +245,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(
                 begin = time.monotonic()
                 process.send_signal(signal.SIGTERM)
                 wait_for(log, "no new requests")
-            assert process.wait(end_s) == code
+            assert process.wait(END_S) == code
             elapsed_s = time.monotonic() - begin
             assert call["done"].wait(TIMEOUT_S)
             assert call["outcome"].code is Code.UNAVAILABLE
