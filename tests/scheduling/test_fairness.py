@@ -196,11 +196,12 @@ def _check_taken_room(
     loop.run()
 
 
-def test_busy_owners_get_their_shares() -> None:
+@pytest.mark.parametrize("num_mixes", [3, pytest.param(12, marks=pytest.mark.soak)])
+def test_busy_owners_get_their_shares(num_mixes: int) -> None:
     """Two owners that always wait get tokens by their weights, within about a cache of tokens;
     without fair shares they do not."""
     rng = random.Random(1)
-    for _ in range(8):
+    for _ in range(num_mixes):
         sizes = [(rng.randint(1, 60), rng.randint(1, 20)) for _ in range(rng.randint(2, 8))]
         weights = rng.choice([0.5, 1.0]), rng.choice([1.0, 2.0, 4.0])
         limits = Limits(

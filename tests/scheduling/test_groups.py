@@ -41,7 +41,10 @@ def draws(oracle: Any, prompt: list[int], output: list[int], index: int) -> list
     return chosen.tolist()
 
 
-@pytest.mark.parametrize("prompt_length", [1, 8, 16, 21, 37])
+@pytest.mark.parametrize(
+    "prompt_length",
+    [16, 21, *(pytest.param(length, marks=pytest.mark.soak) for length in (1, 8, 37))],
+)
 def test_sequences_are_those_of_separate_requests(
     make_engine: MakeEngine, oracles: dict[str, Any], prompt_length: int
 ) -> None:

@@ -200,8 +200,15 @@ def test_a_conversation_finds_its_own_output(make_engine: MakeEngine) -> None:
     assert second.outputs[0].token_ids == wanted.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize(
+    ("mode", "chunked"),
+    [
+        ("swap", True),
+        ("recompute", False),
+        pytest.param("swap", False, marks=pytest.mark.soak),
+        pytest.param("recompute", True, marks=pytest.mark.soak),
+    ],
+)
 def test_with_everything_else(make_engine: MakeEngine, chunked: bool, mode: str) -> None:
     """Shared beginnings, requests of three sequences, beams and preemption on a small cache."""
     free = SamplingParams(n=3, temperature=1.0, max_tokens=24, ignore_eos=True)

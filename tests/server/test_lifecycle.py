@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import re
 import shutil
 import signal
@@ -20,6 +22,7 @@ from support.server_process import START_TIMEOUT_S, ServerProcess, wait_until
 
 from server.calls import TIMEOUT_S, Refusal, Watcher, long_request, refused, running, waiting
 from server.guarded import Authority
+from server.http.openai_door import Door
 from server.processes import END_S, dying_server, session, wait_for
 from tpengine.cli.main import main
 from tpengine.config import EMBEDDED_MODEL
@@ -28,10 +31,31 @@ from tpengine.proto import tpengine_pb2_grpc
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
+LONG = {"prompt": [5, 6, 7], "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SMALL = ["--cpu-kv-cache-space", "0.05", "--swap-space", "0", "--dtype", "float32"]
 TOLD_S = 0.9
 """A server that ended within this time had enough CPU time to tell its clients why."""
 TOKEN, ADMIN = "a-token-of-a-client", "the-token-of-the-admin"
+
+
+def http_status(address: str, path: str) -> int:
+    connection = http.client.HTTPConnection(address, timeout=END_S)
+    connection.request("GET", path)
+    return connection.getresponse().status
+
+
+def http_refused(answer: http.client.HTTPResponse) -> tuple[int, str]:
+    """Status and code of a refusal."""
+    code: str = json.loads(answer.read())["error"]["code"]
+    assert (answer.getheader("retry-after") is not None) == (answer.status == 503)
+    return answer.status, code
+
+
+def last_event(stream: http.client.HTTPResponse) -> Any:
+    """The last event of a stream, as JSON; None: it is [DONE]."""
+    lines = [line for line in stream.read().splitlines() if line]
+    data = lines[-1].removeprefix(b"data: ")
+    return None if data == b"[DONE]" else json.loads(data)
 
 
 def check(channel: grpc.Channel, name: str) -> int:
@@ -184,16 +208,19 @@ def test_metrics_are_scraped(server: ServerProcess) -> None:
     assert server.metric("tpengine:generation_tokens_total") == before + 7
 
 
-@pytest.mark.parametrize("both_at_once", [True, False])
+@pytest.mark.parametrize("both_at_once", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> None:
     """Within a second, in which the clients of unary and streamed calls get the reason."""
     log = tmp_path / "log"
     with (
-        ServerProcess(*SMALL, log=log) as server,
+        ServerProcess(*SMALL, "--http-port", "0", log=log) as server,
         waiting(server.stub, long_request(2000)) as call,
         running(server.stub, long_request(2000)) as stream,
     ):
-        wait_until(lambda: server.loads().num_running == 2, TIMEOUT_S)
+        door = Door(server.http_address)
+        http_stream = door.open("completions", {**LONG, "max_tokens": 2000, "stream": True})
+        http_stream.readline()
+        wait_until(lambda: server.loads().num_running == 3, TIMEOUT_S)
         if both_at_once:
             server.process.send_signal(signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
@@ -210,20 +237,43 @@ def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> Non
             assert outcome.code is Code.UNAVAILABLE
             if elapsed_s < TOLD_S:
                 assert outcome.text == "the server was told to stop at once; ask another"
+        if elapsed_s < TOLD_S:
+            assert "told to stop at once" in last_event(http_stream)["error"]["message"]
+
+
+def test_a_signal_drains_over_http(tmp_path: Path) -> None:
+    with ServerProcess(*SMALL, "--http-port", "0", log=tmp_path / "log") as server:
+        door = Door(server.http_address)
+        address = server.http_address.removeprefix("http://")
+        assert (http_status(address, "/health"), http_status(address, "/ready")) == (200, 200)
+        assert "uvloop" in Path(f"/proc/{server.pid}/maps").read_text()
+        stream = door.open("completions", {**LONG, "stream": True})
+        stream.readline()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: http_status(address, "/ready") == 503, END_S)
+        assert http_status(address, "/health") == 200
+        assert http_refused(door.open("completions", LONG)) == (503, "draining")
+        assert last_event(stream) is None
+        assert server.process.wait(END_S) == 0
 
 
 def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
+    """Every call that is open is told: over HTTP a stream by an event."""
     log = tmp_path / "log"
-    with dying_server(log, "40", *SMALL) as (process, channel):
+    with dying_server(log, "300", *SMALL, "--http-port", "0") as (process, channel):
         wait_for(log, "tpengine is ready")
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
-        with waiting(stub, long_request(500)) as one, waiting(stub, long_request(500)) as two:
-            for call in (one, two):
-                assert call["done"].wait(TIMEOUT_S)
-                outcome = call["outcome"]
-                assert isinstance(outcome, Refusal)
-                assert outcome.code is Code.UNAVAILABLE
-                assert "SECRET" not in outcome.text
+        door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")
+        with waiting(stub, long_request(500)) as call:
+            whole = door.begin("completions", LONG)
+            end = last_event(door.open("completions", {**LONG, "stream": True}))
+            assert end["error"]["code"] == "engine_dead"
+            assert http_refused(whole.getresponse()) == (503, "engine_dead")
+            assert call["done"].wait(TIMEOUT_S)
+            outcome = call["outcome"]
+            assert isinstance(outcome, Refusal)
+            assert outcome.code is Code.UNAVAILABLE
+        assert "SECRET" not in f"{outcome.text}{end}"
         assert process.wait(END_S) == 1
         assert "the engine is dead" in log.read_text()
 
@@ -265,7 +315,7 @@ def test_start_up_is_bounded(tmp_path: Path) -> None:
 
 def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with dying_server(log, "start", *SMALL) as (process, channel):
+    with dying_server(log, "start", *SMALL, "--http-port", "0") as (process, channel):
         wait_for(log, "the ranks start")
         assert (check(channel, "liveness"), check(channel, "readiness")) == (1, 2)
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
@@ -274,6 +324,9 @@ def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -
         refusal = refused(stub.Generate, long_request(1))
         assert refusal.code is Code.UNAVAILABLE
         assert "load" in refusal.text
+        address = f"127.0.0.1:{wait_for(log, 'the HTTP port is ')}"
+        assert (http_status(address, "/health"), http_status(address, "/ready")) == (200, 503)
+        assert http_refused(Door(f"http://{address}").open("completions", LONG)) == (503, "loading")
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 0
     assert "SIGTERM during start-up" in log.read_text()

@@ -135,12 +135,6 @@ def test_litellm(server: ServerProcess, answers: dict[str, Any]) -> None:
     }
 
 
-def test_langchain(server: ServerProcess, answers: dict[str, Any]) -> None:
-    found = _script("langchain", "langchain-openai>=0.3", server)
-    assert (set(found["chats"]), set(found["texts"])) == ({answers["chat"]}, {answers["text"]})
-    assert set(found["num_tokens"]) == {answers["num_chat_tokens"]}
-
-
 @pytest.fixture(scope="module")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with a key, and a random model that knows tools."""
@@ -164,14 +158,6 @@ def test_tools_of_openai(tool_server: ServerProcess) -> None:
     assert found["parsed"] == [json.loads(arguments)] * 2
     assert found["after"] == "tool_calls"
     assert set(found["form"]) == {"city", "days"}
-
-
-def test_tools_of_langchain(tool_server: ServerProcess) -> None:
-    found = _script("langchain", "langchain-openai>=0.3", tool_server, "_tools")
-    whole, streamed, _ = found["calls"]
-    assert whole == streamed
-    assert whole[0] == "Weather"
-    assert [set(form) for form in found["forms"]] == [{"city", "days"}] * 2
 
 
 def test_llm(server: ServerProcess, answers: dict[str, Any], tmp_path: Path) -> None:
