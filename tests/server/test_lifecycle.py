@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -78,7 +79,7 @@ def test_health_by_name(server: ServerProcess) -> None:
 
 
 class Guarded:
-    """A server with TLS, tokens and metrics."""
+    """A server with TLS, tokens and two doors."""
 
     def __init__(self, folder: Path) -> None:
         authority = Authority.make(folder)
@@ -87,14 +88,23 @@ class Guarded:
             (folder / name).write_text(f"{token}\n")
             (folder / name).chmod(0o600)
         options = ["--host", "127.0.0.1", "--tls-cert", files.certificate, "--tls-key", files.key]
-        options += ["--token-file", str(folder / "tokens")]
+        options += ["--token-file", str(folder / "tokens"), "--http-port", "0"]
         options += ["--admin-token-file", str(folder / "admin"), "--drain-timeout", "60"]
+        self.context = ssl.create_default_context(cafile=authority.certificate)
         self.process = ServerProcess(*SMALL, *options, log=folder / "log")
         self.channel = grpc.secure_channel(
             self.process.target,
             grpc.ssl_channel_credentials(authority.certificate.read_bytes()),
         )
         self.stub = tpengine_pb2_grpc.GenerationServiceStub(self.channel)
+
+    def ask(self, path: str, body: Any = None) -> http.client.HTTPResponse:
+        """A call over HTTP, which posts its body."""
+        host = self.process.http_address.removeprefix("https://")
+        connection = http.client.HTTPSConnection(host, timeout=END_S, context=self.context)
+        headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+        connection.request("POST" if body else "GET", path, json.dumps(body), headers)
+        return connection.getresponse()
 
 
 @pytest.fixture(scope="module")
@@ -150,27 +160,33 @@ def test_a_drain_and_the_signal_after_it(guarded: Guarded) -> None:
     ready = Watcher(guarded.channel, "readiness")
     alive = Watcher(guarded.channel, "liveness")
     wait_until(lambda: ready.said == [SERVING] and alive.said == [SERVING], TIMEOUT_S)
-    long = long_request(600)
+    long = long_request(1500)
     stream = stub.GenerateStream(long, **as_(TOKEN))
     num_tokens = len(next(stream).outputs[0].token_ids)
     unary = stub.Generate.future(long, **as_(TOKEN))
+    http_stream = guarded.ask("/v1/completions", {**LONG, "max_tokens": 1500, "stream": True})
+    assert "uvloop" in Path(f"/proc/{process.pid}/maps").read_text()
+    assert (guarded.ask("/health").status, guarded.ask("/ready").status) == (200, 200)
     wait_until(
-        lambda: stub.GetLoads(pb.GetLoadsRequest(), **as_(TOKEN)).num_running == 2, TIMEOUT_S
+        lambda: stub.GetLoads(pb.GetLoadsRequest(), **as_(TOKEN)).num_running == 3, TIMEOUT_S
     )
-    assert stub.Drain(pb.DrainRequest(), **as_(ADMIN)).num_open_calls == 2
+    assert stub.Drain(pb.DrainRequest(), **as_(ADMIN)).num_open_calls == 3
     wait_until(lambda: ready.said == [SERVING, NOT_SERVING], TIMEOUT_S)
     process.send_signal(signal.SIGTERM)
     wait_for(guarded.process.log, "SIGTERM: the server ends already")
     refusal = refused(stub.Generate, long_request(1), **as_(TOKEN))
     assert refusal.code is Code.UNAVAILABLE
+    assert (guarded.ask("/health").status, guarded.ask("/ready").status) == (200, 503)
+    assert http_refused(guarded.ask("/v1/completions", LONG)) == (503, "draining")
     assert process.poll() is None
     last = None
     for last in stream:
         num_tokens += len(last.outputs[0].token_ids)
     assert last is not None
     assert last.finished
-    assert num_tokens == 600
-    assert unary.result(END_S).usage.num_output_tokens == 600
+    assert num_tokens == 1500
+    assert unary.result(END_S).usage.num_output_tokens == 1500
+    assert last_event(http_stream) is None
     assert process.wait(END_S) == 0
     assert alive.said == [SERVING]
     for watcher in (ready, alive):
@@ -239,22 +255,6 @@ def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> Non
                 assert outcome.text == "the server was told to stop at once; ask another"
         if elapsed_s < TOLD_S:
             assert "told to stop at once" in last_event(http_stream)["error"]["message"]
-
-
-def test_a_signal_drains_over_http(tmp_path: Path) -> None:
-    with ServerProcess(*SMALL, "--http-port", "0", log=tmp_path / "log") as server:
-        door = Door(server.http_address)
-        address = server.http_address.removeprefix("http://")
-        assert (http_status(address, "/health"), http_status(address, "/ready")) == (200, 200)
-        assert "uvloop" in Path(f"/proc/{server.pid}/maps").read_text()
-        stream = door.open("completions", {**LONG, "stream": True})
-        stream.readline()
-        server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: http_status(address, "/ready") == 503, END_S)
-        assert http_status(address, "/health") == 200
-        assert http_refused(door.open("completions", LONG)) == (503, "draining")
-        assert last_event(stream) is None
-        assert server.process.wait(END_S) == 0
 
 
 def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
