@@ -333,14 +333,6 @@ def test_character_that_the_prompt_leaves_unfinished(tail: bytes) -> None:
     assert stream_all(Detokenizer(BYTE_LEVEL, prompt, SamplingParams()), [])[0] == ""
 
 
-def test_special_tokens_are_skipped_or_shown() -> None:
-    end = BYTE_LEVEL.hf.convert_tokens_to_ids("<|im start|>")
-    ids = [*single_bytes(b"a"), end, *single_bytes(b"b")]
-    assert stream_all(Detokenizer(BYTE_LEVEL, [], SamplingParams()), ids)[0] == "ab"
-    shown = Detokenizer(BYTE_LEVEL, [], SamplingParams(skip_special_tokens=False))
-    assert stream_all(shown, ids)[0] == "a<|im start|>b"
-
-
 def test_half_character_after_a_stop_is_not_flushed() -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, [], SamplingParams(stop=["a"]))
     assert stream_all(detokenizer, single_bytes(b"xa"))[0] == "x"

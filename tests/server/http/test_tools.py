@@ -65,15 +65,11 @@ WRITTEN = {
 }
 
 
-IN_SOAK = ("hermes", "mistral")
-"""Forms of which a sister is served in `make test`: `hermes` after thoughts, and that of 2025."""
-
-
 @pytest.fixture(
     name="form",
     scope="module",
     params=[
-        pytest.param(name, marks=pytest.mark.soak if name in IN_SOAK else []) for name in WRITTEN
+        pytest.param(name, marks=[] if name == "llama3" else pytest.mark.soak) for name in WRITTEN
     ],
 )
 def form_fixture(request: pytest.FixtureRequest) -> str:
