@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -488,38 +487,41 @@ def test_our_client_ends_what_it_leaves(server: ServerProcess) -> None:
         asyncio.run(cut_once(server, print, priority=1, resume_window_s=WINDOW_S))
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server of one test."""
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that loses its rank, and is drained by the last test that has it."""
     options = ["--http-port", "0", "--resume-window", str(WINDOW_S), "--drain-timeout", "1"]
-    with ServerProcess(*OPTIONS, *options, "--isolate", log=tmp_path / "log") as process:
+    log = tmp_path_factory.mktemp("alone") / "log"
+    with ServerProcess(*OPTIONS, *options, "--isolate", log=log) as process:
         yield process
 
 
 def test_a_rank_is_lost_while_no_client_reads(alone: ServerProcess) -> None:
     wanted = Grpc(alone).read(Grpc(alone).open("undisturbed", length=800))
-    for door in (Grpc(alone), Http(alone)):
-        stream = door.open("lost", length=800)
+    for key, door in (("lost", Grpc(alone)), ("lost-too", Http(alone))):
+        stream = door.open(key, length=800)
         begun = door.read(stream, 5)
         door.leave(stream)
         (rank,) = alone.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S).ranks
         os.kill(rank_pid(rank), signal.SIGKILL)
-        assert begun + door.read(door.open("lost", after=5, length=800)) == wanted
+        assert begun + door.read(door.open(key, after=5, length=800)) == wanted
     assert alone.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S).recoveries == 2
 
 
-@pytest.mark.parametrize("kind", [Grpc, Http])
-def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess, kind: Any) -> None:
-    door = kind(alone)
-    streams = [door.open(key) for key in ("read", "left")]
-    for stream in streams:
+def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess) -> None:
+    """The last test of this server."""
+    doors = [Grpc(alone), Http(alone)]
+    read, left = ([(door, door.open(f"{key}-{place}")) for place, door in enumerate(doors)]
+                  for key in ("read", "left"))  # fmt: skip
+    for door, stream in (*read, *left):
         door.read(stream, 2)
-    door.leave(streams[1])
+    for door, stream in left:
+        door.leave(stream)
     alone.process.send_signal(signal.SIGTERM)
-    if kind is Http:  # also while it drains
-        streams[1] = door.open("left", after=2)
-        assert door.fault(streams[1]) == "draining"
-    assert door.fault(streams[0]) == "draining"
+    _, over_http = doors
+    again = over_http.open("left-1", after=2)  # while it drains
+    for door, stream in (*read, (over_http, again)):
+        assert door.fault(stream) == "draining"
     assert alone.process.wait(TIMEOUT_S) == 0
 
 
