@@ -277,24 +277,6 @@ def test_special_tokens_do_not_hide_the_prompt(tokenizer: Tokenizer) -> None:
     assert stream_all(Detokenizer(tokenizer, prompt, SamplingParams()), [end, space])[0] == " "
 
 
-def test_first_token_keeps_its_space_after_a_prompt_and_loses_it_without() -> None:
-    for tokenizer in (STRIPPING, METASPACE):
-        ids = tokenizer.encode("Hello world")
-        cut = next(
-            i for i, t in enumerate(tokenizer.hf.convert_ids_to_tokens(ids)) if i and t[0] == "▁"
-        )
-        assert (
-            stream_all(Detokenizer(tokenizer, ids[:cut], SamplingParams()), ids[cut:])[0]
-            == " world"
-        )
-        assert stream_all(Detokenizer(tokenizer, [], SamplingParams()), ids)[0] == "Hello world"
-        beginning = tokenizer.hf.convert_tokens_to_ids("<s>")
-        assert (
-            stream_all(Detokenizer(tokenizer, [beginning], SamplingParams()), ids)[0]
-            == "Hello world"
-        )
-
-
 def single_bytes(data: bytes) -> list[int]:
     """Byte-level tokens of one byte each."""
     backend = BYTE_LEVEL.fast_backend
