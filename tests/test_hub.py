@@ -138,6 +138,7 @@ print(*outputs[0].outputs[0].token_ids)
 """
 
 
+@pytest.mark.check
 def test_the_first_lines_of_a_tutorial(
     hub: Hub, subjects: Subjects, tmp_path: Path, opt: dict[str, bytes]
 ) -> None:

@@ -58,8 +58,8 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("words", "is_gguf"),
     [
-        (["generate", "Once"], False),
         (["chat", "Hello"], True),
+        pytest.param(["generate", "Once"], False, marks=pytest.mark.soak),
         pytest.param(["generate", "Once"], True, marks=pytest.mark.soak),
         pytest.param(["chat", "Hello"], False, marks=pytest.mark.soak),
     ],

@@ -280,7 +280,10 @@ def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("num_signals", "drain_s", "code", "words"),
-    [(1, "0.5", 1, "hangs in a step"), (2, "600", 128 + signal.SIGTERM, "ending at once")],
+    [
+        (1, "0.5", 1, "hangs in a step"),
+        pytest.param(2, "600", 128 + signal.SIGTERM, "ending at once", marks=pytest.mark.soak),
+    ],
 )
 def test_a_step_that_hangs_does_not_hold_up_the_end(
     num_signals: int, drain_s: str, code: int, words: str, tmp_path: Path

@@ -33,7 +33,7 @@ def _own_ray() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path, size: int) -> None:
     """Of ranks that are children of the server; also of the only one, with --isolate."""
     with make_engine(EMBEDDED_MODEL) as engine:

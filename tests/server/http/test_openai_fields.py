@@ -206,7 +206,7 @@ MESSAGES = st.lists(st.fixed_dictionaries(MESSAGE, optional={"a": JSON}), max_si
 VALUES = {"messages": MESSAGES, "chat_template_kwargs": st.dictionaries(st.text(max_size=4), JSON)}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.sampled_from([CHAT, TEXT]))
 def test_no_body_breaks_the_reader(state: ServerState, data: Any, path: str) -> None:
     body = dict(BASES[path])

@@ -23,7 +23,7 @@ OPTIONS = [*RANKS[:-1], "1024", "--http-port", "0", "--max-model-len", "512"]
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("count", "executor"), [(20, "processes"), pytest.param(200, "ray", marks=pytest.mark.soak)]
+    ("count", "executor"), [(12, "processes"), pytest.param(200, "ray", marks=pytest.mark.soak)]
 )
 def test_streams_go_on_over_a_recovery(count: int, executor: str, llm: LLM, tmp_path: Path) -> None:
     requests = mixed(count, count, MAX_TOKENS)
