@@ -185,8 +185,12 @@ Summary = list[tuple[int, tuple[int, ...], float | None, str | None]]
 
 
 def summary(output: RequestOutput) -> Summary:
-    """What a user sees of the sequences."""
-    return [(o.index, o.token_ids, o.cumulative_logprob, o.finish_reason) for o in output.outputs]
+    """What a user sees of the sequences; of one alone without its probability."""
+    several = len(output.outputs) > 1
+    return [
+        (o.index, o.token_ids, o.cumulative_logprob if several else None, o.finish_reason)
+        for o in output.outputs
+    ]
 
 
 def undisturbed(request: Request) -> Summary:
@@ -198,7 +202,7 @@ def undisturbed(request: Request) -> Summary:
     given = request.prompt_token_ids, request.seed, params.max_tokens
     ids = tuple(generate_undisturbed(*given, adapter=request.adapter))
     end = next((place for place, token in enumerate(ids) if token in END_TOKEN_IDS), None)
-    return [(0, ids, 0.0, "length")] if end is None else [(0, ids[: end + 1], 0.0, "stop")]
+    return [(0, ids, None, "length")] if end is None else [(0, ids[: end + 1], None, "stop")]
 
 
 def check_ending(loop: Loop, request: Request) -> str:
