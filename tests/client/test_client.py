@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from tpengine.errors import (
     ServerUnavailableError,
 )
 from tpengine.inputs import TokensPrompt
+from tpengine.proto.status_details import write_details
 from tpengine.server.auth import Authenticator
 
 PROMPT = "Once upon a time"
@@ -361,31 +363,34 @@ def test_figures_of_a_load() -> None:
     assert plan == poisson_plan(10.0, [("a", SamplingParams())] * 4000, seed=0)
 
 
+ABORTED = write_details(RequestAbortedError("it was aborted"), "it was aborted", "a", None)
+
+
 @pytest.mark.parametrize(
-    ("code", "words", "kind"),
+    ("code", "trailers", "kind"),
     [
-        (StatusCode.OK, "", asyncio.CancelledError),
-        (StatusCode.UNAVAILABLE, "gone", asyncio.CancelledError),
-        (StatusCode.CANCELLED, "Locally cancelled by application!", asyncio.CancelledError),
-        (StatusCode.CANCELLED, "request 'a' was aborted", RequestAbortedError),
+        (StatusCode.OK, (), asyncio.CancelledError),
+        (StatusCode.UNAVAILABLE, (), asyncio.CancelledError),
+        (StatusCode.CANCELLED, (), asyncio.CancelledError),
+        (StatusCode.CANCELLED, ABORTED, RequestAbortedError),
     ],
 )
-def test_a_cancellation_is_not_swallowed(code: StatusCode, words: str, kind: type) -> None:
-    """The call may end at the same moment, with any status."""
+def test_a_cancellation_is_not_swallowed(code: StatusCode, trailers: Any, kind: type) -> None:
+    """The call may end at the same moment, with any status; details are the server's."""
 
-    class Ended:
-        def done(self) -> bool:
-            return True
+    async def told(value: Any) -> Any:
+        return value
 
-        async def code(self) -> StatusCode:
-            return code
-
-        async def details(self) -> str:
-            return words
+    call = SimpleNamespace(
+        done=lambda: True,
+        code=lambda: told(code),
+        details=lambda: told("it was aborted"),
+        trailing_metadata=lambda: told(trailers),
+    )
 
     async def cancel() -> None:
         with pytest.raises(kind):
-            async with typed_errors(Ended(), "HOST:PORT"):
+            async with typed_errors(call, "HOST:PORT"):
                 raise asyncio.CancelledError
 
     asyncio.run(cancel())

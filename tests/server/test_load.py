@@ -214,7 +214,7 @@ def _unread(server: ServerProcess) -> SilentReader:
     )
 
 
-@pytest.mark.parametrize("num_others", [4, pytest.param(400, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_others", [4, pytest.param(100, marks=pytest.mark.soak)])
 def test_an_unread_stream_does_not_delay_others(server: ServerProcess, num_others: int) -> None:
     """It is made and its blocks are free while it is unread; others are answered meanwhile."""
     _touch_cache(server)
