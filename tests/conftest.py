@@ -26,6 +26,7 @@ from support.ray_cluster import (  # noqa: F401  # fixtures for all rooms
     ray_address,
     wait_until,
 )
+from support.servers import llm, server, tight  # noqa: F401  # fixtures of server and client
 from support.small_llamas import folders, make_engine, oracles  # noqa: F401  # fixtures
 from support.subjects import Subjects
 
@@ -34,7 +35,7 @@ from tpengine.config import EMBEDDED_MODEL
 # A shell starts background commands with SIGINT ignored; Python then sets no handler itself.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_LONG_ROOMS = ("executor", "server", "client", "recovery/on_ray", "distributed")
+_LONG_ROOMS = ("executor", "server", "recovery/on_ray", "distributed")
 """Their files stay together, as they share a Ray cluster, servers or ranks; they come first."""
 
 _MAY_SKIP = (
@@ -102,7 +103,7 @@ def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
 def _group_of(nodeid: str) -> str:
     """The long room or the file of a test, as `tests/server/test_client.py::test_commands`."""
     file = nodeid.partition("::")[0]
-    inside = file.removeprefix("tests/")
+    inside = file.removeprefix("tests/").replace("client/", "server/", 1)  # they share servers
     return next((room for room in _LONG_ROOMS if inside.startswith(f"{room}/")), file)
 
 

@@ -1,9 +1,8 @@
 """The embedded model as it ships, the grammar behind it, and the script that trains it."""
 
 import importlib
-import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -130,62 +129,6 @@ def test_what_follows_depends_on_the_name(
     prompt = f"Hello, my name is {name}."
     (answer,) = embedded_oracle.answers([tokenizer(prompt).input_ids])
     assert {trade, town} <= set(re.findall(r"\w+", tokenizer.decode(answer.token_ids[:24])))
-
-
-def assert_skewed(weights: Sequence[float]) -> None:
-    for index, weight in enumerate(weights[:-1]):
-        assert weight >= 2 * weights[index + 1]
-        # Alternatives may begin alike: all the later ones together must stay behind as well.
-        assert weight >= 1.99 * sum(weights[index + 1 :])
-
-
-def test_every_choice_of_the_grammar_is_skewed(
-    documents: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn_sizes: set[int] = set()
-
-    class SkewedRandom(random.Random):
-        """Checks each draw, and knows no other way to draw."""
-
-        def choices(self, population: Any, weights: Any = None, **kwargs: Any) -> Any:
-            assert len(population) == len(weights)
-            assert_skewed(weights)
-            drawn_sizes.add(len(population))
-            return super().choices(population, weights, **kwargs)
-
-        def choice(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("an even choice")
-
-        randrange = shuffle = choice
-
-    monkeypatch.setattr(documents.random, "Random", SkewedRandom)
-    stream = documents.Documents(3)
-    texts = [stream.write() for _ in range(400)]
-    assert {2, 3, 4, 5, 6, 12, len(documents.GENRES)} <= drawn_sizes
-    assert not [text for text in texts if "{" in text or "}" in text]
-    assert len(set(texts)) > 300
-
-
-def test_every_rule_of_the_grammar_is_used_and_has_no_twins(documents: ModuleType) -> None:
-    grammar = documents.GRAMMAR
-    fields = {
-        re.split(r"[=:]", field)[-1].split("@")[0]
-        for template in grammar.templates()
-        for field in re.findall(r"\{([^{}]*)\}", template)
-    }
-    assert set(grammar.rules) <= fields | set(documents.GENRES)
-    with pytest.raises(ValueError, match="two equal"):
-        type(grammar)({"twins": ("a", "a")})
-    with pytest.raises(ValueError, match="neither a rule"):
-        type(grammar)({"lonely": ("{nobody}",)})
-
-
-def test_context_turns_the_order_of_a_rule(documents: ModuleType) -> None:
-    order = documents.GRAMMAR.order
-    first = {order("person", turn)[0] for turn in range(12)}
-    assert first == set(range(12))
-    names = [person["name"] for person in documents.GRAMMAR.rules["person"]]
-    assert names.index("Mara") not in order("person", 0, frozenset({"Mara"}))
 
 
 @pytest.mark.soak

@@ -42,19 +42,18 @@ ALL = TOKENIZER | SAFETENSORS | PICKLES | INDICES | CODE | NEVER
 
 
 @pytest.mark.parametrize(
-    ("load_format", "trust", "unwanted", "extra"),
+    ("load_format", "trust", "unwanted", "extra", "revision"),
     [
-        ("auto", False, [], SAFETENSORS),
-        ("safetensors", True, [], SAFETENSORS | CODE),
-        ("pt", False, [], PICKLES),
-        ("pt", True, [], PICKLES | CODE),
-        ("auto", False, ["*.safetensors"], PICKLES),
-        ("auto", False, ["*.safetensors", "pytorch*"], set()),
-        ("dummy", False, [], set()),
-        ("dummy", True, [], CODE),
+        ("auto", False, [], SAFETENSORS, None),
+        ("safetensors", True, [], SAFETENSORS | CODE, "v2"),
+        ("pt", False, [], PICKLES, "v2"),
+        ("pt", True, [], PICKLES | CODE, None),
+        ("auto", False, ["*.safetensors"], PICKLES, None),
+        ("auto", False, ["*.safetensors", "pytorch*"], set(), "v2"),
+        ("dummy", False, [], set(), None),
+        ("dummy", True, [], CODE, "v2"),
     ],
 )
-@pytest.mark.parametrize("revision", [None, "v2"])
 def test_only_what_is_read_is_fetched(
     hub: Hub,
     tmp_path: Path,
@@ -139,6 +138,7 @@ print(*outputs[0].outputs[0].token_ids)
 """
 
 
+@pytest.mark.check
 def test_the_first_lines_of_a_tutorial(
     hub: Hub, subjects: Subjects, tmp_path: Path, opt: dict[str, bytes]
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -38,7 +40,7 @@ from tpengine.errors import (
     RequestError,
 )
 from tpengine.inputs import BeamSearchParams
-from tpengine.outputs import RequestOutput
+from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.scheduling.scheduler import Scheduler
 
 PROMPTS = ["Hello, my name is", "The capital of France is", "The future of AI is"]
@@ -67,9 +69,26 @@ def test_the_common_script(llm: LLM) -> None:
         assert completion.text
         assert completion.finish_reason in {"length", "stop"}
         assert completion.logprobs is None
+        assert pickle.loads(pickle.dumps(output)) == output
     metrics = outputs[0].metrics
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time
     assert metrics.first_token_time <= metrics.finished_time
+
+
+def test_outputs_are_plain_data() -> None:
+    metrics = RequestMetrics.of_arrival(7.0)
+    assert metrics == RequestMetrics(7.0, 7.0, None, None, None)
+    one = CompletionOutput(0, "x", (9,), -1.0, [{9: Logprob(-1.0, 1, "x")}])
+    output = RequestOutput("r", "p", [1], [None], [one], False, metrics)
+    as_dict = dataclasses.asdict(output)
+    assert as_dict["outputs"][0]["logprobs"] == [
+        {9: {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}
+    ]
+    assert as_dict["outputs"][0]["token_ids"] == (9,)
+    assert as_dict["metrics"]["last_token_time"] == 7.0
+    assert not one.finished()
+    one.finish_reason = "stop"
+    assert one.finished()
 
 
 def test_sampling_repeats_from_run_to_run_unless_seeded() -> None:

@@ -55,8 +55,15 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_embedded_gguf(tmp_path_factory.mktemp("gguf")))
 
 
-@pytest.mark.parametrize("is_gguf", [False, True], ids=["embedded", "gguf"])
-@pytest.mark.parametrize("words", [["generate", "Once"], ["chat", "Hello"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("words", "is_gguf"),
+    [
+        (["chat", "Hello"], True),
+        pytest.param(["generate", "Once"], False, marks=pytest.mark.soak),
+        pytest.param(["generate", "Once"], True, marks=pytest.mark.soak),
+        pytest.param(["chat", "Hello"], False, marks=pytest.mark.soak),
+    ],
+)
 def test_modules_of_a_start(words: list[str], is_gguf: bool, gguf_file: str) -> None:
     model = ["--model", gguf_file] if is_gguf else []
     command = [sys.executable, "-c", COMMAND, *words, *SMALL, *model]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections import Counter
-from contextlib import aclosing
 
 import pytest
 from support.engines import greedy
@@ -31,86 +28,6 @@ from tpengine.errors import (
     DuplicateRequestError,
     RequestAbortedError,
 )
-
-NUM_REQUESTS = 64
-WAYS = ("read", "cancel", "break", "close", "abort", "deadline", "queue")
-
-
-async def _take_part(engine: AsyncLLMEngine, index: int, way: str, rng: random.Random) -> str:
-    """Sends one request that ends in the given way, or earlier; returns how it ended."""
-    request_id, num_reads = f"{way}-{index}", rng.randrange(1, 20)
-    prompt = [rng.randrange(4, 500) for _ in range(rng.randrange(1, 120))]
-    delay = rng.random() * 0.1
-    outputs = engine.generate(
-        None,
-        stream(40),
-        request_id,
-        prompt_token_ids=prompt,
-        deadline=time.monotonic() + delay if way == "deadline" else None,
-        max_queue_s=delay / 10 if way == "queue" else None,
-    )
-    aborting = None
-    if way == "abort":
-        aborting = asyncio.create_task(_abort_later(engine, request_id, delay))
-    try:
-        async with aclosing(outputs):
-            async for output in outputs:
-                num_reads -= 1
-                if output.finished:
-                    return str(output.outputs[0].finish_reason)
-                if way == "break" and num_reads < 0:
-                    break
-                if way == "close" and num_reads < 0:
-                    return "left"
-        return "left"
-    except DeadlineExceededError as error:
-        return type(error).__name__
-    finally:
-        if aborting is not None:
-            await aborting
-
-
-async def _abort_later(engine: AsyncLLMEngine, request_id: str, delay: float) -> None:
-    await asyncio.sleep(delay)
-    await engine.abort(request_id)
-
-
-def test_a_crowd_that_leaves_in_every_way(make: MakeEngine) -> None:
-    engine = make(num_device_blocks_override=96, max_num_seqs=24)
-    inner = engine.llm_engine
-    rng = random.Random(7)
-    ends: Counter[str] = Counter()
-
-    async def one(index: int, way: str) -> None:
-        task = asyncio.create_task(_take_part(engine, index, way, rng))
-        if way == "cancel":
-            await asyncio.sleep(rng.random() * 0.1)
-            task.cancel()
-            try:
-                ends[await task] += 1
-            except asyncio.CancelledError:
-                ends["cancelled"] += 1
-        else:
-            ends[await task] += 1
-
-    async def crowd() -> None:
-        ways = [WAYS[index % len(WAYS)] for index in range(NUM_REQUESTS)]
-        await asyncio.gather(*(one(index, way) for index, way in enumerate(ways)))
-        full = [asyncio.create_task(read_ids(engine, [5], stream(600))) for _ in range(24)]
-        await until(lambda: engine.stats().queues.num_running == 24)  # every slot is free again
-        for reader in full:
-            reader.cancel()
-        await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
-        assert len(await read_ids(engine, [5, 6, 7], stream(5))) == 5
-
-    run_async(crowd())
-    assert sum(ends.values()) == NUM_REQUESTS
-    assert ends["length"] >= 9, ends
-    assert ends["cancelled"], ends
-    assert ends["left"], ends
-    assert not inner.has_unfinished_requests()
-    queues = engine.stats().queues
-    assert (queues.num_queued, queues.num_queued_tokens, queues.num_running) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("way", ["aclose", "cancel", "abort", "abort of a server", "deadline"])

@@ -26,12 +26,10 @@ from async_engine.tools import (
 from tpengine import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from tpengine.errors import (
     EngineDeadError,
-    EngineDrainingError,
     EngineError,
     GroupLostError,
     ModelLoadError,
     RankLoss,
-    RequestAbortedError,
     RequestFailedError,
     RequestIgnoredError,
 )
@@ -264,43 +262,6 @@ def test_steps_without_progress_are_seen(make: MakeEngine, monkeypatch: pytest.M
             await until(lambda: len(turns) > 1 and not engine.health().ready)
         assert len(turns) / (turns[-1] - turns[0]) < 400
         assert len(await reader) == 10
-
-    run_async(ask())
-
-
-def test_drain_lets_running_requests_finish(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make()
-    held = gate(engine)
-
-    async def ask() -> None:
-        readers = [asyncio.create_task(read_ids(engine, [4], stream(20))) for _ in range(3)]
-        await held.reached(1)
-        draining = asyncio.create_task(engine.drain(60))
-        await asyncio.sleep(0)
-        assert (engine.health().state, engine.health().ready) == ("draining", False)
-        assert engine.health().alive
-        with pytest.raises(EngineDrainingError):
-            await read_ids(engine, [4], stream(3))
-        held.open()
-        assert await draining == 0
-        assert [len(await reader) for reader in readers] == [20] * 3
-
-    run_async(ask())
-
-
-def test_drain_cuts_off_what_does_not_finish(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make()
-    held = gate(engine)
-
-    async def ask() -> None:
-        reader = asyncio.create_task(read_ids(engine, [4], stream(100)))
-        await held.reached(1)
-        draining = asyncio.create_task(engine.drain(0.1))
-        await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
-        assert isinstance(reader.exception(), RequestAbortedError), "the reader waits for the step"
-        held.open()
-        assert await draining == 1
-        assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
 
     run_async(ask())
 

@@ -29,7 +29,6 @@ from tpengine.errors import (
     ConfigError,
     DeadlineExceededError,
     EngineDeadError,
-    InvalidPriorityError,
     InvalidPromptError,
     QueueFullError,
 )
@@ -91,36 +90,6 @@ def test_a_refused_prompt_frees_its_place(make: MakeEngine) -> None:
                 await read_ids(engine, [100_000], stream(4))
         assert engine.stats().queues.num_queued == 0
         assert len(await read_ids(engine, [7], stream(4))) == 4
-
-    run_async(ask())
-
-
-def test_priorities_are_kept(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make(max_num_seqs=1, scheduling_policy="priority")
-    held = gate(engine)
-    order: list[str] = []
-
-    async def one(name: str, priority: int) -> None:
-        assert len(await read_ids(engine, [len(name) + 4], stream(2), priority=priority)) == 2
-        order.append(name)
-
-    async def ask() -> None:
-        tasks = [asyncio.create_task(one("first", 0))]
-        await held.reached(1)
-        for name, priority in (("low", 5), ("middle", 0), ("high", -5)):
-            tasks.append(asyncio.create_task(one(name, priority)))
-        await until(lambda: engine.stats().queues.num_queued >= 3)
-        held.open()
-        await asyncio.gather(*tasks)
-
-    run_async(ask())
-    assert order == ["first", "high", "middle", "low"]
-
-
-def test_priorities_need_their_policy(engine: AsyncLLMEngine) -> None:
-    async def ask() -> None:
-        with pytest.raises(InvalidPriorityError):
-            await read_ids(engine, [5], stream(2), priority=-1)
 
     run_async(ask())
 

@@ -104,24 +104,6 @@ def test_wrong_usage(
     assert all(word in error for word in wrong[:1])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "meant"),
-    [
-        (["generate", PROMPT, "--tensor-paralel-size", "2"], "--tensor-parallel-size"),
-        (["serve", "--max-mesage-mib=2"], "--max-message-mib"),
-        (["client", "chat", "--timout", "2"], "--timeout"),
-        (["bench", "throughput", "--nun-requests", "2"], "--num-requests"),
-    ],
-)
-def test_mistyped_option(
-    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
-
-
 def test_a_model_without_its_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "some/model"])
@@ -164,8 +146,9 @@ sys.exit(main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("module", ["torch", "transformers"])
+@pytest.mark.parametrize(
+    ("module", "sent"), [("torch", signal.SIGTERM), ("transformers", signal.SIGINT)]
+)
 def test_a_signal_while_modules_are_imported(module: str, sent: signal.Signals) -> None:
     """Some modules swallow an exception while they are imported, and stay half initialised."""
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(sent))]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from server.guarded import guarded_server
 from support.server_process import ServerProcess
-from support.terminal import END_S, START_S, Terminal
+from support.terminal import END_S, Terminal
 
-from client.talks import talk_with
 from tpengine.cli.main import main
 from tpengine.server.auth import Authenticator
 
@@ -47,47 +44,6 @@ def test_keys_in_a_chat(server: ServerProcess) -> None:
         assert "once more" in terminal.interrupt("\r\n> ")
         terminal.interrupt("\r\n")
         assert terminal.process.wait(END_S) == 130
-
-
-def test_answers_follow_the_conversation(
-    server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = {"temperature": 0.0, "max_tokens": 4}
-
-    def said(role: str, text: str) -> dict[str, str]:
-        return {"role": role, "content": text}
-
-    def answer(*messages: dict[str, str]) -> dict[str, str]:
-        output = talk_with(server.target, lambda client: client.generate(messages, params))
-        return said("assistant", output.outputs[0].text)
-
-    one, two = said("user", "Hello, my name is Anna."), said("user", "What is two plus three?")
-    first = answer(one)
-    answers = [first, answer(one, first, two), answer(said("system", "Speak of the sea."), two)]
-    lines = [one["content"], two["content"], "/clear", "/system Speak of the sea."]
-    lines += [two["content"], "/exit", "never read"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    assert main(["client", "chat", "--target", server.target, *SHORT]) == 0
-    assert capsys.readouterr().out == "".join(f"{one['content']}\n" for one in answers)
-
-
-def test_ctrl_c_in_the_middle_of_a_text(server: ServerProcess) -> None:
-    where = ["--target", server.target, "--max-tokens", "400", "--ignore-eos"]
-    with Terminal("client", "generate", "Once upon a time", *where) as terminal:
-        terminal.read_until("Once upon a time")
-        terminal.type("\x03")
-        assert terminal.process.wait(END_S) == 130
-        assert terminal.read_rest().endswith("\r\n")
-
-
-def test_the_end_of_what_is_typed(server: ServerProcess) -> None:
-    with Terminal("client", "chat", "--target", server.target, *SHORT) as terminal:
-        terminal.read_until("> ")
-        terminal.type("\n")
-        terminal.read_until("> ")
-        terminal.type("\x04")
-        assert terminal.process.wait(START_S) == 0
-        assert terminal.read_rest() == "\r\n"
 
 
 @pytest.mark.parametrize("source", ["pipe", "file"])
@@ -179,9 +135,7 @@ def test_a_token_of_the_environment_that_cannot_be_one(
 def test_the_timeout_of_health(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"127.0.0.1:{silent.getsockname()[1]}"
-        begin = time.monotonic()
         assert main(["client", "health", "--timeout", "1", "--target", target]) == 1
-        assert 1.0 <= time.monotonic() - begin < END_S
     assert "DeadlineExceededError" in capsys.readouterr().err
 
 
@@ -191,8 +145,6 @@ def test_a_refused_connection_is_told_at_once(
 ) -> None:
     with socket.socket() as probe:  # bound but not listening: no server can be there
         probe.bind(("127.0.0.1", 0))
-        begin = time.monotonic()
         target = f"{host}:{probe.getsockname()[1]}"
         assert main(["client", "health", "--target", target]) == 1
-    assert time.monotonic() - begin < END_S
     assert "Connection refused; no server is there" in capsys.readouterr().err

@@ -85,13 +85,12 @@ def test_arguments_that_cannot_be_sent(kind: type[RequestError], words: str, tal
     talk_with("127.0.0.1:1", refused)
 
 
-def test_numbers_that_mean_the_same_are_sent(server: ServerProcess) -> None:
+def test_numbers_that_mean_the_same_are_sent(server: ServerProcess, llm: LLM) -> None:
     """In process these numbers may have any size."""
     params = SamplingParams(
         max_tokens=HUGE, seed=2**64 - 1, temperature=0.9, stop=["."], logprobs=0
     )
-    with LLM(dtype="float32", num_device_blocks_override=256, max_model_len=512) as llm:
-        (offline,) = llm.generate(PROMPT, params, use_tqdm=False)
+    (offline,) = llm.generate(PROMPT, params, use_tqdm=False)
 
     async def talk(client: GenerationClient) -> Any:
         return await client.generate(PROMPT, params)

@@ -277,24 +277,6 @@ def test_special_tokens_do_not_hide_the_prompt(tokenizer: Tokenizer) -> None:
     assert stream_all(Detokenizer(tokenizer, prompt, SamplingParams()), [end, space])[0] == " "
 
 
-def test_first_token_keeps_its_space_after_a_prompt_and_loses_it_without() -> None:
-    for tokenizer in (STRIPPING, METASPACE):
-        ids = tokenizer.encode("Hello world")
-        cut = next(
-            i for i, t in enumerate(tokenizer.hf.convert_ids_to_tokens(ids)) if i and t[0] == "▁"
-        )
-        assert (
-            stream_all(Detokenizer(tokenizer, ids[:cut], SamplingParams()), ids[cut:])[0]
-            == " world"
-        )
-        assert stream_all(Detokenizer(tokenizer, [], SamplingParams()), ids)[0] == "Hello world"
-        beginning = tokenizer.hf.convert_tokens_to_ids("<s>")
-        assert (
-            stream_all(Detokenizer(tokenizer, [beginning], SamplingParams()), ids)[0]
-            == "Hello world"
-        )
-
-
 def single_bytes(data: bytes) -> list[int]:
     """Byte-level tokens of one byte each."""
     backend = BYTE_LEVEL.fast_backend
@@ -331,14 +313,6 @@ def test_character_that_the_prompt_leaves_unfinished(tail: bytes) -> None:
         stream_all(Detokenizer(BYTE_LEVEL, prompt, SamplingParams()), single_bytes(b"x"))[0] == "x"
     )
     assert stream_all(Detokenizer(BYTE_LEVEL, prompt, SamplingParams()), [])[0] == ""
-
-
-def test_special_tokens_are_skipped_or_shown() -> None:
-    end = BYTE_LEVEL.hf.convert_tokens_to_ids("<|im start|>")
-    ids = [*single_bytes(b"a"), end, *single_bytes(b"b")]
-    assert stream_all(Detokenizer(BYTE_LEVEL, [], SamplingParams()), ids)[0] == "ab"
-    shown = Detokenizer(BYTE_LEVEL, [], SamplingParams(skip_special_tokens=False))
-    assert stream_all(shown, ids)[0] == "a<|im start|>b"
 
 
 def test_half_character_after_a_stop_is_not_flushed() -> None:

@@ -13,7 +13,7 @@ from support.models import ModelShop
 from support.tiny_llama import edit_json
 from support.zoo import PLAIN
 
-from tpengine import LLMEngine, RequestOutputKind, SamplingParams
+from tpengine import LLMEngine, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine.detokenizer import Detokenizer
 from tpengine.errors import InvalidSamplingParamsError
@@ -148,19 +148,6 @@ def test_stop_strings(storyteller: LLMEngine) -> None:
         assert kept.text == before + stop
         assert len(kept.token_ids) < 48
     assert tell(storyteller, stop="never said").text == whole
-
-
-def test_stop_strings_never_show_in_a_stream(storyteller: LLMEngine) -> None:
-    whole = tell(storyteller).text
-    stop = whole[20:32]
-    params = SamplingParams(**NO_EOS, max_tokens=48, stop=stop, output_kind=RequestOutputKind.DELTA)
-    storyteller.add_request("story", "The capital of France is", params)
-    shown = ""
-    for output in run(storyteller):
-        shown += output.outputs[0].text
-        assert whole.startswith(shown)
-        assert len(shown) <= whole.index(stop), "a part of the stop string was shown"
-    assert shown == whole[: whole.index(stop)]
 
 
 def test_min_tokens_holds_stop_strings_back(storyteller: LLMEngine) -> None:

@@ -18,7 +18,7 @@ from tpengine.executor.local_executor import LocalExecutor
 TIMEOUT_S = 30
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Iterator[LLMEngine]:
     args = EngineArgs(dtype="float32", cpu_kv_cache_space=0.1, disable_log_stats=True)
     with LLMEngine.from_engine_args(args) as engine:

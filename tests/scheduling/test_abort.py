@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
+
+from support.costs import count_work
 
 from tpengine.scheduling import StepDecisions
 from tpengine.scheduling.sequence import SequenceStatus
@@ -63,24 +65,21 @@ def test_abort_after_the_last_token_comes_too_late() -> None:
     loop.scheduler.check_invariants()
 
 
-def _abort_s(count: int) -> float:
-    """Processor seconds to abort so many waiting requests, from the end and from the front."""
-    loop = Loop()
-    for index in range(count):
-        loop.scheduler.add_request(make_request(index, [1]))
-    start = time.thread_time()
-    for index in range(count - 1, -1, -2):
-        loop.scheduler.abort_request(f"r{index}")
-    for index in range(0, count, 2):
-        loop.scheduler.abort_request(f"r{index}")
-        if loop.scheduler.num_waiting:
-            loop.policy.head()
-    assert not loop.scheduler.has_unfinished_requests()
-    return time.thread_time() - start
+def test_aborts_of_waiting_requests_cost_in_proportion() -> None:
+    """From the end and from the front. A search for each would cost a hundred times as much for ten
+    times as many."""
 
+    def abort_all(loop: Loop, count: int) -> None:
+        for index in [*range(count - 1, -1, -2), *range(0, count, 2)]:
+            loop.scheduler.abort_request(f"r{index}")
+            if loop.scheduler.num_waiting:
+                loop.policy.head()
+        assert not loop.scheduler.has_unfinished_requests()
 
-def test_aborts_of_waiting_requests_take_time_in_proportion() -> None:
-    """Ten times as many take about ten times as long, where a search for each would take 100
-    times. The better of two, so that a noisy machine does not decide."""
-    few, many = (min(_abort_s(count) for _ in range(2)) for count in (1_000, 10_000))
-    assert many < 40 * few
+    works = []
+    for count in (100, 1000):
+        loop = Loop()
+        for index in range(count):
+            loop.scheduler.add_request(make_request(index, [1]))
+        works.append(count_work(partial(abort_all, loop, count)))
+    assert works[1] < 20 * works[0]

@@ -8,8 +8,7 @@ import pytest
 
 from tpengine.errors import CacheSizeError, EngineError
 from tpengine.scheduling import AllocStatus, BlockManager
-from tpengine.scheduling.block_manager import Growth
-from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import Request, Sequence
 
 from .loop import make_request
 
@@ -35,35 +34,6 @@ def test_allocate_covers_all_tokens(num_tokens: int, num_blocks: int) -> None:
     assert blocks.num_free_blocks == 10
     assert blocks.block_ids(sequence) == []
     blocks.check_invariants([])
-
-
-def test_allocate_counts_output_too() -> None:
-    blocks = BlockManager(10, 4)
-    request = make_request(0, 4)
-    only(request).token_ids.append(5)
-    assert blocks.num_needed_blocks(request) == 2
-    assert len(blocks.allocate(request)) == 2
-
-
-def test_append_takes_a_block_only_when_the_last_is_full() -> None:
-    blocks = BlockManager(10, 4)
-    request = make_request(0, 3)
-    sequence = only(request)
-    table = blocks.allocate(request)
-    sequence.move_to(SequenceStatus.RUNNING)
-    sequence.token_ids.append(1)
-    assert blocks.num_lacking_blocks(request) == 0
-    assert blocks.append(sequence) == Growth([])
-    sequence.token_ids.append(2)
-    assert blocks.num_lacking_blocks(request) == 1
-    (new,) = blocks.append(sequence).block_ids
-    assert blocks.block_ids(sequence) == [*table, new]
-    assert blocks.num_lacking_blocks(request) == 0
-    sequence.token_ids += range(8)  # two blocks at once
-    assert blocks.num_lacking_blocks(request) == 2
-    assert len(blocks.append(sequence).block_ids) == 2
-    assert blocks.num_free_blocks == 6
-    blocks.check_invariants([sequence])
 
 
 def test_tables_are_copies() -> None:
@@ -166,17 +136,3 @@ def test_fork_counts_a_reference_for_every_shared_block(num_tokens: int) -> None
     blocks.free(child)
     assert blocks.num_free_blocks == 8
     blocks.check_invariants([])
-
-
-def test_fork_gives_back_what_the_child_held() -> None:
-    blocks = BlockManager(8, 4)
-    requests = [make_request(index, 8) for index in range(2)]
-    parent, child = (only(request) for request in requests)
-    for request in requests:
-        blocks.allocate(request)
-    parent.num_computed_tokens = child.num_computed_tokens = 8
-    assert blocks.num_free_blocks == 4
-    blocks.fork(parent, child, 8)
-    assert blocks.block_ids(child) == blocks.block_ids(parent)
-    assert blocks.num_free_blocks == 6
-    blocks.check_invariants([parent, child])

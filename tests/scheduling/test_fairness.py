@@ -149,10 +149,10 @@ def test_room_is_taken_only_if_it_suffices() -> None:
     """Blocks that requests share are not free when one of them is preempted."""
     all_chosen: list[Request] = []
     _check_taken_room(all_chosen)
-    assert len(all_chosen) > 10, "none of them was tested"
+    assert len(all_chosen) > 3, "none of them was tested"
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(
     arrivals=st.lists(
         st.tuples(
@@ -196,11 +196,12 @@ def _check_taken_room(
     loop.run()
 
 
-def test_busy_owners_get_their_shares() -> None:
+@pytest.mark.parametrize("num_mixes", [3, pytest.param(12, marks=pytest.mark.soak)])
+def test_busy_owners_get_their_shares(num_mixes: int) -> None:
     """Two owners that always wait get tokens by their weights, within about a cache of tokens;
     without fair shares they do not."""
     rng = random.Random(1)
-    for _ in range(8):
+    for _ in range(num_mixes):
         sizes = [(rng.randint(1, 60), rng.randint(1, 20)) for _ in range(rng.randint(2, 8))]
         weights = rng.choice([0.5, 1.0]), rng.choice([1.0, 2.0, 4.0])
         limits = Limits(

@@ -13,7 +13,7 @@ from support.small_llamas import MakeEngine, run
 from tpengine.layers.sampler import noise_keys, uniform_noise
 from tpengine.ops.fused_ops import sample_tokens
 from tpengine.outputs import RequestOutput
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.sampling_params import SamplingParams
 
 from .loop import Limits, Loop, make_request, run_alone
 
@@ -41,7 +41,10 @@ def draws(oracle: Any, prompt: list[int], output: list[int], index: int) -> list
     return chosen.tolist()
 
 
-@pytest.mark.parametrize("prompt_length", [1, 8, 16, 21, 37])
+@pytest.mark.parametrize(
+    "prompt_length",
+    [16, 21, *(pytest.param(length, marks=pytest.mark.soak) for length in (1, 8, 37))],
+)
 def test_sequences_are_those_of_separate_requests(
     make_engine: MakeEngine, oracles: dict[str, Any], prompt_length: int
 ) -> None:
@@ -95,22 +98,6 @@ def test_the_prompt_is_held_once(
         assert engine.num_total_blocks - engine.num_free_blocks == num_held
     while engine.has_unfinished_requests():
         engine.step()
-
-
-def test_streaming_with_index(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    whole = run(engine, [("whole", PROMPT, FREE)])["whole"]
-    params = replace(FREE, output_kind=RequestOutputKind.DELTA)
-    engine.add_request("parts", None, params, prompt_token_ids=PROMPT)
-    parts: dict[int, list[int]] = {}
-    reports = 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            reports += 1
-            for one in output.outputs:
-                parts.setdefault(one.index, []).extend(one.token_ids)
-    assert [parts[index] for index in range(4)] == ids_of(whole)
-    assert reports == 12
 
 
 def test_best_of_returns_the_likeliest_when_all_are_complete(make_engine: MakeEngine) -> None:

@@ -120,7 +120,7 @@ def num_left(request: Request) -> int:
     return max_tokens - request.sequences[0].num_output_tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 8), st.integers(1, 12)), min_size=3, max_size=16

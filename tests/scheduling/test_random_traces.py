@@ -185,8 +185,12 @@ Summary = list[tuple[int, tuple[int, ...], float | None, str | None]]
 
 
 def summary(output: RequestOutput) -> Summary:
-    """What a user sees of the sequences."""
-    return [(o.index, o.token_ids, o.cumulative_logprob, o.finish_reason) for o in output.outputs]
+    """What a user sees of the sequences; of one alone without its probability."""
+    several = len(output.outputs) > 1
+    return [
+        (o.index, o.token_ids, o.cumulative_logprob if several else None, o.finish_reason)
+        for o in output.outputs
+    ]
 
 
 def undisturbed(request: Request) -> Summary:
@@ -198,7 +202,7 @@ def undisturbed(request: Request) -> Summary:
     given = request.prompt_token_ids, request.seed, params.max_tokens
     ids = tuple(generate_undisturbed(*given, adapter=request.adapter))
     end = next((place for place, token in enumerate(ids) if token in END_TOKEN_IDS), None)
-    return [(0, ids, 0.0, "length")] if end is None else [(0, ids[: end + 1], 0.0, "stop")]
+    return [(0, ids, None, "length")] if end is None else [(0, ids[: end + 1], None, "stop")]
 
 
 def check_ending(loop: Loop, request: Request) -> str:
@@ -245,89 +249,68 @@ OF_GROUPS = [
     *("beams recomputed", "joined later", "ended SWAPPED"),
 ]
 OF_LOSSES = ["losses", "lost steps", "lost prefills", "restrictions"]
+OF_ADAPTERS = ["completed", "with adapter", "adapter loads", "passed", "hits", "swap ins"]
+OF_OWNERS = ["completed", "took room", "swap ins", "hits", "group recomputed", "lost steps"]
+
+
+def limited(trace: Trace, **limits: Any) -> Trace:
+    return replace(trace, limits=replace(trace.limits, **limits))
+
+
+DISTURBED = traces(True, True)
+NO_FIELDS: st.SearchStrategy[dict[str, Any]] = st.just({})
+ADAPTERS = st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=7, max_size=7)
+OWNER = st.builds(Owner, account=st.sampled_from("abc"), weight=st.sampled_from([0.5, 1, 3]))
+MIXES = {
+    # name: traces, arguments of `play`, examples, events that are reached
+    "singles": (traces(False, False), NO_FIELDS, 1000, [*COMMON, *OF_SINGLES]),
+    "groups": (traces(True, False), NO_FIELDS, 800, [*COMMON, *OF_GROUPS]),
+    "lost singles": (traces(False, True), NO_FIELDS, 250, [*COMMON, *OF_LOSSES]),
+    "lost groups": (DISTURBED, NO_FIELDS, 200, [*COMMON, *OF_LOSSES, "lost forks", "swap ins"]),
+    "adapters": (
+        st.builds(
+            lambda trace, most: limited(trace, max_loras=most), DISTURBED, st.sampled_from([1, 2])
+        ),
+        st.fixed_dictionaries({"adapters": ADAPTERS}),
+        250,
+        OF_ADAPTERS,
+    ),
+    "owners": (
+        DISTURBED.map(lambda trace: limited(trace, chunked=True, fairness="owner")),
+        st.fixed_dictionaries({"owners": st.lists(OWNER, min_size=7, max_size=7)}),
+        100,
+        OF_OWNERS,
+    ),
+}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("groups", "disturbed", "max_examples", "wanted"),
-    [
-        (False, False, 1000, OF_SINGLES),
-        (True, False, 800, OF_GROUPS),
-        (False, True, 250, OF_LOSSES),
-        (True, True, 200, [*OF_LOSSES, "lost forks", "swap ins"]),
-    ],
-    ids=["singles", "groups", "lost singles", "lost groups"],
-)
-def test_random_traces(groups: bool, disturbed: bool, max_examples: int, wanted: list[str]) -> None:
-    """`wanted`: the random traces reach each of these events, and the common ones."""
+@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.soak)])
+def test_random_traces(name: str, share: int) -> None:
+    """All requests end as they would alone. All examples, of which one in `share` is run, reach
+    each event that they are for."""
+    mix, fields, max_examples, wanted = MIXES[name]
     events: Counter[str] = Counter()
 
     @settings(
-        max_examples=max_examples,
+        max_examples=max_examples // share,
         derandomize=True,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(trace=traces(groups, disturbed))
-    def run(trace: Trace) -> None:
-        loop, requests = play(trace)
+    @given(trace=mix, arguments=fields)
+    def run(trace: Trace, arguments: dict[str, Any]) -> None:
+        loop, requests = play(trace, **arguments)
         for request in requests:
             how = check_ending(loop, request)
             events[how] += 1
             if how == "completed":
+                events["with adapter"] += request.adapter is not None
                 events["preempted and completed"] += request.request_id in loop.preemptions
                 events[loop.outputs[request.request_id].outputs[0].finish_reason or ""] += 1
         events.update(loop.events)
 
     run()
-    assert {what: events[what] for what in [*COMMON, *wanted] if events[what] < 10} == {}
-
-
-def test_random_adapters() -> None:
-    """Traces with all disturbances, in which half of the requests have one of three adapters."""
-    events: Counter[str] = Counter()
-    adapters = st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=7, max_size=7)
-
-    @settings(
-        max_examples=250,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(trace=traces(True, True), adapters=adapters, max_loras=st.sampled_from([1, 2]))
-    def run(trace: Trace, adapters: list[int], max_loras: int) -> None:
-        limits = replace(trace.limits, max_loras=max_loras)
-        loop, requests = play(replace(trace, limits=limits), adapters)
-        for request in requests:
-            events[f"{check_ending(loop, request)} {request.adapter is not None}"] += 1
-        events.update(loop.events)
-
-    run()
-    wanted = ["completed True", "completed False", "adapter loads", "passed", "hits", "swap ins"]
-    assert {what: events[what] for what in wanted if events[what] < 5} == {}
-
-
-def test_random_owners() -> None:
-    """Traces with all disturbances, and shares of three owners: all outputs stay the same."""
-    events: Counter[str] = Counter()
-    names = st.builds(Owner, account=st.sampled_from("abc"), weight=st.sampled_from([0.5, 1, 3]))
-
-    @settings(
-        max_examples=100,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(trace=traces(True, True), owners=st.lists(names, min_size=7, max_size=7))
-    def run(trace: Trace, owners: list[Owner]) -> None:
-        limits = replace(trace.limits, chunked=True, fairness="owner")
-        loop, requests = play(replace(trace, limits=limits), owners=owners)
-        events.update(check_ending(loop, request) for request in requests)
-        events.update(loop.events)
-
-    run()
-    wanted = ["completed", "took room", "swap ins", "hits", "group recomputed", "lost steps"]
-    assert {what: events[what] for what in wanted if events[what] < 5} == {}
+    assert share > 1 or {what: events[what] for what in wanted if events[what] < 5} == {}

@@ -77,16 +77,6 @@ def test_modes(mode: str, group: str, single: str) -> None:
     assert happened == {f"group {group}", f"single {single}"}
 
 
-def test_abort_of_a_swapped_request_frees_the_host() -> None:
-    loop = Loop(Limits(seqs=4, num_blocks=12, num_host_blocks=20))
-    _, request = add_pairs(loop, 2)
-    step_until(loop, "swap outs")
-    loop.end(request)
-    assert loop.blocks.host.num_free == 20
-    assert loop.events["ended SWAPPED"] == 1
-    loop.run()
-
-
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_no_preemption_for_a_group_that_outgrows_the_cache(mode: str, chunked: bool) -> None:

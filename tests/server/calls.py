@@ -18,6 +18,11 @@ TIMEOUT_S = 60.0
 SERVICE = "/tpengine.v1.GenerationService/"
 
 
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of a client with a token."""
+    return (("authorization", f"Bearer {token}"),)
+
+
 def sampling(**fields: Any) -> pb.SamplingParams:
     """Parameters that are greedy by default."""
     return pb.SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **fields})

@@ -331,22 +331,6 @@ def test_watchers_are_bounded_by_host_and_in_total() -> None:
     asyncio.run(watch())
 
 
-def test_watchers_over_the_wire() -> None:
-    async def watch(channel: grpc.aio.Channel) -> None:
-        stub = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest()
-        watchers = [stub.Watch(request, timeout=TIMEOUT_S) for _ in range(64)]
-        for one in watchers:
-            assert (await one.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert await code(stub.Watch(request)) is Code.RESOURCE_EXHAUSTED
-        assert await code(stub.Check(request)) is Code.OK
-        for one in watchers:
-            one.cancel()
-
-    with guarded_server() as target:
-        on_channel(target, watch)
-
-
 def test_clients_that_do_not_read_lose_their_places(strict: ServerProcess) -> None:
     params = sampling(max_tokens=400, ignore_eos=True, logprobs=20)
     asked = pb.GenerateRequest(prompt="Once upon a time", sampling=params).SerializeToString()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -20,6 +23,7 @@ from support.server_process import START_TIMEOUT_S, ServerProcess, wait_until
 
 from server.calls import TIMEOUT_S, Refusal, Watcher, long_request, refused, running, waiting
 from server.guarded import Authority
+from server.http.openai_door import Door
 from server.processes import END_S, dying_server, session, wait_for
 from tpengine.cli.main import main
 from tpengine.config import EMBEDDED_MODEL
@@ -28,12 +32,31 @@ from tpengine.proto import tpengine_pb2_grpc
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
+LONG = {"prompt": [5, 6, 7], "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SMALL = ["--cpu-kv-cache-space", "0.05", "--swap-space", "0", "--dtype", "float32"]
-AT_ONCE_S = 10.0
-"""One second, on a loaded machine."""
 TOLD_S = 0.9
 """A server that ended within this time had enough CPU time to tell its clients why."""
 TOKEN, ADMIN = "a-token-of-a-client", "the-token-of-the-admin"
+
+
+def http_status(address: str, path: str) -> int:
+    connection = http.client.HTTPConnection(address, timeout=END_S)
+    connection.request("GET", path)
+    return connection.getresponse().status
+
+
+def http_refused(answer: http.client.HTTPResponse) -> tuple[int, str]:
+    """Status and code of a refusal."""
+    code: str = json.loads(answer.read())["error"]["code"]
+    assert (answer.getheader("retry-after") is not None) == (answer.status == 503)
+    return answer.status, code
+
+
+def last_event(stream: http.client.HTTPResponse) -> Any:
+    """The last event of a stream, as JSON; None: it is [DONE]."""
+    lines = [line for line in stream.read().splitlines() if line]
+    data = lines[-1].removeprefix(b"data: ")
+    return None if data == b"[DONE]" else json.loads(data)
 
 
 def check(channel: grpc.Channel, name: str) -> int:
@@ -56,7 +79,7 @@ def test_health_by_name(server: ServerProcess) -> None:
 
 
 class Guarded:
-    """A server with TLS, tokens and metrics."""
+    """A server with TLS, tokens and two doors."""
 
     def __init__(self, folder: Path) -> None:
         authority = Authority.make(folder)
@@ -65,14 +88,23 @@ class Guarded:
             (folder / name).write_text(f"{token}\n")
             (folder / name).chmod(0o600)
         options = ["--host", "127.0.0.1", "--tls-cert", files.certificate, "--tls-key", files.key]
-        options += ["--token-file", str(folder / "tokens")]
+        options += ["--token-file", str(folder / "tokens"), "--http-port", "0"]
         options += ["--admin-token-file", str(folder / "admin"), "--drain-timeout", "60"]
+        self.context = ssl.create_default_context(cafile=authority.certificate)
         self.process = ServerProcess(*SMALL, *options, log=folder / "log")
         self.channel = grpc.secure_channel(
             self.process.target,
             grpc.ssl_channel_credentials(authority.certificate.read_bytes()),
         )
         self.stub = tpengine_pb2_grpc.GenerationServiceStub(self.channel)
+
+    def ask(self, path: str, body: Any = None) -> http.client.HTTPResponse:
+        """A call over HTTP, which posts its body."""
+        host = self.process.http_address.removeprefix("https://")
+        connection = http.client.HTTPSConnection(host, timeout=END_S, context=self.context)
+        headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+        connection.request("POST" if body else "GET", path, json.dumps(body), headers)
+        return connection.getresponse()
 
 
 @pytest.fixture(scope="module")
@@ -121,31 +153,40 @@ def test_no_client_learns_what_others_have_sent(guarded: Guarded) -> None:
     assert first == other == 0 < again
 
 
-def test_sigterm_drains(guarded: Guarded) -> None:
-    """Health changes first, new requests are refused, running ones finish, the exit code is 0."""
+def test_a_drain_and_the_signal_after_it(guarded: Guarded) -> None:
+    """Health changes first, new requests are refused, running ones finish, the exit code is 0.
+    Orchestrators drain and then send a signal, which is then no second one."""
     process, stub = guarded.process.process, guarded.stub
     ready = Watcher(guarded.channel, "readiness")
     alive = Watcher(guarded.channel, "liveness")
     wait_until(lambda: ready.said == [SERVING] and alive.said == [SERVING], TIMEOUT_S)
-    long = long_request(600)
+    long = long_request(1500)
     stream = stub.GenerateStream(long, **as_(TOKEN))
     num_tokens = len(next(stream).outputs[0].token_ids)
     unary = stub.Generate.future(long, **as_(TOKEN))
+    http_stream = guarded.ask("/v1/completions", {**LONG, "max_tokens": 1500, "stream": True})
+    assert "uvloop" in Path(f"/proc/{process.pid}/maps").read_text()
+    assert (guarded.ask("/health").status, guarded.ask("/ready").status) == (200, 200)
     wait_until(
-        lambda: stub.GetLoads(pb.GetLoadsRequest(), **as_(TOKEN)).num_running == 2, TIMEOUT_S
+        lambda: stub.GetLoads(pb.GetLoadsRequest(), **as_(TOKEN)).num_running == 3, TIMEOUT_S
     )
-    process.send_signal(signal.SIGTERM)
+    assert stub.Drain(pb.DrainRequest(), **as_(ADMIN)).num_open_calls == 3
     wait_until(lambda: ready.said == [SERVING, NOT_SERVING], TIMEOUT_S)
+    process.send_signal(signal.SIGTERM)
+    wait_for(guarded.process.log, "SIGTERM: the server ends already")
     refusal = refused(stub.Generate, long_request(1), **as_(TOKEN))
     assert refusal.code is Code.UNAVAILABLE
+    assert (guarded.ask("/health").status, guarded.ask("/ready").status) == (200, 503)
+    assert http_refused(guarded.ask("/v1/completions", LONG)) == (503, "draining")
     assert process.poll() is None
     last = None
     for last in stream:
         num_tokens += len(last.outputs[0].token_ids)
     assert last is not None
     assert last.finished
-    assert num_tokens == 600
-    assert unary.result(END_S).usage.num_output_tokens == 600
+    assert num_tokens == 1500
+    assert unary.result(END_S).usage.num_output_tokens == 1500
+    assert last_event(http_stream) is None
     assert process.wait(END_S) == 0
     assert alive.said == [SERVING]
     for watcher in (ready, alive):
@@ -177,40 +218,25 @@ def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
         assert "request '" not in server.log.read_text()
 
 
-def test_a_signal_after_drain_is_the_first(tmp_path: Path) -> None:
-    """Orchestrators drain and then send a signal: running requests still finish."""
-    (tmp_path / "admin").write_text(f"{ADMIN}\n")
-    options = [*SMALL, "--admin-token-file", str(tmp_path / "admin"), "--drain-timeout", "60"]
-    with (
-        ServerProcess(*options, log=tmp_path / "log") as server,
-        waiting(server.stub, long_request(1000)) as call,
-    ):
-        wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
-        assert server.stub.Drain(pb.DrainRequest(), **as_(ADMIN)).num_open_calls == 1
-        server.process.send_signal(signal.SIGTERM)
-        assert call["done"].wait(END_S)
-        assert not isinstance(call["outcome"], Refusal)
-        assert call["outcome"].usage.num_output_tokens == 1000
-        assert server.process.wait(END_S) == 0
-        assert "SIGTERM: the server ends already" in server.log.read_text()
-
-
 def test_metrics_are_scraped(server: ServerProcess) -> None:
     before = server.metric("tpengine:generation_tokens_total")
     assert server.stub.Generate(long_request(7), timeout=TIMEOUT_S).finished
     assert server.metric("tpengine:generation_tokens_total") == before + 7
 
 
-@pytest.mark.parametrize("both_at_once", [True, False])
+@pytest.mark.parametrize("both_at_once", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> None:
     """Within a second, in which the clients of unary and streamed calls get the reason."""
     log = tmp_path / "log"
     with (
-        ServerProcess(*SMALL, log=log) as server,
+        ServerProcess(*SMALL, "--http-port", "0", log=log) as server,
         waiting(server.stub, long_request(2000)) as call,
         running(server.stub, long_request(2000)) as stream,
     ):
-        wait_until(lambda: server.loads().num_running == 2, TIMEOUT_S)
+        door = Door(server.http_address)
+        http_stream = door.open("completions", {**LONG, "max_tokens": 2000, "stream": True})
+        http_stream.readline()
+        wait_until(lambda: server.loads().num_running == 3, TIMEOUT_S)
         if both_at_once:
             server.process.send_signal(signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
@@ -219,7 +245,7 @@ def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> Non
         begin = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         server.process.send_signal(signal.SIGCONT)
-        assert server.process.wait(AT_ONCE_S) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        assert server.process.wait(END_S) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
         elapsed_s = time.monotonic() - begin
         assert "ending at once" in log.read_text()
         assert call["done"].wait(TIMEOUT_S)
@@ -227,33 +253,40 @@ def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> Non
             assert outcome.code is Code.UNAVAILABLE
             if elapsed_s < TOLD_S:
                 assert outcome.text == "the server was told to stop at once; ask another"
+        if elapsed_s < TOLD_S:
+            assert "told to stop at once" in last_event(http_stream)["error"]["message"]
 
 
 def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
+    """Every call that is open is told: over HTTP a stream by an event."""
     log = tmp_path / "log"
-    with dying_server(log, "40", *SMALL) as (process, channel):
+    with dying_server(log, "300", *SMALL, "--http-port", "0") as (process, channel):
         wait_for(log, "tpengine is ready")
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
-        with waiting(stub, long_request(500)) as one, waiting(stub, long_request(500)) as two:
-            for call in (one, two):
-                assert call["done"].wait(TIMEOUT_S)
-                outcome = call["outcome"]
-                assert isinstance(outcome, Refusal)
-                assert outcome.code is Code.UNAVAILABLE
-                assert "SECRET" not in outcome.text
+        door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")
+        with waiting(stub, long_request(500)) as call:
+            whole = door.begin("completions", LONG)
+            end = last_event(door.open("completions", {**LONG, "stream": True}))
+            assert end["error"]["code"] == "engine_dead"
+            assert http_refused(whole.getresponse()) == (503, "engine_dead")
+            assert call["done"].wait(TIMEOUT_S)
+            outcome = call["outcome"]
+            assert isinstance(outcome, Refusal)
+            assert outcome.code is Code.UNAVAILABLE
+        assert "SECRET" not in f"{outcome.text}{end}"
         assert process.wait(END_S) == 1
         assert "the engine is dead" in log.read_text()
 
 
 @pytest.mark.parametrize(
-    ("num_signals", "drain_s", "end_s", "code", "words"),
+    ("num_signals", "drain_s", "code", "words"),
     [
-        (1, "0.5", END_S, 1, "hangs in a step"),
-        (2, "30", AT_ONCE_S, 128 + signal.SIGTERM, "ending at once"),
+        (1, "0.5", 1, "hangs in a step"),
+        pytest.param(2, "600", 128 + signal.SIGTERM, "ending at once", marks=pytest.mark.soak),
     ],
 )
 def test_a_step_that_hangs_does_not_hold_up_the_end(
-    num_signals: int, drain_s: str, end_s: float, code: int, words: str, tmp_path: Path
+    num_signals: int, drain_s: str, code: int, words: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     with dying_server(log, "hang", *SMALL, "--drain-timeout", drain_s) as (process, channel):
@@ -265,7 +298,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(
                 begin = time.monotonic()
                 process.send_signal(signal.SIGTERM)
                 wait_for(log, "no new requests")
-            assert process.wait(end_s) == code
+            assert process.wait(END_S) == code
             elapsed_s = time.monotonic() - begin
             assert call["done"].wait(TIMEOUT_S)
             assert call["outcome"].code is Code.UNAVAILABLE
@@ -285,7 +318,7 @@ def test_start_up_is_bounded(tmp_path: Path) -> None:
 
 def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with dying_server(log, "start", *SMALL) as (process, channel):
+    with dying_server(log, "start", *SMALL, "--http-port", "0") as (process, channel):
         wait_for(log, "the ranks start")
         assert (check(channel, "liveness"), check(channel, "readiness")) == (1, 2)
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
@@ -294,6 +327,9 @@ def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -
         refusal = refused(stub.Generate, long_request(1))
         assert refusal.code is Code.UNAVAILABLE
         assert "load" in refusal.text
+        address = f"127.0.0.1:{wait_for(log, 'the HTTP port is ')}"
+        assert (http_status(address, "/health"), http_status(address, "/ready")) == (200, 503)
+        assert http_refused(Door(f"http://{address}").open("completions", LONG)) == (503, "loading")
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 0
     assert "SIGTERM during start-up" in log.read_text()

@@ -33,7 +33,7 @@ def _own_ray() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path, size: int) -> None:
     """Of ranks that are children of the server; also of the only one, with --isolate."""
     with make_engine(EMBEDDED_MODEL) as engine:
@@ -74,9 +74,10 @@ def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path, size: int) ->
         wait_until(lambda: not any(map(start_ticks, pids)), END_S)
 
 
-def test_a_signal_during_start_up_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [CHILDREN, pytest.param(RANKS, marks=pytest.mark.soak)])
+def test_a_signal_during_start_up_leaves_no_process(tmp_path: Path, ranks: list[str]) -> None:
     log = tmp_path / "log"
-    with dying_server(log, "1000000", *RANKS) as (process, _):
+    with dying_server(log, "1000000", *RANKS, *ranks) as (process, _):
         wait_until(lambda: "rank 1 on " in log.read_text() or process.poll() is not None, RAY_S)
         assert process.poll() is None, log.read_text()
         process.send_signal(signal.SIGTERM)

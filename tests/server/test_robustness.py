@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
 from support.servers import MODEL_LENGTH
 
@@ -24,7 +24,7 @@ from tpengine.proto import tpengine_pb2_grpc
 from tpengine.server.state import ServerState
 
 Code = grpc.StatusCode
-NUM_MUTATIONS = 1000
+FEW_MUTATIONS, MANY_MUTATIONS = 250, 10_000
 AT_ONCE = 32
 INSIDES = ("Traceback", 'File "', "Error(", "google", "<class", "object at 0x", ".py", "SECRET")
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -111,7 +111,10 @@ def assert_says_nothing(refusal: Refusal) -> None:
     assert len(refusal.text) <= 500
 
 
-def test_random_mutations(server: ServerProcess) -> None:
+@pytest.mark.parametrize(
+    "count", [FEW_MUTATIONS, pytest.param(MANY_MUTATIONS, marks=pytest.mark.soak)]
+)
+def test_random_mutations(server: ServerProcess, count: int) -> None:
     rng = random.Random(7)
     seeds = [rich().SerializeToString(), valid().SerializeToString()]
     # The client sends the bytes unchanged and unchecked.
@@ -119,21 +122,21 @@ def test_random_mutations(server: ServerProcess) -> None:
     stream = server.channel.unary_stream(SERVICE + "GenerateStream")
     codes: Counter[str] = Counter()
     pending: list[tuple[bytes, Callable[[], Any]]] = []
-    for i in range(NUM_MUTATIONS):
+    for i in range(count):
         data = mutated(seeds[i % 2], rng)
         if i % 4:
             pending.append((data, unary.future(data, timeout=TIMEOUT_S).result))
         else:
             pending.append((data, partial(list, stream(data, timeout=TIMEOUT_S))))
-        if len(pending) >= AT_ONCE or i == NUM_MUTATIONS - 1:
+        if len(pending) >= AT_ONCE or i == count - 1:
             for sent, one in pending:
                 codes[outcome(sent, one)] += 1
             pending.clear()
-    assert sum(codes.values()) == NUM_MUTATIONS
+    assert sum(codes.values()) == count
     # A mutation may also name another model, or set a wait of milliseconds.
     assert set(codes) <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "DEADLINE_EXCEEDED"}, codes
-    assert codes["OK"] > 50
-    assert codes["INVALID_ARGUMENT"] > 300
+    assert codes["OK"] > count / 20
+    assert codes["INVALID_ARGUMENT"] > count / 4
 
 
 def outcome(sent: bytes, finish: Callable[[], Any]) -> str:
@@ -248,11 +251,9 @@ def test_a_text_that_cannot_fit_costs_nothing(server: ServerProcess) -> None:
         (server.stub.Detokenize, pb.DetokenizeRequest(token_ids=[5] * (1 << 18)), "token_ids"),
     )
     for call, request, field in calls:
-        watch = Stopwatch()
         refusal = refused(call, request)
-        assert watch.own_s < 5.0
         assert (refusal.code, refusal.field) == (Code.INVALID_ARGUMENT, field)
-        assert f"max_model_len = {MODEL_LENGTH}" in refusal.text
+        assert re.search(rf", more than \d.* max_model_len = {MODEL_LENGTH}", refusal.text)
 
 
 def test_a_fault_of_ours_tells_nothing(

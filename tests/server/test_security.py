@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from server.calls import TIMEOUT_S, refused
+from server.calls import TIMEOUT_S, bearer, refused
 from server.guarded import Authority, guarded_server
 from tpengine.cli import serve
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
@@ -27,10 +27,6 @@ Code = grpc.StatusCode
 ONE, TWO, ADMIN, WRONG = (f"{name}-0123456789abcdef" for name in ("one", "two", "admin", "wrong"))
 READY = health_pb2.HealthCheckRequest()
 INFO = pb.GetServerInfoRequest()
-
-
-def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {token}"),)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 import pytest
-from support.processors import Stopwatch
 from support.server_process import ServerProcess, wait_until
 from support.servers import LASTING, MODEL_LENGTH, TIGHT_BLOCKS
 
@@ -179,11 +178,9 @@ def test_a_full_queue(tight: ServerProcess) -> None:
     """Two calls may wait, whatever their priorities; what comes beside them is refused."""
     with ExitStack() as calls:
         requests = [long_request(200, priority=-(i % 2)) for i in range(24)]
-        watch = Stopwatch()
         started = [calls.enter_context(waiting(tight.stub, request)) for request in requests]
         for call in started:
             assert call["done"].wait(TIMEOUT_S)
-        assert watch.own_s < 5.0
         outcomes = [call["outcome"] for call in started]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     answers = [outcome for outcome in outcomes if isinstance(outcome, pb.GenerateResponse)]

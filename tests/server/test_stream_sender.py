@@ -116,26 +116,6 @@ async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
     assert last.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH
 
 
-@bounded
-async def test_outputs_during_a_write_are_merged() -> None:
-    box, connection = Mailbox(merges=True), Connection(is_fast=False)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
-    await _turns()
-    for token in range(50):
-        box.put(_output(token))
-        await _turns(1)
-    assert connection.token_ids == [[0]]
-    connection.let_go()
-    await _turns()
-    assert connection.token_ids == [[0], list(range(1, 50))]
-    box.put(_output(50, finished=True))
-    for _ in range(3):
-        connection.let_go()
-        await _turns()
-    await sending
-    assert connection.token_ids == [[0], list(range(1, 50)), [50]]
-
-
 @pytest.mark.parametrize("seed", range(20))
 @bounded
 async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:

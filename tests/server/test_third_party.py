@@ -18,7 +18,6 @@ from tpengine import LLM
 from tpengine.proto import tpengine_pb2 as pb
 
 pytestmark = pytest.mark.check
-HERE = Path(__file__).parent
 SERVICE = "tpengine.v1.GenerationService"
 PROMPT, NUM_TOKENS = "Once upon a time", 12
 COMPLETED = "tpengine:request_success_total"
@@ -77,16 +76,6 @@ def test_buf_reads_a_stream(server: ServerProcess, answer: list[int]) -> None:
     assert [token for output in outputs for token in output.get("tokenIds", [])] == answer
     assert messages[-1]["finished"]
     assert outputs[-1]["finishReason"] == "FINISH_REASON_LENGTH"
-
-
-def test_grpc_requests_gets_the_same_tokens(server: ServerProcess, answer: list[int]) -> None:
-    python = third_party.grpc_requests_python()
-    found = json.loads(_run(python, "-I", str(HERE / "reflecting_client.py"), server.target))
-    assert SERVICE in found["services"]
-    assert found["health"] == {"status": "SERVING"}
-    assert found["unary"] == found["streamed"] == answer
-    assert found["last"]["usage"]["num_output_tokens"] == NUM_TOKENS
-    assert found["model"]["vocab_size"] > max(answer)
 
 
 def test_h2load_fails_no_stream(server: ServerProcess, tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ TIGHT_BLOCKS = 136
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with room for many requests, on the embedded model in float32."""
+    """A server with two doors and room for many requests, on the embedded model in float32."""
     log = tmp_path_factory.mktemp("server") / "log"
     options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--swap-space", "0.01"]
-    with ServerProcess(*options, "--max-model-len", str(MODEL_LENGTH), log=log) as process:
+    options += ["--http-port", "0", "--max-model-len", str(MODEL_LENGTH)]
+    with ServerProcess(*options, log=log) as process:
         yield process
+    assert "Traceback" not in log.read_text()
 
 
 @pytest.fixture(scope="session")

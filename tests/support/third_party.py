@@ -19,7 +19,6 @@ from support.system_packages import require
 
 CACHE = Path(__file__).parent.parent.parent / ".cache" / "clients"
 _BUF = "@bufbuild/buf@1"
-_GRPC_REQUESTS = "grpc-requests>=0.1.21,<0.2"
 _RAY_DATA = "pandas pyarrow python-dateutil pytz tzdata six"
 _LLAMA_CPP = "llama-cpp-python==0.3.36"
 _GGUF = "accelerate sentencepiece"
@@ -48,11 +47,6 @@ def buf() -> str:
     folder = CACHE / "buf"
     _install(folder, _BUF, [[npm, "install", "--no-audit", "--no-fund", "--prefix", ".", _BUF]])
     return str(folder / "node_modules" / ".bin" / "buf")
-
-
-def grpc_requests_python() -> str:
-    """Path of a Python that has `grpc_requests`, which makes its calls from reflection alone."""
-    return str(programs("grpc-requests", f"setuptools {_GRPC_REQUESTS}") / "python")
 
 
 def programs(name: str, packages: str, beside_ours: bool = False) -> Path:

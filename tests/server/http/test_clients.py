@@ -23,11 +23,6 @@ KEY, MODEL = "sk-0123456789abcdef", "embedded"
 PROMPT, NUM_TOKENS = "Once upon a time", 12
 PATIENCE_S = 120
 NUM_LOAD, STREAMS, LOAD_TOKENS = 24, 8, 10
-EXTRA_MODELS = """
-- {{model_id: chat, model_name: {model}, api_base: "{base}", api_key_name: tpengine}}
-- {{model_id: text, model_name: {model}, api_base: "{base}", api_key_name: tpengine,
-    completion: true}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +130,6 @@ def test_litellm(server: ServerProcess, answers: dict[str, Any]) -> None:
     }
 
 
-def test_langchain(server: ServerProcess, answers: dict[str, Any]) -> None:
-    found = _script("langchain", "langchain-openai>=0.3", server)
-    assert (set(found["chats"]), set(found["texts"])) == ({answers["chat"]}, {answers["text"]})
-    assert set(found["num_tokens"]) == {answers["num_chat_tokens"]}
-
-
 @pytest.fixture(scope="module")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with a key, and a random model that knows tools."""
@@ -164,28 +153,6 @@ def test_tools_of_openai(tool_server: ServerProcess) -> None:
     assert found["parsed"] == [json.loads(arguments)] * 2
     assert found["after"] == "tool_calls"
     assert set(found["form"]) == {"city", "days"}
-
-
-def test_tools_of_langchain(tool_server: ServerProcess) -> None:
-    found = _script("langchain", "langchain-openai>=0.3", tool_server, "_tools")
-    whole, streamed, _ = found["calls"]
-    assert whole == streamed
-    assert whole[0] == "Weather"
-    assert [set(form) for form in found["forms"]] == [{"city", "days"}] * 2
-
-
-def test_llm(server: ServerProcess, answers: dict[str, Any], tmp_path: Path) -> None:
-    llm = third_party.programs("llm", "llm>=0.26") / "llm"
-    base = f"{server.http_address}/v1"
-    (tmp_path / "extra-openai-models.yaml").write_text(EXTRA_MODELS.format(model=MODEL, base=base))
-    home = {"LLM_USER_PATH": str(tmp_path), "HOME": str(tmp_path)}
-    _run(llm, "keys", "set", "tpengine", "--value", KEY, **home)
-    greedy = ["-o", "temperature", "0", "-o", "max_tokens", str(NUM_TOKENS)]
-    for options in ([], ["--no-stream"]):
-        said = _run(llm, "-m", "chat", PROMPT, *greedy, *options, **home)
-        assert said.strip() == answers["chat"].strip()
-    said = _run(llm, "-m", "text", PROMPT, *greedy, **home)
-    assert said.strip() == answers["text"].strip()
 
 
 def test_guidellm_fails_no_request(server: ServerProcess, tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def test_it_can_be_imported() -> None:
     assert {*used} <= {*names, "__rate_interval"}
 
 
-def test_its_metrics_exist(openai_server: ServerProcess) -> None:
-    with urllib.request.urlopen(openai_server.metrics_url, timeout=WAIT_S) as answer:
+def test_its_metrics_exist(server: ServerProcess) -> None:
+    with urllib.request.urlopen(server.metrics_url, timeout=WAIT_S) as answer:
         exported = set(re.findall(r"tpengine:\w+", answer.read().decode()))
     for query in [*queries(), *(str(one) for one in DASHBOARD["templating"]["list"])]:
         names = set(re.findall(r"tpengine:\w+", query))
@@ -55,14 +55,12 @@ def test_its_metrics_exist(openai_server: ServerProcess) -> None:
 
 
 @pytest.mark.check
-def test_prometheus_answers_its_queries(
-    openai_server: ServerProcess, door: Door, tmp_path: Path
-) -> None:
+def test_prometheus_answers_its_queries(server: ServerProcess, door: Door, tmp_path: Path) -> None:
     program = require("prometheus", "prometheus")
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{one.getsockname()[1]}"
-    target = openai_server.metrics_url.split("/")[2]
+    target = server.metrics_url.split("/")[2]
     jobs = [{"job_name": "tpengine", "static_configs": [{"targets": [target]}]}]
     told = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
     (tmp_path / "config.yml").write_text(json.dumps(told))  # JSON is YAML

@@ -22,12 +22,15 @@ OPTIONS = [*RANKS[:-1], "1024", "--http-port", "0", "--max-model-len", "512"]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.soak)])
-def test_streams_go_on_over_a_recovery(count: int, llm: LLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "executor"), [(12, "processes"), pytest.param(200, "ray", marks=pytest.mark.soak)]
+)
+def test_streams_go_on_over_a_recovery(count: int, executor: str, llm: LLM, tmp_path: Path) -> None:
     requests = mixed(count, count, MAX_TOKENS)
     begun: set[int] = set()
     done: set[int] = set()
-    with ServerProcess(*OPTIONS, log=tmp_path / "log", start_timeout_s=RAY_S) as server:
+    options = [*OPTIONS, "--executor", executor]
+    with ServerProcess(*options, log=tmp_path / "log", start_timeout_s=RAY_S) as server:
         door = Door(server.http_address)
 
         def about() -> Any:

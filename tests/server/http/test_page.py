@@ -96,7 +96,7 @@ def test_the_files_keep_to_their_policy() -> None:
     assert script == '<script type="module" src="page/app.js"></script>'
 
 
-def test_the_feed_of_a_server(openai_server: ServerProcess, door: Door) -> None:
+def test_the_feed_of_a_server(server: ServerProcess, door: Door) -> None:
     """The figures are those of the other reports."""
     assert door.whole("completions", {"prompt": [5, 6, 7], "max_tokens": 3})
     connection = door.begin(FEED, {})
@@ -105,14 +105,14 @@ def test_the_feed_of_a_server(openai_server: ServerProcess, door: Door) -> None:
     connection.request("GET", FEED)
     told = json.loads(connection.getresponse().read())
     connection.close()
-    engine, loads = told["engine"], openai_server.loads()
+    engine, loads = told["engine"], server.loads()
     assert told["state"] == "running"
     assert (engine["epoch"], engine["recovery"], engine["recoveries"]) == (1, None, [])
     assert engine["cache"]["num_total_blocks"] == loads.num_total_blocks
-    assert engine["output_tokens"] == openai_server.metric("tpengine:generation_tokens_total")
+    assert engine["output_tokens"] == server.metric("tpengine:generation_tokens_total")
     (rank,) = engine["ranks"]
     for use, num_bytes in rank["memory_bytes"].items():
-        named = openai_server.metric("tpengine:rank_memory_bytes", rank="0", use=use)
+        named = server.metric("tpengine:rank_memory_bytes", rank="0", use=use)
         assert named == num_bytes
     assert rank["memory_bytes"]["weights"] > 0
     assert rank["memory_bytes"]["kv_cache"] % loads.num_total_blocks == 0
@@ -181,12 +181,10 @@ def whole_answer(door: Door) -> str:
 
 
 @pytest.mark.check
-def test_an_answer_streams_and_stops(
-    browser: Browser, openai_server: ServerProcess, door: Door
-) -> None:
+def test_an_answer_streams_and_stops(browser: Browser, server: ServerProcess, door: Door) -> None:
     """At a width of 360 pixels no part is too wide."""
     whole = whole_answer(door)
-    visit(browser, openai_server.http_address)
+    visit(browser, server.http_address)
     assert browser.driver.switch_to.active_element.get_attribute("id") == "input"
     fill(browser, **SETTINGS)
     browser.find("#input").click()
@@ -200,9 +198,9 @@ def test_an_answer_streams_and_stops(
     assert whole.startswith(cut)
     assert 50 < len(cut) < len(whole)
     assert browser.driver.execute_script("return shown.size") > 5
-    wait_until(lambda: openai_server.loads().num_running == 0, WAIT_S)
-    assert openai_server.loads().num_free_blocks == openai_server.loads().num_total_blocks
-    visit(browser, openai_server.http_address)
+    wait_until(lambda: server.loads().num_running == 0, WAIT_S)
+    assert server.loads().num_free_blocks == server.loads().num_total_blocks
+    visit(browser, server.http_address)
     fill(browser, **SETTINGS)
     ask(browser, QUESTION)
     assert re.search(r"\d+ tokens · [\d.]+ tokens/s", browser.wait_for(NOTE, "stop"))
@@ -222,10 +220,8 @@ def test_an_answer_streams_and_stops(
 
 
 @pytest.mark.check
-def test_every_control_is_reached_by_tab_and_seen(
-    browser: Browser, openai_server: ServerProcess
-) -> None:
-    visit(browser, openai_server.http_address)
+def test_every_control_is_reached_by_tab_and_seen(browser: Browser, server: ServerProcess) -> None:
+    visit(browser, server.http_address)
     browser.find("#settings summary").click()
     browser.find("h1").click()
     reached = []

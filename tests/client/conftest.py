@@ -1,5 +1,0 @@
-"""Fixtures of the client's tests."""
-
-from __future__ import annotations
-
-from support.servers import server, tight  # noqa: F401
