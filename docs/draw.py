@@ -1,8 +1,8 @@
 """Draws the pictures of README and docs/. `python docs/draw.py` writes them anew.
 
 engine.svg shows driver, ranks and one step. recovery.svg shows what recovery.json holds, which
-`tpengine bench recovery --executor ray --json docs/recovery.json` measured. blocks.svg shows what
-blocks.json holds, which `python docs/draw.py --record-blocks` noted in a real run.
+`python tests/benchmarks recovery --executor ray --json docs/recovery.json` measured. blocks.svg
+shows what blocks.json holds, which `python docs/draw.py --record-blocks` noted in a real run.
 """
 
 from __future__ import annotations

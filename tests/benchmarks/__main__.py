@@ -21,14 +21,16 @@ BENCHMARKS = {
     "grammars": "what grammars cost streams that all follow one",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "peers": "output tokens/s beside those of transformers, on the same requests",
+    "recovery": "kills of ranks: found, ready, longest gap on a stream; with and without spares",
     "ranks": "two ranks of one thread against one process of two threads; a start by phase",
     "scheduler": "time of schedule and update with many running and waiting requests",
     "swap": "time to swap a preempted sequence, and to compute it again",
+    "transport": "a step without a model, driver to ranks and back, against Ray's own calls",
     "visit": "all checks and measurements that need a GPU, in less than ten minutes",
 }
-MODULES = {"kernels": "kernel_times"}
+MODULES = {"kernels": "kernel_times", "recovery": "lost_ranks"}
 """A module's name, if it is not the benchmark's: Python puts this folder into `sys.path`, where
-`kernels` would stand for a package that transformers looks for."""
+`kernels` would stand for a package that transformers looks for, and `recovery` for tests."""
 
 
 def build_parser(words: list[str]) -> argparse.ArgumentParser:

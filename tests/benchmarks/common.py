@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from safetensors.torch import save_file
 from tqdm import tqdm
 
+from tpengine import envs
 from tpengine.bench.harness import GREEDY, SHAPES, shape_folder
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
+from tpengine.layers.weights import Weights, tensor_shape
+from tpengine.models.registry import build_model
 
 SHAPE = "llama-124m"
+_WEIGHTS_STD = 0.02
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
@@ -97,3 +106,38 @@ def print_rates(rates: dict[str, list[float]], base: str) -> None:
             f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); of the "
             f"fastest runs {max(own) / max(rates[base]):.3f}"
         )
+
+
+@contextmanager
+def local_ray(num_cpus: int) -> Iterator[None]:
+    """Ray on this machine, with this many actors at most."""
+    import ray
+
+    envs.prepare_local_ray()
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def write_weights(args: EngineArgs, folder: Path) -> None:
+    """Writes a random checkpoint of the shape, in bfloat16 as most are."""
+    config = args.create_engine_config("cpu").model
+    weights = Weights(torch.bfloat16, torch.device("cpu"), ParallelState())
+    build_model(config, weights)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, shards in weights.shards.items():
+        tensor = torch.ones(tensor_shape(shards), dtype=torch.bfloat16)
+        if tensor.dim() > 1:
+            tensor.normal_(0, _WEIGHTS_STD, generator=generator)
+        tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -15,7 +15,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from tpengine.bench.timing import Action, Ceilings, Timer, compare, decode_s, linear_s, small_s
+from benchmarks.card_times import Ceilings, Timer, compare, decode_s, linear_s, small_s
+from tpengine.bench.timing import Action
 from tpengine.errors import ConfigError
 from tpengine.layers.gpu_attention import (
     AttentionRule,

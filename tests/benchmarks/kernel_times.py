@@ -19,10 +19,10 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import kernel_rows
+from benchmarks.card_times import Ceilings, graph_s, measure_ceilings
 from benchmarks.kernel_rows import Row, Setting
-from tpengine.bench import timing
 from tpengine.bench.harness import BenchOptions, plot, report_head
-from tpengine.bench.timing import Action, Ceilings, ReadBandwidth
+from tpengine.bench.timing import Action, ReadBandwidth, eager_s, fastest_s
 from tpengine.config import DEVICES
 from tpengine.errors import ConfigError, NativeLibraryError
 from tpengine.ops import attention_ops as attention
@@ -128,10 +128,10 @@ def _run_on_gpu(options: KernelOptions, groups: Iterable[str]) -> int:
     rows = []
     print(report_head(None, {"card": describe_card(device)}, width=10), flush=True)
     with torch.inference_mode():
-        ceilings = timing.measure_ceilings(device)
+        ceilings = measure_ceilings(device)
         print(f"ceilings  {ceilings}", flush=True)
         for name in groups:
-            timer = timing.eager_s if name in kernel_rows.EAGER else timing.graph_s
+            timer = eager_s if name in kernel_rows.EAGER else graph_s
             setting = kernel_rows.Setting(device, timer, match=options.match)
             for row in kernel_rows.GROUPS[name](setting):
                 print(row.text(ceilings), flush=True)
@@ -164,7 +164,7 @@ def describe_card(device: torch.device) -> str:
 def in_turn_s(actions: Sequence[Action], repeats: int) -> float:
     """Seconds of the fastest of `repeats` calls; each call runs the next action."""
     in_turn = itertools.cycle(actions)
-    return timing.fastest_s(lambda: next(in_turn)(), repeats)
+    return fastest_s(lambda: next(in_turn)(), repeats)
 
 
 def plot_shares(path: str, rows: Sequence[Row], ceilings: Ceilings) -> None:

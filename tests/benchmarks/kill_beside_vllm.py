@@ -145,9 +145,10 @@ def main() -> None:
     if args.measure is not None:
         measure(args.measure, args.folder, args.dtype)
         return
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from benchmarks.common import write_weights
     from tpengine import EngineArgs
     from tpengine.bench.harness import report_head, shape_folder
-    from tpengine.bench.recovery import write_weights
 
     print(report_head(None), flush=True)
     with shape_folder("llama-124m") as folder:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from support import llama_cpp_tools, third_party
 
+from benchmarks.common import write_weights
 from tpengine.bench.harness import SHAPES, shape_folder
-from tpengine.bench.recovery import write_weights
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError

@@ -13,18 +13,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import add_numbers, add_shape_argument, alternate
-from tpengine.bench.harness import (
-    GREEDY,
+from benchmarks.common import (
+    add_numbers,
+    add_shape_argument,
+    alternate,
+    cpu_s,
     local_ray,
-    median_of,
-    mixed_requests,
-    report_head,
-    shape_folder,
+    write_weights,
 )
-from tpengine.bench.recovery import write_weights
+from tpengine.bench.harness import GREEDY, median_of, mixed_requests, report_head, shape_folder
 from tpengine.bench.throughput import run_once
-from tpengine.bench.transport import cpu_s
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.executor.group_executor import GroupExecutor

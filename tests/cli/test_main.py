@@ -32,7 +32,7 @@ PROMPT = "The capital of France is"
                 *("--drain-timeout", "--admin-token-file", "--max-num-seqs"),
             ),
         ),
-        (["bench", "--help"], ("throughput", "transport")),
+        (["bench", "--help"], ("throughput", "perplexity")),
         (["chat", "--help"], ("/reset", "/system", "Ctrl-C", "generation_config.json")),
         (["client", "chat", "--help"], ("/reset", "/system", "Ctrl-C", "--target")),
         (["bench", "throughput", "--help"], ("--num-requests", "--shape", "--model")),

@@ -21,7 +21,6 @@ from typing import Any, Self
 
 import torch
 
-from tpengine import envs
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, counted
@@ -188,19 +187,6 @@ def bench_engine(args: argparse.Namespace) -> Iterator[tuple[EngineArgs, LLMEngi
         LLMEngine.from_engine_args(replace(engine_args, disable_log_stats=True)) as engine,
     ):
         yield engine_args, engine
-
-
-@contextmanager
-def local_ray(num_cpus: int) -> Iterator[None]:
-    """Ray on this machine, with this many actors at most."""
-    import ray
-
-    envs.prepare_local_ray()
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def report_head(

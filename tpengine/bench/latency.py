@@ -29,12 +29,12 @@ from tpengine.bench.harness import (
     report_head,
 )
 from tpengine.bench.throughput import run_steps
-from tpengine.bench.timing import DecodeStep, ReadBandwidth, compare, measure_ceilings
+from tpengine.bench.timing import ReadBandwidth, copy_bandwidth
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.options import option
-from tpengine.worker.device import cache_dtype, detect_device, resolve_dtype
+from tpengine.worker.device import detect_device
 
 _STEPS_PER_FLOOR = 8
 _FLOOR_REPEATS = 2
@@ -105,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
                 f"batch {point.batch_size:>3}  first token {1000 * point.first_token_s:7.1f} ms   "
                 f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
                 f"floor {1000 * floor_s:6.2f} ms: {100 * floor_s / point.step_s:5.1f} % of it"
-                + _prediction(engine, args, point, step_bytes)
             )
         for size in sizes if options.trace else []:
             print(_trace(engine, options, size))
@@ -123,23 +122,9 @@ def _bandwidth_of(device: str) -> Callable[[], float]:
     """Returns a function that measures the bandwidth of the floor, in bytes per second."""
     if device == "cpu":
         return partial(ReadBandwidth().measure, _FLOOR_REPEATS)
-    copy = measure_ceilings(torch.device("cuda", torch.cuda.current_device())).copy
+    copy = copy_bandwidth(torch.device("cuda", torch.cuda.current_device()))
     torch.cuda.empty_cache()
     return lambda: copy
-
-
-def _prediction(engine: LLMEngine, args: argparse.Namespace, point: Point, step_bytes: int) -> str:
-    """The prediction of the step's time. Empty on CPU, and without CUDA graphs or asynchronous
-    scheduling, which the prediction assumes."""
-    device = detect_device(args.device)
-    if device == "cpu" or args.enforce_eager or not args.async_scheduling:
-        return ""
-    config = engine.get_model_config()
-    context = point.batch_size * (args.input_len + args.output_len / 2)
-    item = cache_dtype(args.kv_cache_dtype, resolve_dtype(config.dtype, device)).itemsize
-    kv_bytes = 2 * context * config.total_num_kv_heads * config.head_dim * item
-    step = DecodeStep(step_bytes, kv_bytes, config.num_layers, point.batch_size)
-    return f"   {compare(point.step_s, step.seconds(point.bandwidth))}"
 
 
 def _measure(

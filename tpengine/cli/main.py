@@ -25,8 +25,6 @@ BENCHMARKS = {
     "latency": "time per token by number of running sequences, against the memory bandwidth",
     "perplexity": "perplexity of bfloat16, int8, int4 and a small KV cache against float32",
     "serve": "latency against load over gRPC: first token, inter-token, goodput, a plot",
-    "recovery": "kills of ranks: time until found and ready, longest gap on a stream; with spares",
-    "transport": "a step without a model, driver to Ray actors and back, against Ray's own calls",
 }
 _SERVING_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "google")
 

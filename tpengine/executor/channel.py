@@ -12,7 +12,7 @@ and 99th percentile in parentheses:
     Ray's compiled graph        85 to 140 us (190 to 300); 1.95 cores busy while idle
     own TCP socket              45 to 69 us (84 to 135); 0.005 cores busy while idle
 
-`tpengine bench transport` measures the three again. A wait costs no CPU: it is a `poll`.
+`python tests/benchmarks transport` measures the three again. A wait costs no CPU: it is a `poll`.
 
 On one machine messages could pass by shared memory. That was built and measured (docs/figures.md):
 47 against 56 us to two ranks, no difference in an engine, and slower if a side spins.

@@ -6,9 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from benchmarks.lost_ranks import RecoveryOptions, measure
 
 from tpengine import EngineArgs
-from tpengine.bench.recovery import RecoveryOptions, measure
 
 
 @pytest.mark.soak

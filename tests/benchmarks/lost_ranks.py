@@ -21,32 +21,26 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
+from benchmarks.common import local_ray, write_weights
 from tpengine.bench.harness import (
     SHAPES,
     BenchOptions,
-    local_ray,
     median_of,
     report_facts,
     report_head,
     shape_folder,
 )
-from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.stats import EngineState, RecoveryRecord
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError, WorkerDiedError
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.local_executor import create_executor
-from tpengine.layers.weights import Weights, tensor_shape
-from tpengine.models.registry import build_model
 from tpengine.options import option
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
-_WEIGHTS_STD = 0.02
 _CACHE_GIB = 0.5
 """KV cache of all ranks together."""
 _FIRST_ID = 5
@@ -277,18 +271,3 @@ def _report(name: str, kills: list[Kill]) -> None:
     print(f"  recompute alone   {median_of([kill.recompute_s for kill in kills], ' s')}")
     rests = [(kill.gap_s - kill.found_s - kill.record.ready_s) / kill.recompute_s for kill in kills]
     print(f"  rest of the gap   {median_of(rests, ' x the time of recompute')}", flush=True)
-
-
-def write_weights(args: EngineArgs, folder: Path) -> None:
-    """Writes a random checkpoint of the shape, in bfloat16 as most are."""
-    config = args.create_engine_config("cpu").model
-    weights = Weights(torch.bfloat16, torch.device("cpu"), ParallelState())
-    build_model(config, weights)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, shards in weights.shards.items():
-        tensor = torch.ones(tensor_shape(shards), dtype=torch.bfloat16)
-        if tensor.dim() > 1:
-            tensor.normal_(0, _WEIGHTS_STD, generator=generator)
-        tensors[name] = tensor
-    save_file(tensors, folder / "model.safetensors")

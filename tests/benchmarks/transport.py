@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import secrets
 import statistics
 import time
@@ -17,8 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tpengine.bench.echo_rank import TIMEOUT_S, EchoRank, echo
-from tpengine.bench.harness import BenchOptions, local_ray, report_head
+from benchmarks.common import cpu_s, local_ray
+from benchmarks.echo_rank import TIMEOUT_S, EchoRank, echo
+from tpengine.bench.harness import BenchOptions, report_head
 from tpengine.executor.channel import Listener
 from tpengine.executor.codec import decode_output, decode_step, encode
 from tpengine.executor.launch.processes import RankProcess, Starter
@@ -119,7 +119,7 @@ def _ways(options: TransportOptions, stack: contextlib.ExitStack) -> Iterator[Wa
 
 def _processes(options: TransportOptions, stack: contextlib.ExitStack) -> Iterator[Way]:
     """The engine's own channel to children of this process."""
-    starter = Starter("tpengine.bench.echo_rank")
+    starter = Starter("benchmarks.echo_rank")
     stack.callback(starter.stop)
     processes = [RankProcess(starter) for _ in range(options.ranks)]
     exchange = Exchange([process.channels[0] for process in processes])
@@ -188,10 +188,3 @@ def _report(name: str, times_us: list[float]) -> None:
         f"row {best:.0f} us",
         flush=True,
     )
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time of a process."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""A rank without a model, for `bench transport`: it answers steps as a real one does."""
+"""A rank without a model, for the benchmark `transport`: it answers steps as a real one does."""
 
 from __future__ import annotations
 
