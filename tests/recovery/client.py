@@ -39,7 +39,7 @@ class Answer:
         assert not self.finished, "reported after its end"
         self.reported += 1
         self.finished, self.error = output.finished, output.error
-        self.prompt_logprobs = output.prompt_logprobs
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs  # they come once
         for one in output.outputs:
             before = self.outputs.get(one.index)
             if is_delta and before is not None:
