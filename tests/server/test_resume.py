@@ -81,12 +81,14 @@ class Door:
     """Begins and resumes streams of one client, and ends them all at the end.
 
     Attributes:
+        after: where the stream begins that was opened last.
         positions: after each piece that was read last; under load a piece has several tokens.
     """
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
         self.keys: set[str] = set()
+        self.after = 0
         self.positions = [0]
 
     def abort(self, key: str, token: str = ADMIN) -> bool:
@@ -102,9 +104,6 @@ class Door:
 
 class Grpc(Door):
     """Over gRPC; a position is a number of tokens."""
-
-    after = 0
-    """Where the stream begins that was opened last."""
 
     def open(
         self, key: str, after: int = 0, length: int = LONG, window_s: float = WINDOW_S,
@@ -146,6 +145,7 @@ class Http(Door):
         token: str = ONE,
     ) -> Any:  # fmt: skip
         self.keys.add(key)
+        self.after = after
         body = {"prompt": [5, 6, 7], "max_tokens": length, "ignore_eos": True, "stream": True}
         body |= {"temperature": 0.0, "return_token_ids": True, "detokenize": False}
         headers = {"idempotency-key": key, "x-request-id": key, "x-resume-window": str(window_s)}
@@ -157,7 +157,7 @@ class Http(Door):
         assert stream.status == 200, stream.read()
         assert 0 < float(stream.headers["x-resume-window"]) <= WINDOW_S
         found: list[int] = []
-        self.positions = [0]
+        self.positions = [self.after]
         for number, data in events(stream):
             if data != "[DONE]":
                 found += json.loads(data)["choices"][0]["token_ids"]
