@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpengine import envs
 from tpengine.errors import error_number
@@ -87,33 +87,6 @@ class DeferredInterrupt:
         if self.pending:
             raise KeyboardInterrupt
         self.pending = True
-
-
-class NotedSignal:
-    """Context in which SIGTERM, SIGINT and SIGHUP are noted and have no other effect.
-
-    A signal that the process ignores, such as SIGHUP under nohup, stays ignored.
-
-    Attributes:
-        signal: the last one that has come; None: no signal.
-    """
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> NotedSignal:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
 
 
 @contextlib.contextmanager

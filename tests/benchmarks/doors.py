@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 from support.server_process import ServerProcess
 
-from benchmarks.common import add_numbers, add_shape_argument, alternate
+from benchmarks.common import ENGINE, add_numbers, add_shape_argument, alternate, thread_times
 from benchmarks.door_load import Load, LoadResult, run_load
 from tpengine.bench.harness import SHAPES, report_head, shape_folder
-from tpengine.bench.serve import ENGINE, thread_times
 from tpengine.client.load import percentiles
 
 DOORS = ("gRPC", "HTTP")

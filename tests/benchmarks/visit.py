@@ -26,8 +26,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from tpengine.host import NotedSignal
 from tpengine.options import Options, option
 
 _TAIL_LINES = 12
@@ -47,6 +48,33 @@ groups=
 while read -r line; do groups=$line; done
 for group in $groups; do kill -s KILL -- "-$group"; done
 """
+
+
+class NotedSignal:
+    """Context in which SIGTERM, SIGINT and SIGHUP are noted and have no other effect.
+
+    A signal that the process ignores, such as SIGHUP under nohup, stays ignored.
+
+    Attributes:
+        signal: the last one that has come; None: no signal.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> NotedSignal:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
 
 
 @dataclass(frozen=True)

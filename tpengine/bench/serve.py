@@ -5,9 +5,7 @@ to rate. Each rate runs until its last request ends. The time to the first token
 request is due, so that it includes waiting. The inter-token time is the time between two messages
 over the number of tokens in the second. Goodput counts the requests per second that met both
 objectives. Without --target the benchmark starts a server with the engine's arguments in a process
-of its own, and ends it. It then also prints the server's CPU time per output token: that of the
-engine, and that of the other threads, which do gRPC, conversion and delivery and the work at the
-start and end of each request.
+of its own, and ends it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import signal
 import socket
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -49,11 +46,6 @@ from tpengine.options import option
 from tpengine.proto import READINESS
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.server_args import ServerArgs
-
-EVENT_LOOP = "event loop"
-ENGINE = "engine"
-_ENGINE_THREADS = "tpengine-engine"
-"""Name of the engine's thread, which the threads of its kernels inherit."""
 
 _WARM_UP_REQUESTS = 4
 _START_TIMEOUT_S = 300.0
@@ -94,28 +86,26 @@ def run(args: argparse.Namespace) -> int:
     rates = numbers("--rates", options.rates, lambda rate: rate > 0, "numbers above 0, or inf")
     if args.shape and options.target:
         raise ConfigError("--shape is for a server that is started here; leave out --target")
-    pid: int | None = None
     with contextlib.ExitStack() as stack:
         if options.target is None:
-            args.target, pid = stack.enter_context(_own_server(args))
-        model, summaries, costs = asyncio.run(_measure(args, options, rates, pid))
+            args.target = stack.enter_context(_own_server(args))
+        model, summaries = asyncio.run(_measure(args, options, rates))
     lines = {"model": args.shape or model, "requests": f"{options.num_requests} at each rate"}
     if options.target is None:
         print(report_head(EngineArgs.from_cli_args(args), lines))
     else:  # another server: this machine and the engine's options do not describe it
         lines = {"server": options.target, **lines}
         print("\n".join(f"{name:<20s}{text}" for name, text in lines.items()))
-    for rate, summary, cost in zip(rates, summaries, costs, strict=True):
+    for rate, summary in zip(rates, summaries, strict=True):
         print(_line(rate, summary))
-        print(f"{'':>16s}  {summary.tokens_per_message:.2f} tokens a message{cost and '; '}{cost}")
     if options.plot:
         _plot(options.plot, lines["model"], rates, summaries)
     return 0
 
 
 @contextlib.contextmanager
-def _own_server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Runs a server with the engine's arguments; yields its HOST:PORT and process id."""
+def _own_server(args: argparse.Namespace) -> Iterator[str]:
+    """Runs a server with the engine's arguments; yields its HOST:PORT."""
     with model_args(args) as engine_args:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -126,7 +116,7 @@ def _own_server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
         assert process.pid is not None
         try:
             asyncio.run(_wait_until_ready(f"127.0.0.1:{port}", process))
-            yield f"127.0.0.1:{port}", process.pid
+            yield f"127.0.0.1:{port}"
         finally:
             process.terminate()
             process.join(_END_TIMEOUT_S)
@@ -162,18 +152,14 @@ async def _wait_until_ready(target: str, process: BaseProcess) -> None:
 
 
 async def _measure(
-    args: argparse.Namespace, options: LoadOptions, rates: Sequence[float], pid: int | None
-) -> tuple[str, list[LoadSummary], list[str]]:
-    """Returns the model, and for each rate the summary and the server's CPU time in words.
-
-    Args:
-        pid: process id of a server that was started here; None: no CPU time can be read.
-    """
+    args: argparse.Namespace, options: LoadOptions, rates: Sequence[float]
+) -> tuple[str, list[LoadSummary]]:
+    """Returns the model, and for each rate the summary."""
     objective = Objective(
         options.objective_first_token_ms / 1000, options.objective_inter_token_ms / 1000
     )
     seed = options.workload_seed
-    summaries, costs = [], []
+    summaries = []
     async with open_client(args) as client:
         info = await client.model_info()
         size = info.vocab_size, seed, info.max_model_len
@@ -186,14 +172,10 @@ async def _measure(
             ]
             plan = poisson_plan(rate, prompts, seed)
             with tqdm(total=count, desc=f"{rate:g} requests/s", unit="request") as bar:
-                before = None if pid is None else thread_times(pid)
                 outcomes = await run_load(client, plan, args.timeout, lambda _: bar.update())
             if run_number:
                 summaries.append(summarise(*outcomes, objective))
-                num_tokens = sum(one.num_output_tokens for one in outcomes[0])
-                after = None if pid is None else thread_times(pid)
-                costs.append(per_token(before, after, num_tokens) if before and after else "")
-    return info.model, summaries, costs
+    return info.model, summaries
 
 
 def _line(rate: float, summary: LoadSummary) -> str:
@@ -202,7 +184,8 @@ def _line(rate: float, summary: LoadSummary) -> str:
     return (
         f"{rate:>6g} requests/s  {summary.output_rate:8.1f} tokens/s   first token, ms: "
         f"p50 {_ms(firsts, 50)} p99 {_ms(firsts, 99)}   inter-token, ms: p50 {_ms(gaps, 50)} "
-        f"p99 {_ms(gaps, 99)}   goodput {summary.goodput:6.2f}/s   {ends}"
+        f"p99 {_ms(gaps, 99)}   goodput {summary.goodput:6.2f}/s   "
+        f"{summary.tokens_per_message:.2f} tokens a message   {ends}"
     )
 
 
@@ -232,34 +215,3 @@ def _plot(path: str, model: str, rates: Sequence[float], summaries: Sequence[Loa
             panel.set_xlabel("output tokens/s")
             panel.set_ylabel(f"{title}, ms")
             panel.legend()
-
-
-def thread_times(pid: int) -> dict[str, float]:
-    """CPU seconds of a process since its start, by thread name; threads of one name are added up.
-
-    The first thread of a Python process, which runs a server's event loop, is `EVENT_LOOP`. A
-    thread without a name, such as gRPC's poller, has the program's name.
-    """
-    times: defaultdict[str, float] = defaultdict(float)
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has ended
-            ran_ns = int((task / "schedstat").read_text().split()[0])
-            name = (task / "comm").read_text().strip()
-            if task.name == str(pid):
-                name = EVENT_LOOP
-            times[ENGINE if name == _ENGINE_THREADS else name] += ran_ns / 1e9
-    return times
-
-
-def per_token(before: Mapping[str, float], after: Mapping[str, float], num_tokens: int) -> str:
-    """CPU time between two calls of `thread_times`, in µs per token: the sum of all threads but the
-    engine's, each that took at least 0.5 µs, and the engine's."""
-    scale = 1e6 / max(num_tokens, 1)
-    spent = {name: scale * (end - before.get(name, 0.0)) for name, end in after.items()}
-    engine = spent.pop(ENGINE, 0.0)
-    parts = sorted(spent.items(), key=lambda item: (item[0] != EVENT_LOOP, -item[1]))
-    listed = [f"{name} {cost:.1f}" for name, cost in parts if name == EVENT_LOOP or cost >= 0.5]
-    return (
-        f"server's CPU, µs per output token: {sum(spent.values()):.1f} outside the engine "
-        f"({', '.join(listed)}), engine {engine:.1f}"
-    )

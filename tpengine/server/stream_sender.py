@@ -1,7 +1,7 @@
 """Sends the outputs of a request as messages of a stream, for every protocol.
 
-`_TokenSender` drives the writes itself. With `await context.write()` in its place gRPC's `bench
-serve` takes 1.14 times the CPU time outside the engine per token if wake-ups are not batched
+`_TokenSender` drives the writes itself. With `await context.write()` in its place a server
+takes 1.14 times the CPU time outside the engine per token if wake-ups are not batched
 either, 1.03 times if they are (256 streams at once, medians of 5 pairs), and the output rate at 24
 requests/s falls to 0.89 (median of 7 pairs; the embedded model, two CPU cores that other work
 shared, measured on 2026-11-22).

@@ -1,6 +1,6 @@
 """The gRPC server: one port with both services, health and reflection, behind one guard.
 
-`batch_wake_ups` changes how grpc wakes the event loop. Without it `bench serve --rates inf` takes
+`batch_wake_ups` changes how grpc wakes the event loop. Without it a server takes
 1.08 times the CPU time outside the engine per token; without it and `_TokenSender` of
 server/stream_sender.py 1.22 times (256 streams of the embedded model, two CPU cores that other work
 shared; medians of 5 and 9 pairs, measured on 2026-11-22).
