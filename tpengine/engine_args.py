@@ -228,7 +228,8 @@ class EngineArgs(Options):
         if missing:
             raise ConfigError(
                 f"tensor_parallel_size = {self.tensor_parallel_size} with executor = "
-                f"{self.executor!r} needs {' and '.join(missing)}: pip install 'tpengine[ray]'"
+                f"{self.executor!r} needs {' and '.join(missing)}: install tpengine with its extra "
+                "ray"
             )
 
     @property

@@ -425,7 +425,9 @@ class AsyncLLMEngine:
             ConfigError: prometheus_client is not installed.
         """
         if importlib.util.find_spec("prometheus_client") is None:
-            raise ConfigError("metrics need prometheus_client: pip install 'tpengine[serve]'")
+            raise ConfigError(
+                "metrics need prometheus_client: install tpengine with its extra serve"
+            )
         from tpengine.engine.prometheus import EngineMetrics
 
         name = model_name or Path(self.model_config.model).name

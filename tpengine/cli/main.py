@@ -85,7 +85,7 @@ def _add_command(command: CommandParser, module_name: str) -> None:
     except ModuleNotFoundError as error:  # grpc is an optional dependency
         if (error.name or "").partition(".")[0] not in _SERVING_PACKAGES:
             raise
-        raise SystemExit(f"{error}; serving needs: pip install 'tpengine[serve]'") from None
+        raise SystemExit(f"{error}; to serve, install tpengine with its extra serve") from None
     command.description = module.__doc__
     command.epilog = getattr(module, "EPILOG", None)
     command.set_defaults(run=module.run, command=command)

@@ -140,7 +140,7 @@ class ServerArgs(Options):
         if self.http_port is not None and missing:
             raise ConfigError(
                 f"http_port needs packages that are missing: {', '.join(missing)}; "
-                "pip install 'tpengine[http]'"
+                "install tpengine with its extra http"
             )
 
     def check_exposure(self, authenticator: Authenticator) -> None:

@@ -181,7 +181,9 @@ def python_stack(pid: int) -> str:
     installed = Path(sys.executable).with_name("py-spy")
     program = str(installed) if installed.is_file() else shutil.which("py-spy")
     if program is None:
-        return "(no stack: py-spy is not installed on its node; pip install 'tpengine[ray]')"
+        return (
+            "(no stack: py-spy is not installed on its node; install tpengine with its extra ray)"
+        )
     try:
         done = subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)],
