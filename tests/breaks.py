@@ -13,11 +13,10 @@ nothing behind. It is caught if a test fails by itself, not in a fixture or for 
 there, and if the same tests pass without the break. A break of the CPU kernels builds them for the
 generic instruction set alone; compiled objects stay in build/breaks.
 
-Where code moves: a line that is no longer in its file is looked for in all files of that kind, and
-a test whose id is gone is looked for by the name of its function. The table names what was found
-elsewhere, so renamed files need no change here. If a line itself changes, write the new line into
-breaks.toml, with a break that a user would notice in the same way; if a test becomes part of
-another one, write that one's id.
+Where code moves: a line that is no longer in its file is looked for in all files of that kind; the
+table names what was found elsewhere. If a line itself changes, write the new line into breaks.toml,
+with a break that a user would notice in the same way; if a test becomes part of another one, write
+that one's id. Tests of `make check` and `make soak` do not run.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ import tempfile
 import time
 import tomllib
 import xml.etree.ElementTree as ElementTree
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,8 +60,6 @@ NOT_OWN = (
 """Beginnings of failures that are none of the test: a name is not there, or time is up."""
 _PRELOADED = ("torch._dynamo", "transformers.models.llama.modeling_llama", "hypothesis.strategies")
 """Imported once, since each break runs in a fork of this process. Not the package itself."""
-Known = Mapping[str, Sequence[str]]
-"""Ids of all tests, by the id of their function."""
 
 
 class LostError(Exception):
@@ -77,7 +74,7 @@ class Break:
         old, new: the line without its indentation, and what replaces it.
         notice: what a user would notice.
         tests: ids of tests, of which at least one must fail.
-        moved: where line and tests were found, if not where the data says.
+        moved: where the line was found, if not where the data says.
     """
 
     id: str
@@ -111,15 +108,15 @@ def tracked_files() -> list[Path]:
     return [Path(name) for name in names.split("\0") if (ROOT / name).is_file()]
 
 
-def collect(places: Sequence[str]) -> Known:
-    """Collects the tests of some files or folders of the working tree."""
+def missing_tests(tests: Sequence[str]) -> set[str]:
+    """Those of some ids under which the working tree has no quick test."""
+    places = {test.partition("::")[0] for test in tests}
+    places = [place for place in places if (ROOT / place).exists()]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", *QUICK, *places]
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True, check=False)
-    known: dict[str, list[str]] = defaultdict(list)
-    for line in done.stdout.splitlines():
-        known[line.partition("[")[0]].append(line)
-    return dict(known)
+    known = done.stdout.splitlines()
+    return set(tests).difference(known, (test.partition("[")[0] for test in known))
 
 
 def find_line(one: Break, files: Sequence[Path]) -> str:
@@ -135,28 +132,15 @@ def find_line(one: Break, files: Sequence[Path]) -> str:
     return found[0]
 
 
-def find_test(test: str, known: Known) -> str:
-    """The id of a test, or of the only one of its name in another file."""
-    function, bracket, values = test.partition("[")
-    name = f"::{function.rpartition('::')[2]}"
-    same = [function] if function in known else [x for x in known if x.endswith(name)]
-    found = [x + bracket + values for x in same if not bracket or x + bracket + values in known[x]]
-    if len(found) != 1:
-        raise LostError(f"tests not found: {test}")
-    return found[0]
-
-
-def locate(one: Break, files: Sequence[Path], known: Known) -> Break:
-    """Brings a break to where its line and its tests are now, or raises LostError."""
-    before = [one.file, *one.tests]
-    now = [find_line(one, files), *(find_test(test, known) for test in one.tests)]
-    moved = " ".join(new for new in now if new not in before)
+def locate(one: Break, files: Sequence[Path]) -> Break:
+    """Brings a break to where its line is now, or raises LostError."""
+    file = find_line(one, files)
     try:
-        if now[0].endswith(".py"):
-            ast.parse(one.apply((ROOT / now[0]).read_text()))
+        if file.endswith(".py"):
+            ast.parse(one.apply((ROOT / file).read_text()))
     except SyntaxError as error:
         raise LostError(f"the new line is no Python there: {error}") from error
-    return replace(one, file=now[0], tests=now[1:], moved=moved and f"  (now {moved})")
+    return replace(one, file=file, moved="" if file == one.file else f"  (now {file})")
 
 
 def make_tree(tree: Path, files: Sequence[Path]) -> Path:
@@ -331,14 +315,14 @@ def main() -> int:
     breaks = [Break(**entry) for entry in tomllib.loads(DATA.read_text())["break"]]
     ids, rooms = args.ids or [x.id for x in breaks], args.room or [x.room for x in breaks]
     chosen = [one for one in breaks if one.id in ids and one.room in rooms]
-    places = {test.partition("::")[0] for one in chosen for test in one.tests}
-    known = collect([place for place in places if (ROOT / place).exists()])
-    if any(test.partition("[")[0] not in known for one in chosen for test in one.tests):
-        known = collect(["tests"])
+    tests = {test for one in chosen for test in one.tests}
+    missing = missing_tests(sorted(tests)) if args.check else set[str]()
     for one in chosen:
         try:
-            located.append(locate(one, files, known))
-            if args.check and located[-1].moved:
+            if lost := missing.intersection(one.tests):
+                raise LostError(f"no quick test: {' '.join(lost)}")
+            located.append(locate(one, files))
+            if located[-1].moved:
                 show(located[-1], "moved")
         except LostError as error:
             show(one, str(error))
