@@ -52,6 +52,7 @@ DATA = ROOT / "tests" / "data" / "breaks.toml"
 OBJECTS = ROOT / "build" / "breaks"
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w")
 LIBRARY = "libtpengine_cpu.so"
+QUICK = ("-m", "not soak and not check")
 CAUGHT, GREEN = "caught", "green"
 NOT_OWN = (
     "NameError", "ImportError", "ModuleNotFoundError", "SyntaxError", "UnboundLocalError",
@@ -112,7 +113,7 @@ def tracked_files() -> list[Path]:
 
 def collect(places: Sequence[str]) -> Known:
     """Collects the tests of some files or folders of the working tree."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", *places]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", *QUICK, *places]
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True, check=False)
     known: dict[str, list[str]] = defaultdict(list)
@@ -210,7 +211,7 @@ def _pytest_in(tree: Path, args: Sequence[str]) -> None:
     log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os._exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *args]))
+    os._exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *QUICK, *args]))
 
 
 def run_tests(
