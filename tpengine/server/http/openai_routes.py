@@ -1,17 +1,17 @@
 """The routes that generate: /v1/completions and /v1/chat/completions.
 
 The way of a request, in order (paths in tpengine/server/), and where each decision stands:
-    http/protocol.py: connections, timeouts and the size of a head; what breaks HTTP is refused here.
+    http/protocol.py: connections, timeouts, the size of a head; what breaks HTTP is refused here.
     http/app.py: `_Entrance` knows the caller (auth.py) and counts open calls.
     http/calls.py: `read_call` reads and parses the body.
-    http/read.py: `BodyReader` turns its fields into requests: prompts, `SamplingParams` (fields.py),
-        tools (tools.py); limits.py bounds them. A wrong field is named by `naming_field`.
-    here: `Answer` adds the requests to `AsyncLLMEngine`, whose queue is admission.py there. A stream
-        that resumes is found in kept_streams.py.
-The way of a token back is that of gRPC (see the head of grpc/service.py) up to stream_sender.py.
-`AnswerWriter` of http/write.py takes the place of `ResponseWriter`; tool_formats.py and reasoning.py
-find calls and thoughts in the text. An error becomes its answer in http/error_answers.py, by the
-table `STATUSES` of errors.py.
+    http/read.py: `BodyReader` turns it into requests: prompts, `SamplingParams` (fields.py), tools
+        (tools.py); limits.py bounds them. `naming_field` names the field of an error.
+    here: `Answer` adds the requests to `AsyncLLMEngine`, whose queue is async_engine/admission.py.
+        A stream that resumes is found in kept_streams.py.
+A token comes back on the way of gRPC (see the head of grpc/service.py) up to stream_sender.py.
+`AnswerWriter` of http/write.py takes the place of `ResponseWriter`; tool_formats.py and
+reasoning.py find calls and thoughts in the text. An error becomes its answer in
+http/error_answers.py, by the table `STATUSES` of errors.py.
 """
 
 from __future__ import annotations
