@@ -39,7 +39,6 @@ from tpengine.server.http.error_answers import refusal
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.http.write import AnswerWriter, Style, usage
 from tpengine.server.kept_streams import KeptStream
-from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import Write, send_stream, write_within
 
@@ -51,13 +50,14 @@ _STREAM_HEADERS = [
 ]
 
 
-def openai_routes(state: ServerState, limits: Limits) -> list[Route]:
+def openai_routes(state: ServerState) -> list[Route]:
     """The routes. Their errors before the first byte of an answer are the application's to tell.
 
     Args:
-        state: of the server; has the engine once it is loaded.
-        limits: bounds of a request.
+        state: of the server; has the engine once it is loaded, and the limits.
     """
+
+    limits = state.limits
 
     async def answer(request: Request, is_chat: bool) -> Any:
         call = await read_call(request)
