@@ -31,7 +31,6 @@ from tpengine.ops import cache_ops as cache
 from tpengine.ops import fused_ops as fused
 from tpengine.ops import huge_pages
 from tpengine.ops import linear_ops as linear
-from tpengine.ops.attention_ops import DecodePlan
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.quantized_ops import QuantizedFormat
 from tpengine.ops.weight_only import GpuQuantizedWeight
@@ -167,7 +166,7 @@ def decode_row(
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     ids = torch.randperm(num_blocks, dtype=torch.int32).split(blocks)
     table = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True).to(device)
-    plan: DecodePlan | None = None
+    extra: dict[str, torch.Tensor] = {}
     is_split = False
     if device.type == "cuda":
         plan = attention.make_decode_plan(
@@ -175,6 +174,7 @@ def decode_row(
         )
         shortest = attention.min_item_tokens(head_dim, cache_dtype)
         attention.plan_decode(plan, seq_lens, shortest)
+        extra = plan._asdict()
         is_split = int(plan.item_start[-1]) > len(lengths)
     q = setting.randn(len(lengths), num_heads, head_dim)
     out = torch.empty_like(q)
@@ -182,7 +182,7 @@ def decode_row(
     def make() -> Action:
         k, v = setting.caches(num_blocks, num_kv_heads, cache_dtype)
         return lambda: attention.paged_attention(
-            out, q, k, v, table, seq_lens, head_dim**-0.5, plan=plan
+            out, q, k, v, table, seq_lens, head_dim**-0.5, **extra
         )
 
     num_bytes = 2 * sum(lengths) * num_kv_heads * head_dim * cache_dtype.itemsize

@@ -10,8 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tpengine.ops import (  # noqa: F401 (these modules define the ops)
+    attention_ops,
+    expert_ops,
+    fused_ops,
+    library,
+    lora_ops,
+    weight_only,
+)
 from tpengine.ops import cache_ops as cache
-from tpengine.ops import library
 
 NAN = float("nan")
 ISAS = library.supported_cpu_isas()
@@ -43,7 +50,7 @@ def use_cpu_isa(name: str) -> Iterator[None]:
 def backend(name: str) -> Iterator[Callable[[str], Callable[..., None]]]:
     """Looks ops up by name: the plain-torch reference, or the kernels of an instruction set."""
     if name == "reference":
-        yield library.reference_of
+        yield library.REFERENCES.__getitem__
         return
     with use_cpu_isa(name):
         yield lambda op: getattr(torch.ops.tpengine, op).default

@@ -33,9 +33,8 @@ def guarded_server(
     thread.start()
 
     async def start() -> tuple[GrpcServer, int]:
-        bounds = limits or Limits()
-        state = ServerState(["none"], 1.0, limits=bounds)
-        server = GrpcServer(state, authenticator or Authenticator(), bounds)
+        state = ServerState(["none"], 1.0, limits=limits)
+        server = GrpcServer(state, authenticator or Authenticator())
         return server, await server.start(address, tls)
 
     try:

@@ -39,7 +39,14 @@ from tpengine.bench.harness import (
 from tpengine.cli import serve
 from tpengine.cli.client import ConnectionOptions, open_client
 from tpengine.client.generation_client import GenerationClient
-from tpengine.client.load import LoadSummary, Objective, poisson_plan, run_load, summarise
+from tpengine.client.load import (
+    LoadSummary,
+    Objective,
+    describe_load,
+    poisson_plan,
+    run_load,
+    summarise,
+)
 from tpengine.engine_args import AsyncEngineArgs, EngineArgs
 from tpengine.errors import ConfigError, ServerError
 from tpengine.options import option
@@ -81,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints a line per rate."""
+    """Measures and prints the statistics of each rate."""
     options = LoadOptions.parse(args)
     rates = numbers("--rates", options.rates, lambda rate: rate > 0, "numbers above 0, or inf")
     if args.shape and options.target:
@@ -97,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         lines = {"server": options.target, **lines}
         print("\n".join(f"{name:<20s}{text}" for name, text in lines.items()))
     for rate, summary in zip(rates, summaries, strict=True):
-        print(_line(rate, summary))
+        print(f"\n{rate:g} requests/s\n{describe_load(summary)}")
     if options.plot:
         _plot(options.plot, lines["model"], rates, summaries)
     return 0
@@ -176,21 +183,6 @@ async def _measure(
             if run_number:
                 summaries.append(summarise(*outcomes, objective))
     return info.model, summaries
-
-
-def _line(rate: float, summary: LoadSummary) -> str:
-    firsts, gaps = summary.first_token_s, summary.token_gap_s
-    ends = ", ".join(f"{count} {end}" for end, count in summary.ends.most_common())
-    return (
-        f"{rate:>6g} requests/s  {summary.output_rate:8.1f} tokens/s   first token, ms: "
-        f"p50 {_ms(firsts, 50)} p99 {_ms(firsts, 99)}   inter-token, ms: p50 {_ms(gaps, 50)} "
-        f"p99 {_ms(gaps, 99)}   goodput {summary.goodput:6.2f}/s   "
-        f"{summary.tokens_per_message:.2f} tokens a message   {ends}"
-    )
-
-
-def _ms(seconds: dict[int, float], percent: int) -> str:
-    return f"{1000 * seconds[percent]:7.1f}" if seconds else "      -"
 
 
 def _plot(path: str, model: str, rates: Sequence[float], summaries: Sequence[LoadSummary]) -> None:

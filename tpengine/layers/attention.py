@@ -169,7 +169,7 @@ class Attention:
         seq_lens: torch.Tensor,
         gpu: GpuBatch | None,
     ) -> None:
-        plan = None
+        plan: attention_ops.DecodePlan | tuple[None, None, None] = (None, None, None)
         if gpu is not None and gpu.plans is not None:
             plan = gpu.plans.get(seq_lens, self.sliding_window)
         attention_ops.paged_attention(
@@ -184,7 +184,7 @@ class Attention:
             self.sliding_window,
             self.softcap,
             *self.kv_scales,
-            plan,
+            *plan,
         )
 
     def _write_kv(self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> None:

@@ -1,5 +1,16 @@
 """The forms that a linear layer's weight can have after loading: packed in 16 or 32 bits, in groups
-of 4 or 8 bits, or parts of different forms."""
+of 4 or 8 bits, or parts of different forms.
+
+Where a new quantised form is added:
+    how its numbers lie in memory, and its ops: `QuantizedFormat` of `ops/quantized_ops.py`
+        (CPU: `csrc/cpu/isa/quantized.cpp`; GPU: `ops/weight_only.py`, `csrc/cuda/quantized`).
+    how a layer holds it: a form here, or in `gpu_quantized.py`. Experts: `moe.py`.
+    how it is read from a file: a `QuantizedSource` of `weights.py`, made in
+        `checkpoint/quantized_sources.py`, or for GGUF in `checkpoint/gguf_groups.py`; which files
+        have it: `checkpoint/quantization_config.py`.
+    how a user asks for it if weights have 16 bits: `QUANTIZATIONS` of `config.py`, and
+        `rounded_format` here.
+"""
 
 from __future__ import annotations
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from tpengine.errors import ConfigError
 from tpengine.logger import init_logger
-from tpengine.ops import library
+from tpengine.ops import library, reference
+from tpengine.ops.library import op
 
 _logger = init_logger(__name__)
-_plan_decode = torch.ops.tpengine.plan_decode.default
-_paged_attention = torch.ops.tpengine.paged_attention.default
-_prefill_attention = torch.ops.tpengine.prefill_attention.default
+_plan_decode = op(reference.plan_decode, "item_start", "items")
+paged_attention = op(reference.paged_attention, "out", "partials")
+prefill_attention = op(reference.prefill_attention, "out")
 
 
 MAX_HEAD_DIM = 256
@@ -165,119 +166,3 @@ def plan_decode(
         RuntimeError: an argument's dtype or shape does not fit.
     """
     _plan_decode(plan.item_start, plan.items, seq_lens, min_tokens, sliding_window)
-
-
-def paged_attention(
-    out: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    alibi_slopes: Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    plan: DecodePlan | None = None,
-) -> None:
-    """Decode: the last token of each sequence attends to the whole sequence.
-
-    PagedAttention (Kwon et al. 2023) with the online softmax of Milakov and Gimelshein (2018);
-    ALiBi as in Press et al. (2022), sliding window as in Mistral (Jiang et al. 2023).
-
-    Args:
-        out: `[num_seqs, num_heads, head_dim]`, written; zeros for a sequence of length 0.
-        q: `[num_seqs, num_heads, head_dim]`; any strides, last dimension contiguous.
-        k_cache, v_cache: of one layer, shaped by `ops.cache.kv_cache_shapes`; dtype of q, or int8
-            on a CPU, or float8_e4m3fn on a GPU. Slots beyond a sequence's length may hold any
-            value, even NaN.
-        block_table: int32 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are ignored.
-        seq_lens: int32 `[num_seqs]`, tokens including the one whose query this is.
-        scale: factor on the products of q and k.
-        alibi_slopes: float32 `[num_heads]`; adds `slope * (key - query)` (positions) to the logits.
-        sliding_window: a query sees this many keys, itself included; None: all of them.
-        softcap: logits become `softcap * tanh(logit / softcap)` (Gemma 2) before slopes are added;
-            None: they stay.
-        k_scale, v_scale: factors on the values of an fp8 cache.
-        plan: computed by `plan_decode` from the same seq_lens and window; None: one block of
-            threads per sequence and kv head, which is slow for few long sequences. CPU kernels do
-            not use it.
-
-    Block sizes 8, 16 and 32. On CPU: float32 and bfloat16, head_dim a multiple of 16 up to 256; a
-    sequence's result does not depend on the other sequences nor on the number of threads. On CUDA:
-    float32, float16, bfloat16, head_dim up to 256 (`check_decode_support`); products of 16-bit
-    numbers are summed in float32, and fp8 numbers are 16-bit ones before they are multiplied. On
-    CPU the numbers of an int8 cache are converted to the dtype of the queries, which is exact. A
-    key's scale multiplies its score, a value's scale its probability.
-
-    Raises:
-        RuntimeError: an argument's dtype, shape or strides do not fit. Block ids are not checked.
-    """
-    item_start, items, partials = (None, None, None) if plan is None else plan
-    _paged_attention(
-        out,
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        scale,
-        alibi_slopes,
-        sliding_window,
-        softcap,
-        k_scale,
-        v_scale,
-        item_start,
-        items,
-        partials,
-    )
-
-
-def prefill_attention(
-    out: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    alibi_slopes: Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """Prefill: ragged chunks of queries, each causal over its sequence's whole cached context.
-
-    The queries `query_start_loc[i]` to `query_start_loc[i + 1]` are the last tokens of sequence i;
-    their own K and V are in the cache already.
-
-    Args:
-        out, q: `[num_tokens, num_heads, head_dim]`; rows outside all sequences are not read or
-            written.
-        query_start_loc: int32 `[num_seqs + 1]`, in ascending order.
-        seq_lens: int32 `[num_seqs]`, cached context and the chunk together.
-        block_table and the others: as in `paged_attention`, with the same limits and guarantees; a
-            token's result also does not depend on how its prompt was divided into chunks.
-
-    Raises:
-        RuntimeError: an argument's dtype, shape or strides do not fit. Block ids are not checked.
-    """
-    _prefill_attention(
-        out,
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        scale,
-        alibi_slopes,
-        sliding_window,
-        softcap,
-        k_scale,
-        v_scale,
-    )

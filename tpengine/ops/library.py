@@ -1,4 +1,4 @@
-"""Op schemas, fakes and references; loading of the native libraries; choice of instruction set."""
+"""Definition of ops; loading of the native libraries; choice of instruction set."""
 
 from __future__ import annotations
 
@@ -7,184 +7,42 @@ import enum
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
 from tpengine import envs
 from tpengine.errors import NativeLibraryError
 from tpengine.logger import init_logger
-from tpengine.ops import (
-    linear_reference,
-    lora_reference,
-    quantized_reference,
-    reference,
-    weight_only_reference,
-)
 
 _logger = init_logger(__name__)
 
-_SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
-    "write_kv_cache": (
-        "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
-        " float k_scale=1.0, float v_scale=1.0) -> ()",
-        reference.write_kv_cache,
-    ),
-    "rotary_embedding": (
-        "(Tensor positions, Tensor(a!) q, Tensor(b!) k, Tensor cos_sin_cache, bool is_neox) -> ()",
-        reference.rotary_embedding,
-    ),
-    "rotary_write_kv_cache": (
-        "(Tensor positions, Tensor(a!) qkv, Tensor cos_sin_cache, Tensor slot_mapping,"
-        " Tensor(b!) k_cache, Tensor(c!) v_cache, int num_heads, int num_kv_heads, bool is_neox,"
-        " float k_scale=1.0, float v_scale=1.0) -> ()",
-        reference.rotary_write_kv_cache,
-    ),
-    "copy_blocks": (
-        "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_pairs) -> ()",
-        reference.copy_blocks,
-    ),
-    "copy_cache_blocks": (
-        "(Tensor(a!) cache, Tensor block_pairs) -> ()",
-        reference.copy_cache_blocks,
-    ),
-    "pack_blocks": (
-        "(Tensor(a!) packed, Tensor cache, Tensor block_ids) -> ()",
-        reference.pack_blocks,
-    ),
-    "unpack_blocks": (
-        "(Tensor(a!) cache, Tensor packed, Tensor block_ids) -> ()",
-        reference.unpack_blocks,
-    ),
-    "gather_kv": (
-        "(Tensor(a!) k, Tensor(b!) v, Tensor k_cache, Tensor v_cache, Tensor block_table,"
-        " Tensor token_start, float k_scale=1.0, float v_scale=1.0) -> ()",
-        reference.gather_kv,
-    ),
-    "plan_decode": (
-        "(Tensor(a!) item_start, Tensor(b!) items, Tensor seq_lens, int min_tokens,"
-        " int? sliding_window) -> ()",
-        reference.plan_decode,
-    ),
-    "paged_attention": (
-        "(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,"
-        " Tensor seq_lens, float scale, Tensor? alibi_slopes, int? sliding_window,"
-        " float? softcap=None, float k_scale=1.0, float v_scale=1.0, Tensor? item_start=None,"
-        " Tensor? items=None, Tensor(b!)? partials=None) -> ()",
-        reference.paged_attention,
-    ),
-    "prefill_attention": (
-        "(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,"
-        " Tensor query_start_loc, Tensor seq_lens, float scale, Tensor? alibi_slopes,"
-        " int? sliding_window, float? softcap=None, float k_scale=1.0, float v_scale=1.0) -> ()",
-        reference.prefill_attention,
-    ),
-    "embedding": (
-        "(Tensor(a!) out, Tensor table, Tensor token_ids, float scale=1.0) -> ()",
-        reference.embedding,
-    ),
-    "rms_norm": (
-        "(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()",
-        reference.rms_norm,
-    ),
-    "add_rms_norm": (
-        "(Tensor(a!) out, Tensor x, Tensor(b!) residual, Tensor weight, float eps) -> ()",
-        reference.add_rms_norm,
-    ),
-    "layer_norm": (
-        "(Tensor(a!) out, Tensor x, Tensor? weight, Tensor? bias, float eps) -> ()",
-        reference.layer_norm,
-    ),
-    "add_layer_norm": (
-        "(Tensor(a!) out, Tensor x, Tensor(b!) residual, Tensor? weight, Tensor? bias, float eps)"
-        " -> ()",
-        reference.add_layer_norm,
-    ),
-    "accumulate": ("(Tensor(a!) total, Tensor x) -> ()", reference.accumulate),
-    "add_gated": ("(Tensor(a!) total, Tensor x, Tensor gate) -> ()", reference.add_gated),
-    "relu": ("(Tensor(a!) x) -> ()", reference.relu),
-    "silu": ("(Tensor(a!) x) -> ()", reference.silu),
-    "gelu": ("(Tensor(a!) x) -> ()", reference.gelu),
-    "gelu_tanh": ("(Tensor(a!) x) -> ()", reference.gelu_tanh),
-    "silu_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.silu_and_mul),
-    "gelu_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.gelu_and_mul),
-    "gelu_tanh_and_mul": ("(Tensor(a!) out, Tensor x) -> ()", reference.gelu_tanh_and_mul),
-    "pack_linear_weight": (
-        "(Tensor(a!) packed, Tensor weight) -> ()",
-        linear_reference.pack_linear_weight,
-    ),
-    "packed_linear": (
-        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias) -> ()",
-        linear_reference.packed_linear,
-    ),
-    "quantize_weight": (
-        "(Tensor(a!) packed, Tensor weight, int bits, int group_size) -> ()",
-        quantized_reference.quantize_weight,
-    ),
-    "quantized_linear": (
-        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias, int bits, int group_size,"
-        " int offsets) -> ()",
-        quantized_reference.quantized_linear,
-    ),
-    "quantized_embedding": (
-        "(Tensor(a!) out, Tensor packed, Tensor token_ids, int num_embeddings, int bits,"
-        " int group_size, int offsets, float scale=1.0) -> ()",
-        quantized_reference.quantized_embedding,
-    ),
-    "weight_only_linear": (
-        "(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias, int bits, int group_size,"
-        " int offsets) -> ()",
-        weight_only_reference.weight_only_linear,
-    ),
-    "dequantize_weight": (
-        "(Tensor(a!) out, Tensor packed, int first_output, int out_features, int bits,"
-        " int group_size, int offsets) -> ()",
-        weight_only_reference.dequantize_weight,
-    ),
-    "add_lora": (
-        "(Tensor(a!) out, Tensor x, Tensor a, Tensor b, Tensor ranks, Tensor first_outputs,"
-        " Tensor rows, Tensor groups, Tensor(b!) shrunk) -> ()",
-        lora_reference.add_lora,
-    ),
-    "top_experts": (
-        "(Tensor(a!) expert_ids, Tensor(b!) expert_weights, Tensor logits, bool normalize) -> ()",
-        linear_reference.top_experts,
-    ),
-    "expert_mlp": (
-        "(Tensor(a!) out, Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up,"
-        " Tensor down) -> ()",
-        linear_reference.expert_mlp,
-    ),
-    "argmax": (
-        "(Tensor(a!) out, Tensor logits, Tensor(b!)? logprobs=None) -> ()",
-        reference.argmax,
-    ),
-    "sample_tokens": (
-        "(Tensor(a!) out, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p,"
-        " Tensor min_p, Tensor uniform, Tensor(b!)? logprobs=None) -> ()",
-        reference.sample_tokens,
-    ),
-}
-OP_NAMES = tuple(_SCHEMAS)
+_P = ParamSpec("_P")
+REFERENCES: dict[str, Callable[..., None]] = {}
+"""The plain-torch form of each op that `op` has defined, by its name."""
+_definitions = torch.library.Library("tpengine", "FRAGMENT")  # deleting it removes the ops
 
 
-def reference_of(name: str) -> Callable[..., None]:
-    """Returns the plain-torch form of an op; for tests."""
-    return _SCHEMAS[name][1]
+def op(reference: Callable[_P, None], *written: str) -> Callable[_P, None]:
+    """Defines `torch.ops.tpengine.<name of the reference>` and returns it.
+
+    Args:
+        reference: its signature is the op's schema, its docstring the contract. It runs on devices
+            for which no kernel is registered, and if the library was not built.
+        written: the parameters that the op writes into. It has no other output.
+    """
+    name = reference.__name__
+    schema = torch.library.infer_schema(reference, op_name=name, mutates_args=written)
+    _definitions.define(schema.replace("SymInt", "int"))  # the kernels take plain numbers
+    _definitions.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tpengine::{name}", _fake, lib=_definitions)
+    REFERENCES[name] = reference
+    defined: Callable[_P, None] = getattr(torch.ops.tpengine, name).default
+    return defined
 
 
 def _fake(*_: object) -> None:
     """Does nothing: an op only writes into its arguments and has no output with a shape."""
-
-
-def _define_ops() -> torch.library.Library:
-    library = torch.library.Library("tpengine", "FRAGMENT")
-    for name, (schema, function) in _SCHEMAS.items():
-        library.define(name + schema)
-        # Runs on devices for which no kernel is registered, and if the library was not built.
-        library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tpengine::{name}", _fake, lib=library)
-    return library
 
 
 def _find_library(name: str) -> Path | None:
@@ -241,7 +99,6 @@ def _load_cuda() -> ctypes.CDLL | None:
     return cuda
 
 
-_definitions = _define_ops()  # the ops are removed when this object is deleted
 _cpu = _load_cpu()
 cuda_library = _load_cuda() if torch.version.cuda is not None else None
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+from tpengine.ops import linear_reference
 from tpengine.ops.huge_pages import HugePageArena
+from tpengine.ops.library import op
 from tpengine.ops.linear_reference import LINEAR_PANEL
 
-_pack_linear_weight = torch.ops.tpengine.pack_linear_weight.default
-_packed_linear = torch.ops.tpengine.packed_linear.default
+pack_into = op(linear_reference.pack_linear_weight, "packed")
+packed_linear = op(linear_reference.packed_linear, "out")
 
 
 def pack_linear_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
@@ -30,20 +30,5 @@ def pack_linear_weight(weight: Tensor, arena: HugePageArena | None = None) -> Te
     outputs, inputs = weight.shape
     count = -(-outputs // LINEAR_PANEL) * LINEAR_PANEL * inputs
     packed = weight.new_empty(count) if arena is None else arena.empty(count, weight.dtype)
-    _pack_linear_weight(packed, weight)
+    pack_into(packed, weight)
     return packed
-
-
-def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
-    """`out = x W^T + bias`, accumulated in float32. A row's result does not depend on other rows.
-
-    Args:
-        out: `[num_rows, out_features]`, float32 or bfloat16; written.
-        x: `[num_rows, in_features]`, same dtype.
-        packed: from `pack_linear_weight`.
-        bias: `[out_features]`, same dtype, or None.
-
-    Raises:
-        RuntimeError: dtypes, shapes or strides do not fit.
-    """
-    _packed_linear(out, x, packed, bias)

@@ -28,7 +28,17 @@ def _unpack(packed: Tensor, outputs: int, inputs: int, pack: int) -> Tensor:
 
 
 def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
-    """See `ops.linear.packed_linear`."""
+    """`out = x W^T + bias`, accumulated in float32. A row's result does not depend on other rows.
+
+    Args:
+        out: `[num_rows, out_features]`, float32 or bfloat16; written.
+        x: `[num_rows, in_features]`, same dtype.
+        packed: from `pack_linear_weight`.
+        bias: `[out_features]`, same dtype, or None.
+
+    Raises:
+        RuntimeError: dtypes, shapes or strides do not fit.
+    """
     pack, inputs, outputs = 4 // x.dtype.itemsize, x.shape[1], out.shape[1]
     weight = _unpack(packed, outputs, inputs, pack)
     result = x.float() @ weight.float().t()
@@ -38,7 +48,17 @@ def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -
 def top_experts(
     expert_ids: Tensor, expert_weights: Tensor, logits: Tensor, normalize: bool
 ) -> None:
-    """See `ops.experts.top_experts`."""
+    """Chooses the likeliest experts of each token, by the softmax of its logits in float32.
+
+    Args:
+        expert_ids: int32 `[num_tokens, k]`, written; likeliest first.
+        expert_weights: float32 `[num_tokens, k]`, written: their probabilities.
+        logits: `[num_tokens, num_experts]`, float32 or bfloat16; rows may be strided.
+        normalize: divide a token's weights by their sum.
+
+    Raises:
+        RuntimeError: dtypes, shapes or strides do not fit.
+    """
     weights, ids = logits.float().softmax(-1).topk(expert_ids.shape[1])
     expert_ids.copy_(ids)
     expert_weights.copy_(weights / weights.sum(-1, keepdim=True) if normalize else weights)
@@ -52,13 +72,30 @@ def expert_mlp(
     gate_up: Tensor,
     down: Tensor,
 ) -> None:
-    """See `ops.experts.expert_mlp`. Every expert computes every token, so that no shape depends on
-    the choices: CUDA graphs can hold it."""
+    """Sums the answers of each token's experts, `down(silu(gate(x)) * up(x))`, by their weights.
+
+    On a CPU the tokens are sorted by expert, and the products of all experts share the threads. A
+    row's result does not depend on other rows.
+
+    Args:
+        out: `[num_tokens, hidden_size]`, float32 or bfloat16; written.
+        x: same shape and dtype.
+        expert_ids: int32 `[num_tokens, k]`, k at most 64.
+        expert_weights: float32 `[num_tokens, k]`.
+        gate_up: `[num_experts, 2 * n, hidden_size]`: gates, then factors. On a CPU with compiled
+            kernels from `pack_experts`.
+        down: `[num_experts, hidden_size, n]`, or the same packed.
+
+    Raises:
+        RuntimeError: dtypes, shapes or strides do not fit, or an id has no expert.
+    """
+    # Every expert computes every token, so that no shape depends on the choices: CUDA graphs can
+    # hold it.
     hidden, pack = x.shape[1], 4 // x.dtype.itemsize
     if down.dim() == 2:
         inner = down.shape[1] // (-(-hidden // LINEAR_PANEL) * LINEAR_PANEL)
-        gate_up = torch.stack([_unpack(one, 2 * inner, hidden, pack) for one in gate_up])
-        down = torch.stack([_unpack(one, hidden, inner, pack) for one in down])
+        gate_up = torch.stack([_unpack(panels, 2 * inner, hidden, pack) for panels in gate_up])
+        down = torch.stack([_unpack(panels, hidden, inner, pack) for panels in down])
     total = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(len(down)):
         gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)

@@ -10,7 +10,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+from tpengine.ops import lora_reference
+from tpengine.ops.library import op
 from tpengine.ops.lora_reference import (
     LORA_PANEL,
     LORA_TILE,
@@ -20,7 +21,7 @@ from tpengine.ops.lora_reference import (
     tile_shape,
 )
 
-_add_lora = torch.ops.tpengine.add_lora.default
+_add_lora = op(lora_reference.add_lora, "out", "shrunk")
 
 
 @dataclass(frozen=True, slots=True)

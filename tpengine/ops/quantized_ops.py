@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+from tpengine.ops import quantized_reference
 from tpengine.ops.huge_pages import HugePageArena
+from tpengine.ops.library import op
 from tpengine.ops.linear_reference import LINEAR_PANEL
 from tpengine.ops.quantized_reference import pack_groups
 
-_quantize_weight = torch.ops.tpengine.quantize_weight.default
-_quantized_linear = torch.ops.tpengine.quantized_linear.default
-_quantized_embedding = torch.ops.tpengine.quantized_embedding.default
+_quantize_weight = op(quantized_reference.quantize_weight, "packed")
+_quantized_linear = op(quantized_reference.quantized_linear, "out")
+_quantized_embedding = op(quantized_reference.quantized_embedding, "out")
 
 NO_OFFSETS, ZERO_POINTS, MINIMA = range(3)
 """How a weight comes from its stored number q and its group's scale s: `s (q - 8)`, in 8 bits

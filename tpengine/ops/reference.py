@@ -1,12 +1,11 @@
-"""Every op in plain torch: the standard for tests of the kernels, and the fallback without them.
+"""Every op in plain torch: its contract, the standard for tests of the kernels, and the fallback
+without them. `ops.library.op` makes ops of these functions.
 
 A KV cache has a layout of `ops.cache.kv_cache_shapes`: five dimensions (CPU), four in int8
 (CPU), or four of another type (CUDA). Only the last may be fp8 (e4m3).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +83,21 @@ def write_kv_cache(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
+    """Writes each token's K and V into its slot.
+
+    Args:
+        k, v: `[num_tokens, num_kv_heads, head_dim]`; views with any strides whose last dimension
+            is contiguous (parts of a packed qkv).
+        k_cache, v_cache: shaped by `kv_cache_shapes`, same dtype as k, or on a CPU int8, or on a
+            GPU float8_e4m3fn for 16-bit k; written. In int8 each token and head has its own scale,
+            its largest magnitude / 127; the scale is NaN if a number is not finite.
+        slot_mapping: int32 `[num_tokens]`, block * block_size + offset; -1: not written.
+        k_scale, v_scale: an fp8 cache holds k / k_scale and v / v_scale, saturated at 448.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit, or (on CPU) a slot is out of
+            range.
+    """
     cached = slot_mapping >= 0
     slots = slot_mapping[cached].long()
     block_size = block_size_of(k_cache)
@@ -107,22 +121,53 @@ def write_kv_cache(
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor) -> None:
+    """Copies whole blocks within one layer's caches.
+
+    Args:
+        k_cache, v_cache: shaped by `kv_cache_shapes`; written.
+        block_pairs: int64 `[num_pairs, 2]` of (source, target). A block must not be a target twice,
+            nor a source and a target, because the order of the copies is not defined.
+
+    Raises:
+        RuntimeError: a dtype or shape does not fit, or a block is out of range.
+    """
     source, target = block_pairs.unbind(1)
     for cache in (_bits(k_cache), _bits(v_cache)):
         cache[target] = cache[source]
 
 
 def copy_cache_blocks(cache: Tensor, block_pairs: Tensor) -> None:
+    """Copies whole blocks of all layers; on a GPU in one kernel launch.
+
+    Args:
+        cache: `[num_pieces, num_blocks, ...]`, contiguous from the second dimension on: every
+            layer's K and V, allocated as one tensor; written.
+        block_pairs: as in `copy_blocks`.
+
+    Raises:
+        RuntimeError: a dtype or shape does not fit.
+    """
     source, target = block_pairs.unbind(1)
     bits = _bits(cache)
     bits[:, target] = bits[:, source]
 
 
 def pack_blocks(packed: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+    """Gathers whole blocks, so that all pieces of a block are adjacent in memory.
+
+    Args:
+        packed: `[num_ids, num_pieces, ...]`, written.
+        cache: as in `copy_cache_blocks`.
+        block_ids: int64 `[num_ids]`.
+
+    Raises:
+        RuntimeError: a dtype or shape does not fit.
+    """
     _bits(packed).copy_(_bits(cache)[:, block_ids].transpose(0, 1))
 
 
 def unpack_blocks(cache: Tensor, packed: Tensor, block_ids: Tensor) -> None:
+    """Scatters what `pack_blocks` has gathered; arguments as there, with distinct block ids."""
     _bits(cache)[:, block_ids] = _bits(packed).transpose(0, 1)
 
 
@@ -136,6 +181,20 @@ def gather_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
+    """Gathers the K and V of sequences from their blocks, for kernels without paged attention.
+
+    Args:
+        k, v: `[num_tokens, num_kv_heads, head_dim]`, contiguous; written, in the model's dtype.
+            Rows from `token_start[-1]` on are not written.
+        k_cache, v_cache: as in `write_kv_cache`.
+        block_table: int32 `[num_seqs, max_blocks]`.
+        token_start: int32 `[num_seqs + 1]`, first row of each sequence in k and v: the running sum
+            of the lengths, from 0.
+        k_scale, v_scale: factors on the values of an fp8 cache.
+
+    Raises:
+        RuntimeError: a dtype or shape does not fit.
+    """
     block_size = block_size_of(k_cache)
     borders = token_start.tolist()
     for seq, first in enumerate(borders[:-1]):
@@ -203,6 +262,21 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> None:
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, is_neox: bool
 ) -> None:
+    """Rotary position embedding (Su et al. 2021) on q and k in place, computed in float32.
+
+    Args:
+        positions: int32 `[num_tokens]`.
+        q: `[num_tokens, num_heads, head_dim]`; any strides, last dimension contiguous.
+        k: `[num_tokens, num_kv_heads, head_dim]`, likewise.
+        cos_sin_cache: float32 `[max_position, rotary_dim]`: the rotary_dim / 2 cosines of each
+            position, then its sines. rotary_dim is even and at most head_dim; the rest of a head
+            stays as it is.
+        is_neox: True pairs dimension i with i + rotary_dim / 2 (GPT-NeoX, Llama), False pairs
+            neighbours (GPT-J).
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit, or a position has no row.
+    """
     cos, sin = cos_sin_cache[positions.long()][:, None].chunk(2, dim=-1)
     _rotate(q, cos, sin, is_neox)
     _rotate(k, cos, sin, is_neox)
@@ -221,6 +295,18 @@ def rotary_write_kv_cache(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
+    """`rotary_embedding` on packed qkv in place, then `write_kv_cache`, in one pass.
+
+    Args:
+        positions: int32 `[num_tokens]`.
+        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`; q and k are rotated. A row
+            whose slot is -1 is rotated and not cached.
+        cos_sin_cache: float32 `[max_position, rotary_dim]`.
+        slot_mapping, k_cache, v_cache, k_scale, v_scale: as in `write_kv_cache`.
+
+    Raises:
+        RuntimeError: as `rotary_embedding` and `write_kv_cache`.
+    """
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     rotary_embedding(positions, q, k, cos_sin_cache, is_neox)
@@ -273,12 +359,28 @@ def prefill_attention(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     scale: float,
-    alibi_slopes: Tensor | None,
-    sliding_window: int | None,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
+    """Prefill: ragged chunks of queries, each causal over its sequence's whole cached context.
+
+    The queries `query_start_loc[i]` to `query_start_loc[i + 1]` are the last tokens of sequence i;
+    their own K and V are in the cache already.
+
+    Args:
+        out, q: `[num_tokens, num_heads, head_dim]`; rows outside all sequences are not read or
+            written.
+        query_start_loc: int32 `[num_seqs + 1]`, in ascending order.
+        seq_lens: int32 `[num_seqs]`, cached context and the chunk together.
+        block_table and the others: as in `paged_attention`, with the same limits and guarantees; a
+            token's result also does not depend on how its prompt was divided into chunks.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit. Block ids are not checked.
+    """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     block_size = block_size_of(k_cache)
     for seq, length in enumerate(lengths):
@@ -299,21 +401,88 @@ def paged_attention(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    *options: Any,
+    scale: float,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    item_start: Tensor | None = None,
+    items: Tensor | None = None,
+    partials: Tensor | None = None,
 ) -> None:
-    """`options`: those of `prefill_attention` from `scale` on, then the plan, which only divides
-    work on a GPU."""
+    """Decode: the last token of each sequence attends to the whole sequence.
+
+    PagedAttention (Kwon et al. 2023) with the online softmax of Milakov and Gimelshein (2018);
+    ALiBi as in Press et al. (2022), sliding window as in Mistral (Jiang et al. 2023).
+
+    Args:
+        out: `[num_seqs, num_heads, head_dim]`, written; zeros for a sequence of length 0.
+        q: `[num_seqs, num_heads, head_dim]`; any strides, last dimension contiguous.
+        k_cache, v_cache: of one layer, shaped by `ops.cache.kv_cache_shapes`; dtype of q, or int8
+            on a CPU, or float8_e4m3fn on a GPU. Slots beyond a sequence's length may hold any
+            value, even NaN.
+        block_table: int32 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are ignored.
+        seq_lens: int32 `[num_seqs]`, tokens including the one whose query this is.
+        scale: factor on the products of q and k.
+        alibi_slopes: float32 `[num_heads]`; adds `slope * (key - query)` (positions) to the logits.
+        sliding_window: a query sees this many keys, itself included; None: all of them.
+        softcap: logits become `softcap * tanh(logit / softcap)` (Gemma 2) before slopes are added;
+            None: they stay.
+        k_scale, v_scale: factors on the values of an fp8 cache.
+        item_start, items, partials: a `DecodePlan` of the same seq_lens and window; None: one block
+            of threads per sequence and kv head, which is slow for few long sequences. CPU kernels
+            do not use it.
+
+    Block sizes 8, 16 and 32. On CPU: float32 and bfloat16, head_dim a multiple of 16 up to 256; a
+    sequence's result does not depend on the other sequences nor on the number of threads. On CUDA:
+    float32, float16, bfloat16, head_dim up to 256 (`check_decode_support`); products of 16-bit
+    numbers are summed in float32, and fp8 numbers are 16-bit ones before they are multiplied. On
+    CPU the numbers of an int8 cache are converted to the dtype of the queries, which is exact. A
+    key's scale multiplies its score, a value's scale its probability.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit. Block ids are not checked.
+    """
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-    prefill_attention(out, q, k_cache, v_cache, block_table, starts, seq_lens, *options[:6])
+    prefill_attention(
+        out, q, k_cache, v_cache, block_table, starts, seq_lens, scale, alibi_slopes,
+        sliding_window, softcap, k_scale, v_scale,
+    )  # fmt: skip
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """RMSNorm (Zhang and Sennrich 2019) over the last dimension.
+
+    Normalised in float32, rounded to the weight's dtype, then multiplied by the weight, as Hugging
+    Face's models do: Llama's weights have x's dtype, Gemma's `1 + weight` is float32.
+
+    Args:
+        out: shape and dtype of x, written; may be x itself.
+        x: `[num_tokens, size]` or `[num_tokens, num_heads, size]` (norm per head); float32 or
+            bfloat16; any strides, last dimension contiguous.
+        weight: `[size]`, dtype of x or float32.
+        eps: added to the mean square.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     out.copy_(y.to(weight.dtype) * weight)
 
 
 def add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """`residual += x` (rounded to its dtype), then `out = rms_norm(residual) * weight`.
+
+    Args:
+        out: `[num_tokens, size]`, written; may be x itself.
+        x, residual: `[num_tokens, size]`, one dtype; residual is written.
+        weight: `[size]`.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
     residual.add_(x)
     rms_norm(out, residual, weight, eps)
 
@@ -321,6 +490,18 @@ def add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: 
 def layer_norm(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> None:
+    """Layer normalisation (Ba et al. 2016) over the last dimension, computed in float32 and rounded
+    once.
+
+    Args:
+        out: shape and dtype of x, written; may be x itself.
+        x: `[num_tokens, size]`, float32 or bfloat16; rows may be strided.
+        weight, bias: `[size]`, dtype of x; None: ones, zeros.
+        eps: added to the variance.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
     out.copy_(F.layer_norm(x, x.shape[-1:], weight, bias, eps))
 
 
@@ -332,56 +513,126 @@ def add_layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> None:
+    """`residual += x` (rounded to its dtype), then `layer_norm` of it into `out`.
+
+    Args:
+        out: `[num_tokens, size]`, written; may be x itself.
+        x, residual: `[num_tokens, size]`, one dtype; residual is written.
+        weight, bias: `[size]`; None: ones, zeros.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
     residual.add_(x)
     layer_norm(out, residual, weight, bias, eps)
 
 
 def accumulate(total: Tensor, x: Tensor) -> None:
+    """`total += x`, rounded to its dtype.
+
+    Args:
+        total, x: `[num_tokens, size]`, contiguous, float32 or bfloat16; total is written.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
     total.add_(x)
 
 
 def add_gated(total: Tensor, x: Tensor, gate: Tensor) -> None:
+    """`total += sigmoid(gate) * x`, computed in float32 and rounded once.
+
+    Args:
+        total, x: `[num_tokens, size]`, float32 or bfloat16; rows may be strided; total is written.
+        gate: `[num_tokens, 1]`, same dtype.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
     total.add_(gate.float().sigmoid() * x.float())
 
 
 def relu(x: Tensor) -> None:
+    """`max(x, 0)` in place.
+
+    Args:
+        x: `[num_tokens, size]`, float32 or bfloat16; rows may be strided.
+
+    Raises:
+        RuntimeError: its dtype, shape or strides do not fit.
+    """
     x.relu_()
 
 
 def silu(x: Tensor) -> None:
+    """`x / (1 + exp(-x))` in place; see `relu`."""
     F.silu(x, inplace=True)
 
 
 def gelu(x: Tensor) -> None:
+    """The exact GELU (by the error function) in place; see `relu`."""
     torch.ops.aten.gelu_.default(x)
 
 
 def gelu_tanh(x: Tensor) -> None:
+    """GELU's tanh approximation in place; see `relu`."""
     torch.ops.aten.gelu_.default(x, approximate="tanh")
 
 
 def silu_and_mul(out: Tensor, x: Tensor) -> None:
+    """SwiGLU's product (Shazeer 2020): `out = silu(gate) * up`.
+
+    Args:
+        out: `[num_tokens, n]`, written.
+        x: `[num_tokens, 2 * n]`, gate first, then up; float32 or bfloat16, same dtype as out.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
     gate, up = x.chunk(2, dim=-1)
     out.copy_(F.silu(gate) * up)
 
 
 def gelu_and_mul(out: Tensor, x: Tensor) -> None:
+    """`out = gelu(gate) * up` with the exact GELU (by the error function); see `silu_and_mul`."""
     gate, up = x.chunk(2, dim=-1)
     out.copy_(F.gelu(gate) * up)
 
 
 def gelu_tanh_and_mul(out: Tensor, x: Tensor) -> None:
+    """`out = gelu(gate) * up` with GELU's tanh approximation; see `silu_and_mul`."""
     gate, up = x.chunk(2, dim=-1)
     out.copy_(F.gelu(gate, approximate="tanh") * up)
 
 
 def embedding(out: Tensor, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> None:
+    """`out[i] = table[token_ids[i]] * scale`, rounded to out's dtype.
+
+    Args:
+        out: `[num_tokens, size]`, written.
+        table: `[num_rows, size]`, float32 or bfloat16, same dtype as out.
+        token_ids: int32 `[num_tokens]`.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit, or an id has no row.
+    """
     torch.index_select(table, 0, token_ids, out=out)
     if scale != 1.0:
         out.mul_(scale)
 
 
 def argmax(out: Tensor, logits: Tensor, logprobs: Tensor | None = None) -> None:
+    """Token of the largest logit of each row; of equal logits the lowest id.
+
+    Args:
+        out: int64 `[rows]`, written.
+        logits: `[rows, vocab]`, float32 or bfloat16. A row that holds NaN gives its first NaN.
+        logprobs: float32 `[rows]`, written: log probability of the chosen token in the softmax of
+            the logits; NaN where the largest logit is not finite. None: not wanted.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
     out.copy_(logits.float().argmax(-1))
     _write_logprobs(logprobs, logits, out)
 
@@ -424,6 +675,31 @@ def sample_tokens(
     uniform: Tensor,
     logprobs: Tensor | None = None,
 ) -> None:
+    """Samples one token per row: temperature, top-k, top-p, min-p, then one uniform number.
+
+    The probabilities of the kept tokens are summed in the order of their ids, and the token whose
+    part of the sum contains `uniform` is chosen. So a row's token is a function of that row alone.
+
+    Args:
+        out: int64 `[rows]`, written.
+        logits: `[rows, vocab]`, float32 or bfloat16; minus infinity bans a token.
+        temperature: float32 `[rows]`; 0 is argmax.
+        top_k: int32 `[rows]`; 0 is off. Of logits equal to the k-th largest, the lowest ids
+            are kept, so that exactly k tokens remain.
+        top_p: float32 `[rows]`; 1 is off. Keeps the smallest set of most probable tokens whose
+            mass reaches top_p of the mass that top-k has kept (Holtzman et al. 2020). The token
+            that crosses it is kept, and at least one token; of equal tokens the highest ids are
+            dropped first.
+        min_p: float32 `[rows]`; 0 is off. Keeps tokens at least min_p times as probable as the most
+            probable one.
+        uniform: float64 `[rows]` in [0, 1).
+        logprobs: see `argmax`; temperature and filters do not change them.
+
+    A row whose largest logit is not finite (NaN, infinity, all tokens banned) gives its argmax.
+
+    Raises:
+        RuntimeError: an argument's dtype, shape or strides do not fit.
+    """
     argmax(out, logits)
     rows = torch.where((temperature > 0) & logits.float().amax(-1).isfinite())[0]
     filters = (column[rows] for column in (temperature, top_k, top_p, min_p))

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tpengine.ops import library as _library  # noqa: F401 (defines the ops)
+from tpengine.ops import weight_only_reference
+from tpengine.ops.library import op
 from tpengine.ops.quantized_ops import QuantizedFormat
 from tpengine.ops.quantized_reference import round_to_groups
 from tpengine.ops.weight_only_reference import GPU_PANEL, GPU_STEP, pack_panels, packed_bytes
 
-_weight_only_linear = torch.ops.tpengine.weight_only_linear.default
-_dequantize_weight = torch.ops.tpengine.dequantize_weight.default
+_weight_only_linear = op(weight_only_reference.weight_only_linear, "out")
+_dequantize_weight = op(weight_only_reference.dequantize_weight, "out")
 
 _PIECE = 1 << 25
 """Weights that are rounded and packed at once: what this takes besides the result is bounded."""

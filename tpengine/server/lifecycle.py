@@ -104,9 +104,9 @@ class _Server:
                 "first client comes: raise the limit (ulimit -n)",
                 max_files,
             )
-        self._limits = args.limits().within_files(max_files)
-        adapters = args.adapters(), args.lora_folder, self._limits
-        self._state = ServerState(engine_args.served_names, args.drain_timeout, *adapters)
+        limits = args.limits().within_files(max_files)
+        adapters = args.adapters(), args.lora_folder
+        self._state = ServerState(engine_args.served_names, args.drain_timeout, *adapters, limits)
         self._state.salts_prefixes = args.salts_prefixes(authenticator)
         self._phases = dict(phases)
         self._phase = ""
@@ -114,7 +114,7 @@ class _Server:
         self._closing_at_once: asyncio.Task[NoReturn] | None = None  # since the second signal
         self._authenticator = authenticator
         batch_wake_ups(asyncio.get_running_loop())
-        self._grpc = GrpcServer(self._state, authenticator, self._limits)
+        self._grpc = GrpcServer(self._state, authenticator)
         self._http = self._make_http()
 
     async def run(self) -> int:
@@ -148,8 +148,7 @@ class _Server:
             return None
         from tpengine.server.http.http_server import HttpServer
 
-        origins = self._args.cors_origins()
-        return HttpServer(self._state, self._authenticator, self._limits, origins)
+        return HttpServer(self._state, self._authenticator, self._args.cors_origins())
 
     async def _close_doors(self, grace_s: float) -> None:
         doors = (self._grpc, self._http)
@@ -216,7 +215,7 @@ class _Server:
             engine = await asyncio.to_thread(
                 AsyncLLMEngine,
                 self._start.build,
-                self._limits.queue,
+                self._state.limits.queue,
                 # Later than `_wait_for_start`, whose error names the option.
                 start_timeout_s=self._args.startup_timeout + _EXIT_S,
                 log_requests=self._log_requests,
@@ -297,7 +296,7 @@ class _Server:
         while True:
             health, full = engine.health(), self._state.calls.why_full
             is_running = self._state.state is State.RUNNING
-            self._grpc.set_health(alive=health.alive, ready=self._state.why_not_ready() is None)
+            self._grpc.health.set(alive=health.alive, ready=self._state.why_not_ready() is None)
             if full is not None and not is_full:
                 logger.warning("not ready: %s", full)
             is_full = full is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
-import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -58,7 +57,8 @@ class ServerState:
         last_words: error text for clients whose requests have not finished by then.
         created: time in seconds since 1970 at which the server began to load.
         num_open_calls: calls that generate and have not ended.
-        max_message_bytes: of a request, as far as the model's length decides this.
+        limits: bounds of requests, calls and connections, for all doors.
+        max_message_bytes: of a request; by default the model's length decides it.
         salts_prefixes: whether a request finds only prompts of its own client in the prefix cache.
     """
 
@@ -70,9 +70,9 @@ class ServerState:
         adapter_folder: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        limits = limits or Limits()
-        self.calls = OpenCalls(limits)
-        self.kept = KeptStreams(limits, self.calls)
+        self.limits = limits or Limits()
+        self.calls = OpenCalls(self.limits)
+        self.kept = KeptStreams(self.limits, self.calls)
         self.names = names
         self.adapters = {one.lora_name: one for one in adapters}
         self.adapter_folder = adapter_folder
@@ -87,7 +87,7 @@ class ServerState:
             "the server ends, and the time that running requests had is up; ask another"
         )
         self.num_open_calls = 0
-        self.max_message_bytes = sys.maxsize
+        self.max_message_bytes = self.limits.max_message_bytes
         self.salts_prefixes = False
         self._max_text_bytes: int | None = None
         self.created = int(time.time())

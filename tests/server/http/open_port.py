@@ -39,11 +39,10 @@ class OpenPort:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._host = host
-        bounds = limits or Limits()
-        self.state = ServerState(["none"], 1.0, limits=bounds)
+        self.state = ServerState(["none"], 1.0, limits=limits)
 
         async def start() -> tuple[HttpServer, int]:
-            server = HttpServer(self.state, authenticator or Authenticator(), bounds, cors)
+            server = HttpServer(self.state, authenticator or Authenticator(), cors)
             if app is not None:
                 server._config.loaded_app = app
             return server, await server.start(host, 0, tls)

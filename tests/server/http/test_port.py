@@ -394,8 +394,7 @@ def test_a_name_may_have_addresses_that_this_machine_lacks(
 
 
 async def _start_at(number: int) -> None:
-    limits = Limits()
-    server = http_server.HttpServer(ServerState(["none"], 1.0), Authenticator(), limits)
+    server = http_server.HttpServer(ServerState(["none"], 1.0), Authenticator())
     await server.start("127.0.0.1", number, None)
 
 

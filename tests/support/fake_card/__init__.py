@@ -204,7 +204,7 @@ def _plain(func: Any) -> Any:
     if module == "tpengine":
         from tpengine.ops import library
 
-        return library.reference_of(names[0])
+        return library.REFERENCES[names[0]]
     return _varlen if (module, *names[:1]) == ("torch_attn", "_varlen_attn") else func
 
 

@@ -29,13 +29,7 @@ from tpengine.proto.status_details import write_details
 from tpengine.server.auth import ANONYMOUS, Authenticator, Client, name_of
 from tpengine.server.error_texts import log_internal_error, text_for_client
 from tpengine.server.grpc.wire import check_fields
-from tpengine.server.limits import (
-    MAX_REQUEST_ID,
-    Limits,
-    UntrustedCalls,
-    address_key,
-    read_timeout,
-)
+from tpengine.server.limits import MAX_REQUEST_ID, UntrustedCalls, address_key, read_timeout
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import write_within
 
@@ -73,16 +67,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         authenticator: identifies the client.
-        state: has the largest message that the model's length leaves room for, and the open calls.
-        limits: how long a call may wait for its message, and what this may hold.
+        state: of the server; has the open calls and their limits.
     """
 
-    def __init__(self, authenticator: Authenticator, state: ServerState, limits: Limits) -> None:
+    def __init__(self, authenticator: Authenticator, state: ServerState) -> None:
         self._authenticator = authenticator
         self._state = state
-        self._limits = limits
-        self._message_s = limits.message_s
-        self._untrusted = UntrustedCalls(limits)
+        self._limits = state.limits
+        self._untrusted = UntrustedCalls(state.limits)
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -152,12 +144,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         incoming = aiter(requests)
         while True:
             try:
-                data = await asyncio.wait_for(anext(incoming), self._message_s)
+                data = await asyncio.wait_for(anext(incoming), self._limits.message_s)
             except StopAsyncIteration:
                 return
             except TimeoutError:
                 raise errors.MalformedRequestError(
-                    f"no message came for {self._message_s:g} s; open a new call for the next one"
+                    f"no message came for {self._limits.message_s:g} s; open a new call for the "
+                    "next one"
                 ) from None
             yield self._read(handler, data)
 
@@ -194,7 +187,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             MessageTooLargeError: it is too large.
             MalformedRequestError: it has too many fields, or is not the method's message.
         """
-        most = min(self._limits.max_message_bytes, self._state.max_message_bytes)
+        most = self._state.max_message_bytes
         if len(data) > most:
             raise errors.MessageTooLargeError(
                 f"the message has {len(data)} bytes, and may have at most {most} "

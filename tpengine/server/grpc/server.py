@@ -49,19 +49,21 @@ class GrpcServer:
     """One gRPC server. Created in the event loop that serves it; listens nowhere at first.
 
     Args:
-        state: of the server; has the engine once it is loaded.
+        state: of the server; has the engine once it is loaded, and the limits.
         authenticator: identifies clients.
-        limits: bounds of requests.
+
+    Attributes:
+        health: answers for liveness and readiness.
     """
 
-    def __init__(self, state: ServerState, authenticator: Authenticator, limits: Limits) -> None:
-        self._health = HealthServicer(limits.max_host_health_calls)
-        guard = Guard(authenticator, state, limits)
-        self._server = grpc.aio.server(interceptors=[guard], options=_options(limits))
-        servicer = GenerationServicer(state, limits)
+    def __init__(self, state: ServerState, authenticator: Authenticator) -> None:
+        self.health = HealthServicer(state.limits.max_host_health_calls)
+        guard = Guard(authenticator, state)
+        self._server = grpc.aio.server(interceptors=[guard], options=_options(state.limits))
+        servicer = GenerationServicer(state)
         tpengine_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
-        add_VllmEngineServicer_to_server(VllmServicer(state, limits), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        add_VllmEngineServicer_to_server(VllmServicer(state), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names = (SERVICE, VLLM_SERVICE, _HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
@@ -86,13 +88,9 @@ class GrpcServer:
         await self._server.start()
         return int(port)
 
-    def set_health(self, *, alive: bool, ready: bool) -> None:
-        """Sets what health reports."""
-        self._health.set(alive=alive, ready=ready)
-
     async def close(self, grace_s: float) -> None:
         """Ends all watches of health, then within this time all other calls, and the server."""
-        self._health.close()
+        self.health.close()
         await self._server.stop(grace_s)
 
 
@@ -199,11 +197,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def __init__(self, max_host_watchers: int) -> None:
         self._max_host_watchers = max_host_watchers
-        self._status = dict.fromkeys(_NAMES_OF_READINESS, _Status.NOT_SERVING)
-        self._status[LIVENESS] = _Status.SERVING
+        self._status: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._watchers: Counter[str] = Counter()
         self._closing = asyncio.Event()
+        self.set(alive=True, ready=False)
 
     def set(self, *, alive: bool, ready: bool) -> None:
         """Sets the status of all names; watchers get a change."""

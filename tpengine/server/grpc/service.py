@@ -64,7 +64,7 @@ from tpengine.server.grpc.generation_messages import (
 )
 from tpengine.server.grpc.guard import CALL, Call
 from tpengine.server.kept_streams import KeptStream, Resumption
-from tpengine.server.limits import Limits, check_num_ids, check_request_id
+from tpengine.server.limits import check_num_ids, check_request_id
 from tpengine.server.state import ServerState, State
 from tpengine.server.stream_sender import send_stream, write_within
 
@@ -82,13 +82,11 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     """Serves one engine. The methods raise errors; `Guard` turns them into status codes.
 
     Args:
-        state: of the server; has the engine once it is loaded.
-        limits: bounds of a request.
+        state: of the server; has the engine once it is loaded, and the limits.
     """
 
-    def __init__(self, state: ServerState, limits: Limits) -> None:
+    def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._limits = limits
 
     async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Completes one prompt; one answer."""
@@ -107,7 +105,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             await self._send_kept(request, context, asked)
             return
         async with self._open(request, context, _DELTA) as mailbox:
-            await send_stream(mailbox, ResponseWriter(), context.write, self._limits.write_s)
+            await send_stream(mailbox, ResponseWriter(), context.write, self._state.limits.write_s)
 
     async def _send_kept(
         self, message: pb.GenerateRequest, context: Any, asked: Resumption
@@ -127,7 +125,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
 
         async def write(message: bytes) -> None:
             response = pb.GenerateResponse.FromString(message)
-            await write_within(self._limits.write_s, context.write(response))
+            await write_within(self._state.limits.write_s, context.write(response))
 
         await stream.send(asked.after, write)
 
@@ -140,7 +138,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             stream.add(message.SerializeToString(), stream.position + num_tokens)
 
         async with self._state.open(request) as mailbox:
-            await send_stream(mailbox, ResponseWriter(), keep, self._limits.write_s)
+            await send_stream(mailbox, ResponseWriter(), keep, self._state.limits.write_s)
 
     @asynccontextmanager
     async def _open(
@@ -161,7 +159,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             self._state.check_num_tokens(len(message.prompt_token_ids.ids))
         max_model_len = engine.model_config.max_model_len
         request = read_generate_request(
-            message, kind, self._limits, max_model_len, self._state.sampling
+            message, kind, self._state.limits, max_model_len, self._state.sampling
         )
         return dataclasses.replace(request, lora_request=adapter)
 
@@ -178,7 +176,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
             token_ids = await engine.tokenize(request.text, special)
         elif given == "messages":
-            messages = read_conversation(request.messages, self._limits)
+            messages = read_conversation(request.messages, self._state.limits)
             token_ids = await engine.chat_token_ids(messages, adds_prompt(request.messages))
         else:
             raise InvalidPromptError("Tokenize needs text or messages; got neither")
@@ -215,7 +213,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             version=tpengine.__version__,
             state=pb.SERVER_STATE_LOADING,
             uptime_s=state.uptime_s,
-            limits=_write_limits(self._limits, state),
+            limits=_write_limits(state),
         )
         if state.state is State.DRAINING:
             message.state = pb.SERVER_STATE_DRAINING
@@ -330,9 +328,9 @@ async def abort_requests(state: ServerState, request_ids: Sequence[str]) -> bool
     return any(await asyncio.gather(*map(engine.abort, engine_ids))) or bool(kept)
 
 
-def _write_limits(limits: Limits, state: ServerState) -> pb.ServerLimits:
-    own = dataclasses.asdict(limits)
-    own["max_message_bytes"] = min(limits.max_message_bytes, state.max_message_bytes)
+def _write_limits(state: ServerState) -> pb.ServerLimits:
+    limits = state.limits
+    own = dataclasses.asdict(limits) | {"max_message_bytes": state.max_message_bytes}
     return pb.ServerLimits(
         max_open_calls=limits.places,
         max_queued_requests=limits.queue.max_requests,

@@ -22,7 +22,6 @@ from tpengine.engine.tokenizer import tokenizer_archive
 from tpengine.errors import InvalidPromptError, NotOfferedError, RequestAbortedError
 from tpengine.server.grpc.service import abort_requests, open_request
 from tpengine.server.grpc.vllm_messages import VllmWriter, read_request
-from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import send_stream
 
@@ -43,13 +42,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
     """Serves one engine. The methods raise errors; `Guard` turns them into status codes.
 
     Args:
-        state: of the server; has the engine once it is loaded.
-        limits: bounds of a request.
+        state: of the server; has the engine once it is loaded, and the limits.
     """
 
-    def __init__(self, state: ServerState, limits: Limits) -> None:
+    def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._limits = limits
         self._archive: bytes | None = None
         self._archiving = asyncio.Lock()
 
@@ -67,16 +64,16 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
             state.check_text("text", [request.text])
         elif not request.sampling_params.truncate_prompt_tokens:
             state.check_num_tokens(len(request.tokenized.input_ids))
-        asked = read_request(request, self._limits, max_model_len)
+        asked = read_request(request, self._state.limits, max_model_len)
         try:
             async with open_request(state, context, asked, request.request_id or None) as mailbox:
-                await send_stream(mailbox, writer, send, self._limits.write_s)
+                await send_stream(mailbox, writer, send, self._state.limits.write_s)
         except RequestAbortedError as error:
             await send(await writer.write_abort(error.output))
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Ends requests of the same client, or with the admin token of any client."""
-        count, most = len(request.request_ids), self._limits.max_calls
+        count, most = len(request.request_ids), self._state.limits.max_calls
         if count > most:
             raise InvalidPromptError.of_field("request_ids", f"must be at most {most}, got {count}")
         await abort_requests(self._state, request.request_ids)

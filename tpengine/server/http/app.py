@@ -30,7 +30,7 @@ from tpengine.server.http.fields import FieldError, Fields
 from tpengine.server.http.openai_routes import PATHS, openai_routes
 from tpengine.server.http.page import FILES, page_routes
 from tpengine.server.http.read import BodyReader, naming_field
-from tpengine.server.limits import Limits, OpenCalls, check_num_ids, check_request_id
+from tpengine.server.limits import OpenCalls, check_num_ids, check_request_id
 from tpengine.server.state import METRICS_TYPE, ServerState
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", *FILES})
@@ -40,18 +40,17 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", *FILES})
 def make_app(
     state: ServerState,
     authenticator: Authenticator,
-    limits: Limits,
     cors_origins: Sequence[str] = (),
 ) -> Starlette:
     """The application; the arguments are those of `HttpServer`."""
-    routes = [*_server_routes(state), *_text_routes(state, limits)]
+    routes = [*_server_routes(state), *_text_routes(state)]
     if state.adapter_folder is not None:
         routes += _adapter_routes(state)
-    routes += [*openai_routes(state, limits), *page_routes(state)]
+    routes += [*openai_routes(state), *page_routes(state)]
     handlers: dict[Any, Any] = {HTTPException: _refuse}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    app.state.limits, app.state.server, app.state.turns = limits, state, ParseTurns()
+    app.state.server, app.state.turns = state, ParseTurns()
     app.add_middleware(_Entrance, authenticator=authenticator, calls=state.calls)
     if cors_origins:  # outermost: a browser's question has no token, and a page reads refusals too
         app.add_middleware(
@@ -198,14 +197,14 @@ async def _read_admin(request: Request) -> Fields:
     return Fields(call.body)
 
 
-def _text_routes(state: ServerState, limits: Limits) -> list[Route]:
+def _text_routes(state: ServerState) -> list[Route]:
     """The routes between text and token ids, in vLLM's form."""
 
     async def tokenize(request: Request) -> Response:
         call = await read_call(request)
         is_chat = "messages" in call.body
         with naming_field(is_chat):
-            token_ids = await BodyReader(call, is_chat, state, limits).tokenize()
+            token_ids = await BodyReader(call, is_chat, state, state.limits).tokenize()
         length = state.loaded_engine().model_config.max_model_len
         about = {"count": len(token_ids), "max_model_len": length}
         return JSONResponse({**about, "tokens": token_ids, "token_strs": None})

@@ -18,6 +18,7 @@ from tpengine.server.auth import Client
 from tpengine.server.http.error_answers import HttpError
 from tpengine.server.kept_streams import KeptStreams, Resumption
 from tpengine.server.limits import check_request_id, read_timeout
+from tpengine.server.state import ServerState
 
 KEY_HEADER, POSITION_HEADER = "idempotency-key", "last-event-id"
 _MAX_DIGITS = 12
@@ -89,10 +90,10 @@ async def read_call(request: Request) -> HttpCall:
     named = request.headers.get(TIMEOUT_KEY)
     deadline = None if named is None else time.monotonic() + read_timeout(named)
     _check_form(request)
-    given = request.app.state
-    most = min(given.limits.max_message_bytes, given.server.max_message_bytes)
-    body = await _read_body(request, most, given.limits.message_s)
-    parsed = await given.turns.parse(body)
+    app = request.app.state
+    server: ServerState = app.server
+    body = await _read_body(request, server.max_message_bytes, server.limits.message_s)
+    parsed = await app.turns.parse(body)
     return HttpCall(request.state.request_id, request.state.client, deadline, parsed)
 
 

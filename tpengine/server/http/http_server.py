@@ -15,7 +15,6 @@ from tpengine.errors import ConfigError
 from tpengine.server.auth import Authenticator, CertificateReloader, TlsFiles
 from tpengine.server.http.app import make_app
 from tpengine.server.http.protocol import Connections, HttpProtocol
-from tpengine.server.limits import Limits
 from tpengine.server.server_args import check_port
 from tpengine.server.state import ServerState
 
@@ -40,9 +39,8 @@ class HttpServer:
     second.
 
     Args:
-        state: of the server; has the engine once it is loaded.
+        state: of the server; has the engine once it is loaded, and the limits.
         authenticator: identifies clients.
-        limits: bounds of requests and connections.
         cors_origins: origins whose pages may call; "*": all.
     """
 
@@ -50,11 +48,10 @@ class HttpServer:
         self,
         state: ServerState,
         authenticator: Authenticator,
-        limits: Limits,
         cors_origins: Sequence[str] = (),
     ) -> None:
         self._config = uvicorn.Config(
-            make_app(state, authenticator, limits, cors_origins),
+            make_app(state, authenticator, cors_origins),
             http=HttpProtocol,
             ws="none",
             lifespan="off",
@@ -62,13 +59,13 @@ class HttpServer:
             log_config=None,
             access_log=False,
             proxy_headers=False,
-            timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]  # it may be a fraction
+            timeout_keep_alive=state.limits.idle_s,  # type: ignore[arg-type]  # it may be a fraction
         )
         # What it reports are faults of clients, and errors that the application has logged.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         self._config.load()
-        self._limits = limits
-        self._connections = Connections(limits)
+        self._limits = state.limits
+        self._connections = Connections(state.limits)
         self._listeners: list[asyncio.Server] = []
 
     async def start(self, host: str, port: int, tls: TlsFiles | None) -> int:

@@ -1,4 +1,18 @@
-"""The routes that generate: /v1/completions and /v1/chat/completions."""
+"""The routes that generate: /v1/completions and /v1/chat/completions.
+
+The way of a request, in order (paths in tpengine/server/), and where each decision stands:
+    http/protocol.py: connections, timeouts, the size of a head; what breaks HTTP is refused here.
+    http/app.py: `_Entrance` knows the caller (auth.py) and counts open calls.
+    http/calls.py: `read_call` reads and parses the body.
+    http/read.py: `BodyReader` turns it into requests: prompts, `SamplingParams` (fields.py), tools
+        (tools.py); limits.py bounds them. `naming_field` names the field of an error.
+    here: `Answer` adds the requests to `AsyncLLMEngine`, whose queue is async_engine/admission.py.
+        A stream that resumes is found in kept_streams.py.
+A token comes back on the way of gRPC (see the head of grpc/service.py) up to stream_sender.py.
+`AnswerWriter` of http/write.py takes the place of `ResponseWriter`; tool_formats.py and
+reasoning.py find calls and thoughts in the text. An error becomes its answer in
+http/error_answers.py, by the table `STATUSES` of errors.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +39,6 @@ from tpengine.server.http.error_answers import refusal
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.http.write import AnswerWriter, Style, usage
 from tpengine.server.kept_streams import KeptStream
-from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import Write, send_stream, write_within
 
@@ -37,13 +50,14 @@ _STREAM_HEADERS = [
 ]
 
 
-def openai_routes(state: ServerState, limits: Limits) -> list[Route]:
+def openai_routes(state: ServerState) -> list[Route]:
     """The routes. Their errors before the first byte of an answer are the application's to tell.
 
     Args:
-        state: of the server; has the engine once it is loaded.
-        limits: bounds of a request.
+        state: of the server; has the engine once it is loaded, and the limits.
     """
+
+    limits = state.limits
 
     async def answer(request: Request, is_chat: bool) -> Any:
         call = await read_call(request)
