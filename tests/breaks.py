@@ -3,32 +3,30 @@
 `tests/data/breaks.toml` holds the breaks, each with the few tests that must turn red. When tests
 are merged, or code is moved, the same breaks must still be caught:
 
-    python tests/breaks.py -j 2              all, two at a time
-    python tests/breaks.py --room worker     one room
-    python tests/breaks.py victim-order      by id
+    python tests/breaks.py                   all
+    python tests/breaks.py worker min-p      rooms or ids
     python tests/breaks.py --check           runs no test: each line and each test is there
 
 A break is applied in a copy of the working tree in a temporary folder, so an interrupted run leaves
-nothing behind. It is caught if a test fails by itself, not in a fixture or for a name that is not
-there, and if the same tests pass without the break. A break of the CPU kernels builds them for the
-generic instruction set alone; compiled objects stay in build/breaks.
+nothing behind. The tests are imported once, and each break runs in a fork of that process: loaded
+functions get the code of the changed file, which processes that a test starts read themselves. A
+break is caught if a test fails by itself, not in a fixture or for a name that is not there, and if
+the same tests pass without the break. A break of the CPU kernels builds them for the generic
+instruction set alone, and its tests run in a new process; compiled objects stay in build/breaks.
 
-Where code moves: a line that is no longer in its file is looked for in all files of that kind; the
-table names what was found elsewhere. If a line itself changes, write the new line into breaks.toml,
-with a break that a user would notice in the same way; if a test becomes part of another one, write
-that one's id. Tests of `make check` and `make soak` do not run.
+If a line moves or changes, write its file or its new form into breaks.toml, with a break that a
+user would notice in the same way; if a test becomes part of another one, write that one's id. Tests
+of `make check` and `make soak` do not count.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import contextlib
+import gc
 import hashlib
-import importlib
-import importlib.util
 import multiprocessing
 import os
-import queue
 import re
 import shutil
 import signal
@@ -37,33 +35,26 @@ import sys
 import tempfile
 import time
 import tomllib
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data" / "breaks.toml"
 OBJECTS = ROOT / "build" / "breaks"
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w")
-LIBRARY = "libtpengine_cpu.so"
-QUICK = ("-m", "not soak and not check")
-CAUGHT, GREEN = "caught", "green"
-NOT_OWN = (
-    "NameError", "ImportError", "ModuleNotFoundError", "SyntaxError", "UnboundLocalError",
-    "Failed: Timeout",
-)  # fmt: skip
+FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -fno-math-errno -w -I. -DTPENGINE_ISA=generic"
+PYTEST = ("-q", "-s", "-n0", "-pno:cacheprovider", "--tb=short", "-m", "not soak and not check")
+CAUGHT, GREEN, THERE = "caught", "NOT CAUGHT", "there"
+NOT_OWN = re.compile("(Name|Import|ModuleNotFound|Syntax|UnboundLocal)Error|Failed: Timeout")
 """Beginnings of failures that are none of the test: a name is not there, or time is up."""
-_PRELOADED = ("torch._dynamo", "transformers.models.llama.modeling_llama", "hypothesis.strategies")
-"""Imported once, since each break runs in a fork of this process. Not the package itself."""
 
 
 class LostError(Exception):
-    """A break cannot be applied or asked for any more; the text says why."""
+    """A break cannot be applied any more; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,6 @@ class Break:
         old, new: the line without its indentation, and what replaces it.
         notice: what a user would notice.
         tests: ids of tests, of which at least one must fail.
-        moved: where the line was found, if not where the data says.
     """
 
     id: str
@@ -84,7 +74,6 @@ class Break:
     new: str
     notice: str
     tests: Sequence[str]
-    moved: str = ""
 
     @property
     def needs_build(self) -> bool:
@@ -101,78 +90,45 @@ class Break:
         return self.line.sub(lambda match: match[1] + self.new, text)
 
 
-def tracked_files() -> list[Path]:
-    """Files of the working tree that Git knows or would add, relative to it."""
+def check_line(one: Break) -> None:
+    """Raises LostError if its file does not hold the line once."""
+    text = path.read_text() if (path := ROOT / one.file).exists() else ""
+    if (number := len(one.line.findall(text))) != 1:
+        raise LostError(f"{one.file} has the line {number} times")
+
+
+def enter_tree(tree: Path) -> None:
+    """Copies the working tree, its compiled libraries as links, and goes on there."""
     command = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [Path(name) for name in names.split("\0") if (ROOT / name).is_file()]
-
-
-def missing_tests(tests: Sequence[str]) -> set[str]:
-    """Those of some ids under which the working tree has no quick test."""
-    places = {test.partition("::")[0] for test in tests}
-    places = [place for place in places if (ROOT / place).exists()]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", *QUICK, *places]
-    path = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True, check=False)
-    known = done.stdout.splitlines()
-    return set(tests).difference(known, (test.partition("[")[0] for test in known))
-
-
-def find_line(one: Break, files: Sequence[Path]) -> str:
-    """The file that holds the line of a break, once; LostError: no file does, or not once."""
-
-    own, counts = Path(one.file), Counter[str]()
-    for file in files:
-        if file.suffix == own.suffix and file.parts[0] in ("tpengine", "csrc"):
-            counts[str(file)] = len(one.line.findall((ROOT / file).read_text()))
-    found = [one.file] if counts[one.file] else list(counts.elements())
-    if len(found) != 1 or counts[found[0]] != 1:
-        raise LostError(f"the line is there {counts.total()} times {' '.join(found)}".rstrip())
-    return found[0]
-
-
-def locate(one: Break, files: Sequence[Path]) -> Break:
-    """Brings a break to where its line is now, or raises LostError."""
-    file = find_line(one, files)
-    try:
-        if file.endswith(".py"):
-            ast.parse(one.apply((ROOT / file).read_text()))
-    except SyntaxError as error:
-        raise LostError(f"the new line is no Python there: {error}") from error
-    return replace(one, file=file, moved="" if file == one.file else f"  (now {file})")
-
-
-def make_tree(tree: Path, files: Sequence[Path]) -> Path:
-    """Copies the working tree, with its compiled libraries as links."""
-    for file in files:
-        (tree / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / file, tree / file)
+    for name in names.split("\0"):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
     # An editable install would import the working tree before any folder of PYTHONPATH.
     hook = "import sys\nsys.meta_path[:] = [x for x in sys.meta_path if 'Scikit' not in repr(x)]\n"
     (tree / "sitecustomize.py").write_text(hook)
-    libraries, spec = tree / "tpengine" / "lib", importlib.util.find_spec("tpengine")
-    libraries.mkdir()
-    for place in (ROOT / "tpengine", *((spec and spec.submodule_search_locations) or ())):
-        for library in Path(place, "lib").glob("*.so"):
-            if not (libraries / library.name).exists():
-                (libraries / library.name).symlink_to(library)
-    return tree
+    (tree / "tpengine" / "lib").mkdir()
+    for library in (ROOT / "tpengine" / "lib").glob("*.so"):
+        (tree / "tpengine" / "lib" / library.name).symlink_to(library)
+    exec(hook)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
 
 
 def build_cpu(tree: Path) -> None:
     """Builds the CPU kernels of a tree for the generic instruction set, or raises LostError."""
     OBJECTS.mkdir(parents=True, exist_ok=True)
     objects, stub = [], tree / "libtorch_cpu.so"
-    for source in (tree / "csrc" / "cpu").glob("*.cpp"):
-        if "avx" not in source.name:
-            name = hashlib.sha256(_compile("-E", "-P", str(source))).hexdigest()
-            objects.append(OBJECTS / f"{name}.o")
-            if not objects[-1].exists():
-                part = objects[-1].with_suffix(f".{tree.name}")
-                _compile("-c", str(source), "-o", str(part))
-                part.replace(objects[-1])
-    library = tree / "tpengine" / "lib" / LIBRARY
+    (tree / "isas.inc").write_text("TPENGINE_ISA_1(generic, true)\n")  # as CMake writes it
+    for source in (tree / "csrc" / "cpu").rglob("*.cpp"):
+        name = hashlib.sha256(_compile("-E", "-P", str(source))).hexdigest()
+        objects.append(OBJECTS / f"{name}.o")
+        if not objects[-1].exists():
+            part = objects[-1].with_suffix(".part")
+            _compile("-c", str(source), "-o", str(part))
+            part.replace(objects[-1])
+    library = tree / "tpengine" / "lib" / "libtpengine_cpu.so"
     library.unlink(missing_ok=True)
     _compile("-shared", "-x", "c", "/dev/null", "-o", str(stub), f"-Wl,-soname,{stub.name}")
     torch = ("-Wl,--no-as-needed", f"-L{tree}", "-ltorch_cpu")
@@ -180,161 +136,159 @@ def build_cpu(tree: Path) -> None:
 
 
 def _compile(*args: str) -> bytes:
-    done = subprocess.run(["g++", *FLAGS, *args], capture_output=True, check=False, timeout=300)
+    command = ["g++", *FLAGS.split(), *args]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=300)
     if done.returncode:
         raise LostError(f"it does not compile: {done.stderr.decode()[-300:]}")
     return done.stdout
 
 
-def _pytest_in(tree: Path, args: Sequence[str]) -> None:
-    """Runs pytest in a fork of this process, on the package of a tree."""
-    os.setsid()  # so that what it starts can be ended with it
-    os.chdir(tree)
-    os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
-    sys.meta_path[:] = [x for x in sys.meta_path if "Scikit" not in repr(x)]
-    log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os._exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *QUICK, *args]))
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """All code inside of a code: of functions, classes and comprehensions."""
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield const
+            yield from codes_of(const)
 
 
-def run_tests(
-    tree: Path, tests: Sequence[str], limit_s: float, *options: str
-) -> tuple[str, dict[str, str]]:
-    """Runs tests; returns `green`, `caught` or what else came, and the reasons of red tests."""
-    report = tree / "report.xml"
-    args = [*options, f"--timeout={limit_s:g}", f"--junitxml={report}", *tests]
-    process = multiprocessing.get_context("fork").Process(target=_pytest_in, args=(tree, args))
-    process.start()
-    process.join(limit_s)
-    if process.exitcode is None:
-        os.killpg(process.pid or 0, signal.SIGKILL)
-        process.join()
-        return f"over {limit_s:g} s", {}
-    if process.exitcode not in (0, 1):
-        return f"exit code {process.exitcode} of pytest", {}
-    red, num_passed = {}, 0
-    for case in ElementTree.parse(report).iter("testcase"):
-        failure = case.find("failure")
-        if failure is not None:
-            test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-            red[test] = failure.get("message", "")
-        num_passed += not len(case)
-    if process.exitcode == 0:
-        return GREEN if num_passed else "skipped", red
-    if any(not reason.startswith(NOT_OWN) for reason in red.values()):
-        return CAUGHT, red
-    return f"failed otherwise: {' '.join(red.values())[:90] or 'in a fixture'}", red
+def put_into_functions(path: Path) -> bool:
+    """Gives loaded functions of a file the code that it has now; False: all have it."""
+    by_place = defaultdict[tuple[str, int], list[CodeType]](list)
+    for code in codes_of(compile(path.read_text(), path, "exec", 0, True)):
+        by_place[code.co_qualname, code.co_firstlineno].append(code)
+    functions = [x for x in gc.get_objects() if type(x) is FunctionType]
+    own = [x for x in functions if x.__code__.co_filename == str(path)]
+    is_changed = not own
+    for function in own:
+        old = function.__code__
+        new = by_place[old.co_qualname, old.co_firstlineno]
+        if len(new) == 1 and new[0] != old:
+            function.__code__, is_changed = new[0], True
+    return is_changed
 
 
-class Runner:
-    """Runs tests in copies of the working tree, at one time one break in each."""
+class Breaker:
+    """A plugin of pytest, which runs each break in place of the tests that were collected.
 
-    def __init__(self, trees: Sequence[Path], limit_s: float) -> None:
-        self._trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        self._limit_s = limit_s
-        for tree in trees:
-            self._trees.put(tree)
+    Args:
+        limit_s: for the tests of one break; None: no test runs.
+    """
 
-    def run(self, one: Break) -> tuple[Break, str, float]:
-        """Returns a break, its verdict, and the seconds that it took."""
-        tree, start = self._trees.get(), time.monotonic()
-        path, library = tree / one.file, tree / "tpengine" / "lib" / LIBRARY
+    def __init__(self, breaks: Sequence[Break], tree: Path, limit_s: float | None) -> None:
+        self.counts = Counter[str]()
+        self._breaks, self._tree, self._limit_s = breaks, tree, limit_s
+        self._outcomes: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = str(report.longrepr if crash is None else crash.message)
+            is_own = report.when == "call" and not NOT_OWN.match(reason)
+            self._outcomes.append(CAUGHT if is_own else f"failed otherwise: {reason[:90]}")
+        elif report.when == "call" and report.passed:
+            self._outcomes.append(GREEN)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        for one in self._breaks:
+            start = time.monotonic()
+            ids = {*one.tests}
+            items = [x for x in session.items if {x.nodeid, x.nodeid.partition("[")[0]} & ids]
+            try:
+                verdict = self._verdict(one, items)
+            except LostError as error:
+                verdict = str(error)
+            self.counts[one.room] += verdict in (CAUGHT, THERE)
+            if verdict != THERE:
+                show(one, verdict, time.monotonic() - start)
+        return True
+
+    def _verdict(self, one: Break, items: Sequence[pytest.Item]) -> str:
+        if not items:
+            return "no quick test has its ids"
+        if self._limit_s is None:
+            return THERE
+        path = self._tree / one.file
         text, times = path.read_text(), (path.stat().st_atime, path.stat().st_mtime)
-        built = library.readlink() if one.needs_build else None
         try:
             path.write_text(one.apply(text))
             # Python compiles a module anew if its time or size has changed.
-            os.utime(path, (start, times[1] - 1000.0 - start))
-            if one.needs_build:
-                build_cpu(tree)
-            verdict, _ = run_tests(tree, one.tests, self._limit_s, "-x")
-        except LostError as error:
-            verdict = str(error)
+            os.utime(path, (times[0], times[1] - 1000.0 - time.monotonic()))
+            verdict = self._run(one, items)
         finally:
             path.write_text(text)
             os.utime(path, times)
-            if built is not None:
-                library.unlink(missing_ok=True)
-                library.symlink_to(built)
-            self._trees.put(tree)
-        return one, "NOT CAUGHT" if verdict == GREEN else verdict, time.monotonic() - start
+        if verdict == CAUGHT and self._run(one, items, is_whole=True) != GREEN:
+            return "red without the break"
+        return verdict
 
-    def red_without(self, breaks: Sequence[Break]) -> dict[str, str]:
-        """Runs the tests of breaks without these; returns the red ones with their reasons. If
-        these breaks build the library, it stays in a tree that no other test uses any more."""
-        tests, tree = sorted({test for one in breaks for test in one.tests}), self._trees.get()
-        if breaks[0].needs_build:
-            build_cpu(tree)
-        verdict, red = run_tests(tree, tests, self._limit_s * len(tests))
-        self._trees.put(tree)
-        return red if verdict in (GREEN, CAUGHT) else dict.fromkeys(tests, verdict)
+    def _run(self, one: Break, items: Sequence[pytest.Item], is_whole: bool = False) -> str:
+        """Runs the tests of a break, which is in its file unless the package is whole."""
+        if one.needs_build:
+            build_cpu(self._tree)
+        answer, fork = Path("verdict.txt"), multiprocessing.get_context("fork")
+        answer.unlink(missing_ok=True)
+        process = fork.Process(target=self._fork, args=(one, items, is_whole))
+        process.start()
+        process.join(self._limit_s)
+        if process.exitcode is None:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+            return f"over {self._limit_s:g} s"
+        return answer.read_text() if answer.exists() else f"exit code {process.exitcode}"
+
+    def _fork(self, one: Break, items: Sequence[pytest.Item], is_whole: bool) -> None:
+        os.setsid()  # so that what it starts can be ended with it
+        log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if one.needs_build:  # this process has loaded the other library
+            command = [sys.executable, "-m", "pytest", *PYTEST, *(item.nodeid for item in items)]
+            code = subprocess.run(command, check=False).returncode
+            self._outcomes = [{0: GREEN, 1: CAUGHT}.get(code, f"exit code {code} of pytest")]
+        elif is_whole or not one.file.endswith(".py") or put_into_functions(self._tree / one.file):
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        else:
+            self._outcomes = ["the line is in no function"]
+        verdict = max(self._outcomes, key=lambda x: (x == CAUGHT, x != GREEN), default="skipped")
+        Path("verdict.txt").write_text(verdict)
+        os._exit(0)
 
 
 def show(one: Break, verdict: str, spent_s: float = 0.0) -> None:
-    print(f"{one.room:13} {one.id:22} {spent_s:5.1f} s  {verdict}{one.moved}", flush=True)
-
-
-def run_all(breaks: Sequence[Break], limit_s: float, num_trees: int) -> Counter[str]:
-    """Runs breaks, then the tests of those that are caught without them; the caught, by room."""
-    files, caught, counts = tracked_files(), list[Break](), Counter[str]()
-    for module in _PRELOADED:
-        importlib.import_module(module)
-    with (
-        tempfile.TemporaryDirectory(prefix="breaks-") as folder,
-        ThreadPoolExecutor(num_trees) as pool,
-    ):
-        trees = [make_tree(Path(folder) / str(i), files) for i in range(num_trees)]
-        runner = Runner(trees, limit_s)
-        for one, verdict, spent_s in pool.map(runner.run, breaks):
-            show(one, verdict, spent_s)
-            caught += [one] if verdict == CAUGHT else []
-        others = [one for one in caught if not one.needs_build]
-        shares = filter(None, (others[i::num_trees] for i in range(num_trees)))
-        reds = [*pool.map(runner.red_without, shares)]
-        if built := [one for one in caught if one.needs_build]:
-            reds.append(runner.red_without(built))
-    red = {test: reason for found in reds for test, reason in found.items()}
-    for one in caught:
-        reasons = [why for test, why in red.items() if test.startswith(tuple(one.tests))]
-        counts[one.room] += not reasons
-        if reasons:
-            show(one, f"red without the break: {reasons[0][:90]}")
-    return counts
+    line = f"{one.room:13} {one.id:22} {spent_s:5.1f} s  {verdict}"
+    print(line, file=sys.__stdout__, flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("ids", nargs="*", help="of breaks; default: all")
-    parser.add_argument("--room", action="append", help="only breaks of this room")
+    parser.add_argument("names", nargs="*", help="of breaks or rooms; default: all")
     parser.add_argument("--check", action="store_true", help="run no test")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of a break; default 60")
-    parser.add_argument("-j", type=int, default=1, help="breaks that run side by side")
     args = parser.parse_args()
-    start, files, located = time.monotonic(), tracked_files(), list[Break]()
+    start, located = time.monotonic(), list[Break]()
     breaks = [Break(**entry) for entry in tomllib.loads(DATA.read_text())["break"]]
-    ids, rooms = args.ids or [x.id for x in breaks], args.room or [x.room for x in breaks]
-    chosen = [one for one in breaks if one.id in ids and one.room in rooms]
-    tests = {test for one in chosen for test in one.tests}
-    missing = missing_tests(sorted(tests)) if args.check else set[str]()
-    for one in chosen:
+    chosen = [x for x in breaks if not args.names or {x.id, x.room} & {*args.names}]
+    for one in sorted(chosen, key=lambda one: one.needs_build):  # the library stays changed
         try:
-            if lost := missing.intersection(one.tests):
-                raise LostError(f"no quick test: {' '.join(lost)}")
-            located.append(locate(one, files))
-            if located[-1].moved:
-                show(located[-1], "moved")
+            check_line(one)
+            located.append(one)
         except LostError as error:
-            show(one, str(error))
-    if args.check:
-        counts = Counter(one.room for one in located)
-    else:
-        counts = run_all(located, args.limit, args.j)
-    word = "there" if args.check else CAUGHT
+            show(one, f"lost: {error}")
+    with tempfile.TemporaryDirectory(prefix="breaks-") as folder:
+        tree = Path(folder).resolve()
+        enter_tree(tree)
+        breaker = Breaker(located, tree, None if args.check else args.limit)
+        places = {test.partition("::")[0] for one in located for test in one.tests}
+        with open("collection.txt", "w") as report, contextlib.redirect_stdout(report):
+            pytest.main([*PYTEST, *filter(os.path.exists, sorted(places))], plugins=[breaker])
+    word = THERE if args.check else CAUGHT
     for room, number in Counter(one.room for one in chosen).items():
-        print(f"{room:13} {counts[room]:3} of {number:3} {word}")
-    print(f"{counts.total()} of {len(chosen)} {word} in {time.monotonic() - start:.0f} s")
-    return 0 if counts.total() == len(chosen) else 1
+        print(f"{room:13} {breaker.counts[room]:3} of {number:3} {word}")
+    total = breaker.counts.total()
+    print(f"{total} of {len(chosen)} {word} in {time.monotonic() - start:.0f} s")
+    return 0 if total == len(chosen) else 1
 
 
 if __name__ == "__main__":
