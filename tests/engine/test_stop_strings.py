@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.costs import cost_ratio
 from tokenizers import Tokenizer as Backend
@@ -59,6 +59,7 @@ def showable(text: str, stops: Sequence[str]) -> str:
     ),
     st.booleans(),
 )
+@example(["ab"], ["b", "ab"], False)
 def test_stop_strings_at_every_border(words: list[str], stops: list[str], include: bool) -> None:
     detokenizer = Detokenizer(
         LETTERS, [], SamplingParams(stop=stops, include_stop_str_in_output=include)
