@@ -9,15 +9,16 @@ TORCH ?= torch==2.13.0
 # auto: where there is a card; ON: in any case; OFF: never
 TPENGINE_CUDA ?= auto
 NATIVE := $(shell find csrc -type f 2>/dev/null)
-# The kernels compile while packages are fetched, so two targets are made at once.
-MAKEFLAGS += --jobs=2
+# The kernels compile while packages are fetched: `$(AT_ONCE) A B` makes two targets side by side.
+AT_ONCE = @+$(MAKE) --no-print-directory --jobs=2
 
 # A Python with a CUDA build of torch, for `make gpu`.
 GPU_PYTHON ?= $(BIN)/python
 
 .PHONY: demo chat test check soak gpu lint format setup clean
 
-demo: $(VENV)/.packages-demo $(VENV)/.kernels-BEST-$(TPENGINE_CUDA)
+demo:
+	$(AT_ONCE) $(VENV)/.packages-demo $(VENV)/.kernels-BEST-$(TPENGINE_CUDA)
 	@echo "tpengine: loading the model, then four prompts"
 	$(BIN)/python examples/offline_inference.py
 
@@ -67,7 +68,8 @@ format: setup
 	$(BIN)/clang-format -i $(filter %.h %.inc %.cpp %.cu %.cuh,$(NATIVE))
 
 # Everything: packages of tests and linters, and kernels for all instruction sets of this machine.
-setup: $(VENV)/.packages-all $(VENV)/.kernels-NATIVE-$(TPENGINE_CUDA)
+setup:
+	$(AT_ONCE) $(VENV)/.packages-all $(VENV)/.kernels-NATIVE-$(TPENGINE_CUDA)
 	@echo "tpengine: ready"
 
 $(VENV)/.tools:

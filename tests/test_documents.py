@@ -127,10 +127,10 @@ def test_the_demo_completes_four_prompts() -> None:
 
 
 def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
-    for name in ("draw.py", "recovery.json"):
+    for name in ("draw.py", "recovery.json", "blocks.json"):
         (tmp_path / name).write_bytes((ROOT / "docs" / name).read_bytes())
     subprocess.run([sys.executable, str(tmp_path / "draw.py")], check=True, timeout=60)
-    for name in ("engine.svg", "recovery.svg"):
+    for name in ("engine.svg", "recovery.svg", "blocks.svg"):
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text()
 
 

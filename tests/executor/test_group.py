@@ -83,7 +83,7 @@ def launcher() -> Iterator[FakeLauncher]:
 def open_group(launcher: FakeLauncher) -> Group:
     group = make_group(launcher)
     group.start(TIMEOUT_S)
-    group.join()
+    group.join(30.0)
     return group
 
 

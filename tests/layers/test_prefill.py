@@ -15,9 +15,9 @@ from tpengine.layers import gpu_attention
 from tpengine.layers.gpu_attention import (
     BACKENDS,
     AttentionRule,
-    DecodePlans,
     PrefillShape,
     SdpaBackend,
+    StepPlans,
     XformersBackend,
     choose_backend,
     group_rows,
@@ -72,7 +72,7 @@ def test_sdpa_equals_the_reference(
         torch.cat([cache[table[i].long()].flatten(0, 1)[:n] for i, n in enumerate(key_lens)])
         for cache in caches
     )
-    found = SdpaBackend().forward(q, k, v, chunks, AttentionRule(0.25, window, gradient, softcap))
+    found = SdpaBackend().forward(q, k, v, chunks, AttentionRule(0.25, gradient, window, softcap))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -183,7 +183,7 @@ def test_xformers_is_asked_for_the_right_mask(monkeypatch: pytest.MonkeyPatch) -
     q, k = torch.randn(5, 4, 8), torch.randn(9, 2, 8)
     with_context = make_chunks([2, 3], [5, 4], CPU)
     assert torch.equal(backend.forward(q, k, k, with_context, AttentionRule(1.0)), q)
-    backend.forward(q, k, k, with_context, AttentionRule(1.0, 7))
+    backend.forward(q, k, k, with_context, AttentionRule(1.0, window=7))
     backend.forward(q, k[:5], k[:5], make_chunks([2, 3], [2, 3], CPU), AttentionRule(1.0))
     assert [call[0] for call in calls] == [
         ("bottom right", ([2, 3], [5, 4])),
@@ -220,14 +220,15 @@ def test_a_plan_is_made_once_a_step_and_window() -> None:
             torch.zeros(28, 2, 68),
         )
 
-    plans = DecodePlans({None: plan(), 32: plan()}, 16)
+    plans = {None: plan(), 32: plan()}
     lengths = torch.tensor([100, 0, 300], dtype=torch.int32)
-    step = plans.for_step()
+    step = StepPlans(plans, 16)
     first = step.get(lengths, None)
     assert first.item_start.shape[0] == 4
     assert int(first.item_start[-1]) >= 3
     lengths.zero_()
     assert int(step.get(lengths, None).item_start[-1]) == int(first.item_start[-1])
     assert step.get(lengths, 32).items.data_ptr() != first.items.data_ptr()
-    assert int(plans.for_step().get(lengths, None).item_start[-1]) == 3  # one empty item a row
-    assert plans.num_bytes == 2 * 4 * (9 + 28 * 4 + 28 * 2 * 68)
+    last = StepPlans(plans, 16).get(lengths, None)
+    assert int(last.item_start[-1]) == 3  # one empty item a row
+    assert sum(plan.num_bytes for plan in plans.values()) == 2 * 4 * (9 + 28 * 4 + 28 * 2 * 68)

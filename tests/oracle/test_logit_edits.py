@@ -150,7 +150,11 @@ def test_after_preemption(folder: Any, requests: Any, mode: str) -> None:
         for output, (_, params, _) in zip(outputs, requests, strict=True)
         if output.metrics.num_preemptions
     ]
-    assert sum(params.has_penalties for params in preempted) >= 3
+    penalties = [
+        (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        for params in preempted
+    ]
+    assert sum(values != (0.0, 0.0, 1.0) for values in penalties) >= 3
     assert len(preempted) >= 8
     for output, (_, params, answer) in zip(outputs, requests, strict=True):
         assert list(output.outputs[0].token_ids) == answer, params

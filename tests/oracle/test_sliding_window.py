@@ -104,7 +104,7 @@ def serve(
 def test_the_driver_knows_the_window_of_all_layers(variant: Variant, subjects: Subjects) -> None:
     folder = subjects.folder(variant)
     config = EngineArgs(str(folder)).create_engine_config("cpu").model
-    windows = {layer.sliding_window for layer in attention_layers(BareModel(folder).model)}
+    windows = {layer.rule.window for layer in attention_layers(BareModel(folder).model)}
     assert config.sliding_window == (windows.pop() if len(windows) == 1 else None)
 
 

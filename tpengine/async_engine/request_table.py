@@ -21,6 +21,7 @@ from tpengine.engine.requests import CheckedRequest, GenerateRequest, check_requ
 from tpengine.errors import (
     DeadlineExceededError,
     RequestAbortedError,
+    RequestFailedError,
     TPEngineError,
 )
 from tpengine.inputs import NO_OWNER, Owner
@@ -327,7 +328,8 @@ class RequestTable:
             return
         reasons = [completion.finish_reason for completion in output.outputs]
         if "error" in reasons:
-            self._take_out(live, "error", output.failure)
+            failure = output.failure or RequestFailedError("the request failed")
+            self._take_out(live, "error", failure)
         elif output.failure is not None and not live.ends_as_output:
             self._take_out(live, "too long", output.failure)
         else:

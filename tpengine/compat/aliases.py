@@ -26,7 +26,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -139,12 +139,19 @@ def take_over(module: ModuleType, *classes: type) -> None:
     vars(module).update({each.__name__: each for each in classes})
 
 
-class _FileLoader(SourceFileLoader):
-    """Loader of a file of ours that gets names or classes of vLLM's."""
+class _FileLoader:
+    """Loader of a file of ours that gets names or classes of vLLM's: around the file's own loader,
+    which an editable install chooses."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Runs the file, and adds to its module what `MODULES` and `ROOF` say."""
-        super().exec_module(module)
+        self._inner.exec_module(module)
         if module.__name__ in MODULES:
             add_names(module)
         if module.__name__ in ROOF:
@@ -170,12 +177,12 @@ class _Finder:
         others = (finder.find_spec for finder in sys.meta_path if finder is not self)
         specs = (find(fullname, path, target) for find in others)
         if (spec := next(filter(None, specs), None)) is not None:
-            if isinstance(spec.loader, SourceFileLoader):
-                spec.loader = _FileLoader(spec.loader.name, spec.loader.path)
+            loader: Any = _FileLoader(spec.loader)
+            spec.loader = loader
             return spec
         if is_refused:
             raise ImportError(f"tpengine has no {name}: {_REASONS[name]}", name=fullname)
-        loader: Any = self
+        loader = self
         return ModuleSpec(fullname, loader)
 
     def create_module(self, spec: ModuleSpec) -> None:

@@ -42,6 +42,8 @@ Message = TypeVar("Message")
 
 _BUFFER_BYTES = 8192
 """At first; it grows. By default it is 256 KiB, whose fresh pages cost more than most messages."""
+_TEXT_ERRORS = "surrogatepass"
+"""Paths that are no UTF-8 have lone surrogates, as Python reads them; errors quote such paths."""
 _MAX_ITEMS = 1 << 27
 """Bound of a decoded array or map; the channel bounds the bytes."""
 _FIRST_ROWS = list(range(1024))
@@ -86,7 +88,8 @@ def encode(message: StepInput | StepOutput | tuple[Any, ...]) -> bytes:
     Raises:
         TypeError: it holds something that is not plain data.
     """
-    return cast(bytes, msgpack.Packer(default=_plain, buf_size=_BUFFER_BYTES).pack(message))
+    packer = msgpack.Packer(default=_plain, buf_size=_BUFFER_BYTES, unicode_errors=_TEXT_ERRORS)
+    return cast(bytes, packer.pack(message))
 
 
 def _plain(value: Any) -> Any:
@@ -167,6 +170,7 @@ def decode_plain(
             max_array_len=_MAX_ITEMS,
             max_map_len=_MAX_ITEMS,
             ext_hook=make_object,
+            unicode_errors=_TEXT_ERRORS,
         )
     except (ValueError, msgpack.UnpackException) as error:
         raise EngineError(f"a message between driver and rank cannot be decoded: {error}") from None
@@ -260,12 +264,17 @@ def encode_call(value: Any) -> bytes:
     Raises:
         TypeError: it holds something that is not plain data.
     """
-    return cast(bytes, msgpack.packb(value, default=_plain_object, strict_types=True))
+    packed = msgpack.packb(
+        value, default=_plain_object, strict_types=True, unicode_errors=_TEXT_ERRORS
+    )
+    return cast(bytes, packed)
 
 
 def _plain_object(value: Any) -> Any:
     """Called by msgpack for an object that it does not know."""
     kind = type(value)
+    if hasattr(value, "item"):  # a number of numpy
+        return value.item()
     if kind not in _ARGS:
         raise TypeError(f"{kind.__name__} is no plain data and cannot be sent to a rank")
     return msgpack.ExtType(0, encode_call([kind.__name__, _ARGS[kind](value)]))

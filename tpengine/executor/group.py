@@ -115,11 +115,15 @@ class Group:
         places = (f"rank {rank} on {place}" for rank, place in enumerate(self.places))
         logger.info("%s", "; ".join(places))
 
-    def join(self) -> None:
-        """Makes each process a rank, and starts the watch."""
-        self._settled(Doing("join"), self._join)
+    def join(self, timeout_s: float) -> None:
+        """Makes each process a rank, and starts the watch.
 
-    def _join(self) -> None:
+        Args:
+            timeout_s: for the answers. New processes of the driver import first.
+        """
+        self._settled(Doing("join"), partial(self._join, timeout_s))
+
+    def _join(self, timeout_s: float) -> None:
         self._exchange = exchange = Exchange([steps for steps, _ in self._channels], self._wake_up)
         heartbeats = [control for _, control in self._channels]
         self._watch = RankWatch(heartbeats, self._is_frozen, self._on_loss)
@@ -128,7 +132,7 @@ class Group:
             rank: encode_call(("join", (rank, astuple(place)), {}))
             for rank, place in enumerate(self.places)
         }
-        exchange.call(payloads, self._start_timeout_s)
+        exchange.call(payloads, timeout_s)
 
     def create_workers(self) -> None:
         """Has every rank make its worker, which imports torch."""

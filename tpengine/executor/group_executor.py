@@ -241,7 +241,7 @@ class GroupExecutor(Executor):
             self._group = group
             group.start(self._times.appear_s)
         with self._times.phase("channels"):
-            group.join()
+            group.join(self._times.appear_s)
         with self._times.phase("imports"):
             group.create_workers()
         if len(group.places) > 1:

@@ -49,6 +49,8 @@ _LAST_FRAMES_S = 0.01
 GRACE_S = 0.3
 """How long the others are heard after the first failure: that failure may be the consequence of
 another rank's, which is heard of later."""
+CALL_GRACE_S = 1.0
+"""The same for a call, whose failures are further apart."""
 _FIRST_CALL = 1 << 48
 """Calls have numbers above those of all steps."""
 _PATIENCE = 10.0
@@ -144,6 +146,9 @@ class Exchange:
                     self._channels[rank].send(kind, number, payload, timeout_s)
                 except ChannelError as error:
                     failures[rank] = error
+                except BaseException:  # Ctrl-C: what follows half a frame could not be read
+                    self._channels[rank].close()
+                    raise
             is_stopped = self._take_all(number, len(payloads), end, answers, failures)
         finally:
             self._turn.release()
@@ -169,7 +174,8 @@ class Exchange:
         was set."""
         while len(answers) + len(failures) < count:
             if failures:
-                end = min(end, time.monotonic() + GRACE_S)
+                grace_s = CALL_GRACE_S if number >= _FIRST_CALL else GRACE_S
+                end = min(end, time.monotonic() + grace_s)
             left_s = end - time.monotonic()
             ready = self._poll.poll(max(0.0, left_s) * 1e3)
             is_stopped = False

@@ -5,9 +5,7 @@ The layout of the cache on each device is decided in `ops/cache_ops.py` (`kv_cac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -16,10 +14,11 @@ from tpengine.layers.linear import Linear
 from tpengine.layers.norm import QKNorm
 from tpengine.ops import attention_ops, cache_ops
 
-_Layer = TypeVar("_Layer")
-
 KVCache = tuple[torch.Tensor, torch.Tensor]
 """K and V of one layer, shaped by `ops.cache.kv_cache_shapes` for the device."""
+_KV_SCALES = (1.0, 1.0)
+"""Factors on K and V of an fp8 cache: e4m3 reaches to 448, and no supported checkpoint contains
+better ones."""
 
 
 @dataclass(slots=True)
@@ -52,16 +51,23 @@ class AttentionMetadata:
     gpu: GpuBatch | None = None
 
 
-def through_layers(
-    layers: Sequence[_Layer], kv_caches: Sequence[KVCache], metadata: AttentionMetadata
-) -> Iterator[tuple[_Layer, KVCache, torch.Tensor | None]]:
-    """Yields each layer with its cache and the rows to keep after its attention (None: all).
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """What one layer reads of a step.
 
-    The rows are `wanted_rows` for the last layer: no later layer attends to the others.
+    Attributes:
+        kv_cache: of the layer.
+        rows: the tokens to keep after the layer's attention; None: all. They are `wanted_rows` for
+            the last layer: no later layer attends to the others.
     """
-    last = len(layers) - 1
-    for i, (layer, kv_cache) in enumerate(zip(layers, kv_caches, strict=True)):
-        yield layer, kv_cache, metadata.wanted_rows if i == last else None
+
+    kv_cache: KVCache
+    metadata: AttentionMetadata
+    rows: torch.Tensor | None
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[num_tokens, ...]` to `[num_kept, ...]`."""
+        return keep_rows(x, self.rows)
 
 
 def keep_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -69,44 +75,19 @@ def keep_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
+@dataclass(eq=False)
 class Attention:
     """Causal attention of this rank's heads, with rotary embedding where the model has it.
 
-    Args:
-        cos_sin_cache: float32 `[max_positions, rotary_dim]`; None: no rotary embedding.
-        sliding_window: a token sees this many tokens, itself included; None: all before it.
-        alibi_slopes: float32 `[num_heads]`; None: no linear bias.
-        is_neox: rotate halves of a head against each other (else neighbouring elements).
-        softcap: logits become `softcap * tanh(logit / softcap)`; None: they stay.
-
     Attributes:
-        kv_scales: factors on K and V of an fp8 cache when they are read. Both are 1: e4m3 reaches
-            to 448, and no supported checkpoint contains better factors.
+        cos_sin_cache: float32 `[max_positions, rotary_dim]`; None: no rotary embedding.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        cos_sin_cache: torch.Tensor | None = None,
-        sliding_window: int | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        is_neox: bool = True,
-        softcap: float | None = None,
-    ) -> None:
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.scale = scale
-        self.cos_sin_cache = cos_sin_cache
-        self.sliding_window = sliding_window
-        self.alibi_slopes = alibi_slopes
-        self.is_neox = is_neox
-        self.softcap = softcap
-        self.kv_scales = (1.0, 1.0)
-        self._rule = AttentionRule(scale, sliding_window, alibi_slopes, softcap)
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rule: AttentionRule
+    cos_sin_cache: torch.Tensor | None = None
 
     def forward(
         self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
@@ -139,10 +120,9 @@ class Attention:
                 out_heads[decodes:],
                 qkv.view(num_tokens, -1, self.head_dim)[decodes:],
                 kv_cache,
-                self.kv_scales,
                 table[decodes:],
                 metadata.gpu,
-                self._rule,
+                self.rule,
             )
             return out
         attention_ops.prefill_attention(
@@ -153,10 +133,7 @@ class Attention:
             table[decodes:],
             metadata.query_start_loc,
             lengths[decodes:],
-            self.scale,
-            self.alibi_slopes,
-            self.sliding_window,
-            self.softcap,
+            *self.rule,
         )
         return out
 
@@ -171,71 +148,50 @@ class Attention:
     ) -> None:
         plan: attention_ops.DecodePlan | tuple[None, None, None] = (None, None, None)
         if gpu is not None and gpu.plans is not None:
-            plan = gpu.plans.get(seq_lens, self.sliding_window)
+            plan = gpu.plans.get(seq_lens, self.rule.window)
+        k_cache, v_cache = kv_cache
         attention_ops.paged_attention(
-            out,
-            q,
-            kv_cache[0],
-            kv_cache[1],
-            block_table,
-            seq_lens,
-            self.scale,
-            self.alibi_slopes,
-            self.sliding_window,
-            self.softcap,
-            *self.kv_scales,
-            *plan,
+            out, q, k_cache, v_cache, block_table, seq_lens, *self.rule, *_KV_SCALES, *plan
         )
 
     def _write_kv(self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
-        k_cache, v_cache = kv_cache
         if self.cos_sin_cache is not None:
             cache_ops.rotary_write_kv_cache(
                 metadata.positions,
                 qkv,
                 self.cos_sin_cache,
                 metadata.slot_mapping,
-                k_cache,
-                v_cache,
+                *kv_cache,
                 self.num_heads,
                 self.num_kv_heads,
-                self.is_neox,
-                *self.kv_scales,
+                is_neox=True,
             )
             return
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         first_v = self.num_heads + self.num_kv_heads
         k, v = heads[:, self.num_heads : first_v], heads[:, first_v:]
-        cache_ops.write_kv_cache(k, v, k_cache, v_cache, metadata.slot_mapping, *self.kv_scales)
+        cache_ops.write_kv_cache(k, v, *kv_cache, metadata.slot_mapping)
 
 
+@dataclass(eq=False)
 class SelfAttention:
     """Attention with its projections, as every family has it.
 
-    Args:
+    Attributes:
         qkv: `[hidden_size]` to `[(num_heads + 2 * num_kv_heads) * head_dim]`.
         out: `[num_heads * head_dim]` to `[hidden_size]`.
         qk_norm: applied to queries and keys before they are rotated; None: the model has none.
     """
 
-    def __init__(
-        self, qkv: Linear, attention: Attention, out: Linear, qk_norm: QKNorm | None = None
-    ) -> None:
-        self.qkv = qkv
-        self.attention = attention
-        self.out = out
-        self.qk_norm = qk_norm
+    qkv: Linear
+    attention: Attention
+    out: Linear
+    qk_norm: QKNorm | None = None
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`, see `through_layers`."""
+    def forward(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`."""
         qkv = self.qkv.forward(x)
         if self.qk_norm is not None:
             self.qk_norm.forward(qkv)
-        attended = self.attention.forward(qkv, kv_cache, metadata)
-        return self.out.forward(keep_rows(attended, rows))
+        attended = self.attention.forward(qkv, step.kv_cache, step.metadata)
+        return self.out.forward(step.keep(attended))

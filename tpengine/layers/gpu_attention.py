@@ -1,6 +1,6 @@
 """Attention on a GPU: plans for decodes, and the library that computes prompt chunks.
 
-A decode runs the engine's own paged kernel by a plan (`DecodePlans`). A chunk of a prompt runs a
+A decode runs the engine's own paged kernel by a plan (`StepPlans`). A chunk of a prompt runs a
 library's kernel, which cannot read pages: if a chunk has context in the cache, its K and V are
 gathered from the pages first (`attend_chunks`).
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,39 +39,22 @@ _MAX_ERROR = 0.02
 """Largest accepted relative error. Rounding to bfloat16 gives 4e-3, a wrong mask more than 0.1."""
 
 
-class DecodePlans:
-    """Memory for the plans of decode attention, one for each window of the model's layers.
-
-    Args:
-        plans: by window, sized for the largest number of rows in a step.
-        min_tokens: see `ops.attention.min_item_tokens`.
-    """
-
-    def __init__(
-        self, plans: Mapping[int | None, attention_ops.DecodePlan], min_tokens: int
-    ) -> None:
-        self.plans = plans
-        self.min_tokens = min_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of all plans, in bytes."""
-        return sum(plan.num_bytes for plan in self.plans.values())
-
-    def for_step(self) -> StepPlans:
-        """Returns the plans of a new step; none is computed yet."""
-        return StepPlans(self)
-
-
 class StepPlans:
     """The plans of one step. The first layer with a window computes its plan, the others reuse it.
 
     Plans are computed on the device. A CUDA graph contains this work, so that each replay plans for
     the sequence lengths of its own step.
+
+    Args:
+        memory: by window of the model's layers, sized for the largest number of rows in a step.
+        min_tokens: see `ops.attention.min_item_tokens`.
     """
 
-    def __init__(self, memory: DecodePlans) -> None:
+    def __init__(
+        self, memory: Mapping[int | None, attention_ops.DecodePlan], min_tokens: int
+    ) -> None:
         self._memory = memory
+        self._min_tokens = min_tokens
         self._made: dict[int | None, attention_ops.DecodePlan] = {}
 
     def get(self, seq_lens: Tensor, window: int | None) -> attention_ops.DecodePlan:
@@ -82,8 +65,8 @@ class StepPlans:
         """
         plan = self._made.get(window)
         if plan is None:
-            plan = self._memory.plans[window].for_rows(seq_lens.shape[0])
-            attention_ops.plan_decode(plan, seq_lens, self._memory.min_tokens, window)
+            plan = self._memory[window].for_rows(seq_lens.shape[0])
+            attention_ops.plan_decode(plan, seq_lens, self._min_tokens, window)
             self._made[window] = plan
         return plan
 
@@ -116,20 +99,19 @@ def make_chunks(query_lens: list[int], key_lens: list[int], device: torch.device
     return Chunks(query_lens, key_lens, starts[0], starts[1])
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionRule:
-    """How a layer turns products of queries and keys into logits.
+class AttentionRule(NamedTuple):
+    """How a layer turns products of queries and keys into logits, in the order of the ops.
 
     Attributes:
         scale: factor on the products.
-        window: a query sees this many keys, itself included; None: all before it.
         slopes: ALiBi, float32 `[num_heads]`: `slope * (key - query)` is added; None: nothing.
+        window: a query sees this many keys, itself included; None: all before it.
         softcap: logits become `softcap * tanh(logit / softcap)` before; None: they stay.
     """
 
     scale: float
-    window: int | None = None
     slopes: Tensor | None = None
+    window: int | None = None
     softcap: float | None = None
 
 
@@ -395,17 +377,12 @@ def _relative_error(
     slopes = torch.linspace(0.5, 0.1, heads, device=device) if shape.has_slopes else None
     # A window of 7 cuts every row; the real one is longer than these rows.
     window = None if window is None else min(window, 7)
-    rule = AttentionRule(shape.head_dim**-0.5, window, slopes, shape.softcap)
+    rule = AttentionRule(shape.head_dim**-0.5, slopes, window, shape.softcap)
     chunks = make_chunks(query_lens, key_lens, device)
     with torch.inference_mode():
         attended = backend.forward(q, k, v, chunks, rule).float()
         rows = zip(q.split(query_lens), k.split(key_lens), v.split(key_lens), strict=True)
-        exact = torch.cat(
-            [
-                attend_sequence(*row, rule.scale, rule.slopes, rule.window, rule.softcap)
-                for row in rows
-            ]
-        )
+        exact = torch.cat([attend_sequence(q, k, v, *rule) for q, k, v in rows])
         return float((attended - exact).norm() / exact.norm())
 
 
@@ -471,7 +448,6 @@ def attend_chunks(
     out: Tensor,
     qkv: Tensor,
     kv_cache: tuple[Tensor, Tensor],
-    kv_scales: tuple[float, float],
     block_table: Tensor,
     batch: GpuBatch,
     rule: AttentionRule,
@@ -493,5 +469,5 @@ def attend_chunks(
             num_keys = sum(chunks.key_lens)
             keys, values = (buffer[:num_keys] for buffer in batch.gathered)
             table = block_table[group.rows]
-            gather_kv(keys, values, *kv_cache, table, chunks.key_start, *kv_scales)
+            gather_kv(keys, values, *kv_cache, table, chunks.key_start)
         out[tokens] = batch.backend.forward(q[tokens], keys, values, chunks, rule)

@@ -6,14 +6,9 @@ from __future__ import annotations
 import torch
 
 from tpengine.config import ModelConfig
-from tpengine.layers.attention import (
-    Attention,
-    AttentionMetadata,
-    KVCache,
-    SelfAttention,
-    keep_rows,
-)
+from tpengine.layers.attention import Attention, LayerStep, SelfAttention
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
@@ -55,8 +50,8 @@ def _attention(
     )
     out = RowParallelLinear(weights, f"{prefix}.dense", hidden_size, hidden_size, bias=True)
     heads = qkv.num_heads
-    attention = Attention(heads, heads, head_dim, head_dim**-0.5, alibi_slopes=slopes)
-    return SelfAttention(qkv, attention, out)
+    rule = AttentionRule(head_dim**-0.5, slopes)
+    return SelfAttention(qkv, Attention(heads, heads, head_dim, rule), out)
 
 
 class _AddsToNormed(DecoderLayer):
@@ -64,17 +59,12 @@ class _AddsToNormed(DecoderLayer):
     (`apply_residual_connection_post_layernorm`)."""
 
     def forward(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None,
+        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """See `DecoderLayer.forward`."""
         normed = self.norms.before_attention.add_forward(x, residual)
-        attended = self.attention.forward(normed, kv_cache, metadata, rows)
-        normed = self.norms.before_mlp.add_forward(attended, keep_rows(normed, rows))
+        attended = self.attention.forward(normed, step)
+        normed = self.norms.before_mlp.add_forward(attended, step.keep(normed))
         return self.mlp.forward(normed), normed
 
 

@@ -14,13 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from tpengine.layers.activation import plain_activation
-from tpengine.layers.attention import (
-    AttentionMetadata,
-    KVCache,
-    SelfAttention,
-    keep_rows,
-    through_layers,
-)
+from tpengine.layers.attention import AttentionMetadata, KVCache, LayerStep, SelfAttention
 from tpengine.layers.embedding import ParallelLMHead
 from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpengine.layers.norm import NoNorm, Norm
@@ -76,21 +70,16 @@ class Norms:
     after_mlp: Norm = _NONE
 
 
+@dataclass(eq=False)
 class DecoderLayer:
     """One layer."""
 
-    def __init__(self, attention: SelfAttention, mlp: MLP, norms: Norms) -> None:
-        self.attention = attention
-        self.mlp = mlp
-        self.norms = norms
+    attention: SelfAttention
+    mlp: MLP
+    norms: Norms
 
     def forward(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None,
+        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Adds x to `residual` in place, then computes the layer.
 
@@ -100,12 +89,12 @@ class DecoderLayer:
 
         Returns:
             The layer's output, and the residual to which the next layer adds it; both
-            `[num_kept, hidden_size]`, see `through_layers`.
+            `[num_kept, hidden_size]`, see `LayerStep`.
         """
         norms = self.norms
         normed = norms.before_attention.add_forward(x, residual)
-        attended = self.attention.forward(normed, kv_cache, metadata, rows)
-        residual = keep_rows(residual, rows)
+        attended = self.attention.forward(normed, step)
+        residual = step.keep(residual)
         normed = norms.before_mlp.add_forward(norms.after_attention.forward(attended), residual)
         return norms.after_mlp.forward(self.mlp.forward(normed)), residual
 
@@ -139,8 +128,10 @@ class Decoder(ABC):
     ) -> torch.Tensor:
         """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
         x, residual = self.embed(token_ids, metadata.positions)
-        for layer, kv_cache, rows in through_layers(self.layers, kv_caches, metadata):
-            x, residual = layer.forward(x, residual, kv_cache, metadata, rows)
+        last = len(self.layers) - 1
+        for i, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
+            step = LayerStep(kv_cache, metadata, metadata.wanted_rows if i == last else None)
+            x, residual = layer.forward(x, residual, step)
         return self.norm.add_forward(x, residual)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

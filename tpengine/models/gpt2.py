@@ -12,6 +12,7 @@ from tpengine.layers.embedding import (
     PositionEmbedding,
     VocabParallelEmbedding,
 )
+from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import QKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
@@ -32,7 +33,8 @@ def _attention(config: ModelConfig, weights: Weights, prefix: str, layer: int) -
     scale = head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0
     if hf.get("scale_attn_by_inverse_layer_idx"):
         scale /= layer + 1
-    return SelfAttention(qkv, Attention(qkv.num_heads, qkv.num_heads, head_dim, scale), out)
+    attention = Attention(qkv.num_heads, qkv.num_heads, head_dim, AttentionRule(scale))
+    return SelfAttention(qkv, attention, out)
 
 
 def _layer(config: ModelConfig, weights: Weights, layer: int) -> DecoderLayer:

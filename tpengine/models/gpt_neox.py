@@ -8,14 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from tpengine.config import ModelConfig
-from tpengine.layers.attention import (
-    Attention,
-    AttentionMetadata,
-    KVCache,
-    SelfAttention,
-    keep_rows,
-)
+from tpengine.layers.attention import Attention, LayerStep, SelfAttention
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import CheckpointTensor, Weights
@@ -29,17 +24,12 @@ class _ParallelLayer(DecoderLayer):
     """One layer whose attention and MLP have the same input (`use_parallel_residual`)."""
 
     def forward(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None,
+        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """See `DecoderLayer.forward`."""
         normed = self.norms.before_attention.add_forward(x, residual)
-        attended = self.attention.forward(normed, kv_cache, metadata, rows)
-        residual = keep_rows(residual, rows)
+        attended = self.attention.forward(normed, step)
+        residual = step.keep(residual)
         normed = self.norms.before_mlp.forward(residual)
         fused.accumulate(residual, attended)
         return self.mlp.forward(normed), residual
@@ -53,7 +43,8 @@ def _layer(config: ModelConfig, weights: Weights, prefix: str, table: torch.Tens
         weights, f"{name}.query_key_value", size, heads, head_dim, bias
     )
     out = RowParallelLinear(weights, f"{name}.dense", size, size, bias)
-    attention = Attention(qkv.num_heads, qkv.num_heads, head_dim, head_dim**-0.5, table)
+    rule = AttentionRule(head_dim**-0.5)
+    attention = Attention(qkv.num_heads, qkv.num_heads, head_dim, rule, table)
     names = f"{prefix}.mlp.dense_h_to_4h", f"{prefix}.mlp.dense_4h_to_h"
     mlp = PlainMLP(weights, *names, size, hf["intermediate_size"], hf["hidden_act"])
     first, second = (

@@ -15,6 +15,7 @@ from tpengine.config import ModelConfig
 from tpengine.layers.activation import GatedActivation
 from tpengine.layers.attention import Attention, SelfAttention
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -116,8 +117,8 @@ def _attention(
         eps = config.hf_config["rms_norm_eps"]
         qk_norm = traits.qk_norm(weights, prefix, qkv, head_dim, eps, traits.centered_norms)
     scale = head_dim**-0.5 if traits.scale is None else traits.scale
-    heads = qkv.num_heads, qkv.num_kv_heads
-    attention = Attention(*heads, head_dim, scale, cos_sin_cache, window, softcap=traits.softcap)
+    rule = AttentionRule(scale, window=window, softcap=traits.softcap)
+    attention = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, rule, cos_sin_cache)
     return SelfAttention(qkv, attention, out, qk_norm)
 
 

@@ -11,14 +11,15 @@ from tpengine.layers.attention import (
     Attention,
     AttentionMetadata,
     KVCache,
+    LayerStep,
     SelfAttention,
-    keep_rows,
 )
 from tpengine.layers.embedding import (
     ParallelLMHead,
     PositionEmbedding,
     VocabParallelEmbedding,
 )
+from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm, NoNorm
 from tpengine.layers.weights import Weights
@@ -37,25 +38,20 @@ def _attention(config: ModelConfig, weights: Weights, prefix: str) -> SelfAttent
     qkv = QKVParallelLinear(weights, names, hidden_size, total_heads, total_heads, head_dim, bias)
     out = RowParallelLinear(weights, f"{prefix}.out_proj", hidden_size, hidden_size, bias)
     heads = qkv.num_heads
-    return SelfAttention(qkv, Attention(heads, heads, head_dim, head_dim**-0.5), out)
+    return SelfAttention(qkv, Attention(heads, heads, head_dim, AttentionRule(head_dim**-0.5)), out)
 
 
 class _NormsAfter(DecoderLayer):
     """One layer that normalises after each sum (`do_layer_norm_before` is false)."""
 
     def forward(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None,
+        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """See `DecoderLayer.forward`; the returned residual is the layer's whole output."""
         if x is not None:
             fused.accumulate(residual, x)
-        attended = self.attention.forward(residual, kv_cache, metadata, rows)
-        hidden = self.norms.after_attention.add_forward(attended, keep_rows(residual, rows))
+        attended = self.attention.forward(residual, step)
+        hidden = self.norms.after_attention.add_forward(attended, step.keep(residual))
         return None, self.norms.after_mlp.add_forward(self.mlp.forward(hidden), hidden)
 
 

@@ -6,7 +6,7 @@ To add a model family:
    Llama subclasses `LlamaForCausalLM` and returns its `LlamaTraits`; any other decoder subclasses
    `Decoder` and builds its `DecoderLayer`s, as `gpt2.py` does.
 2. Build it from `tpengine/layers`. Name parameters as the checkpoint does; sharding and loading
-   then need no further code. Go through the layers with `through_layers`. Between the layers call
+   then need no further code. Between the layers call
    only `tpengine.ops`, because a CPU can record decode steps of nothing else.
 3. Check every field of config.json that changes the result with `require`, because a field that is
    ignored gives wrong answers without an error. `build_model` does so for the fields in `_NEUTRAL`.

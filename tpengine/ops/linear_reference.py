@@ -96,6 +96,7 @@ def expert_mlp(
         inner = down.shape[1] // (-(-hidden // LINEAR_PANEL) * LINEAR_PANEL)
         gate_up = torch.stack([_unpack(panels, 2 * inner, hidden, pack) for panels in gate_up])
         down = torch.stack([_unpack(panels, hidden, inner, pack) for panels in down])
+    x = x.contiguous()  # oneDNN's product for AMX reads beyond the end of a row, which may be NaN
     total = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(len(down)):
         gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)

@@ -24,6 +24,7 @@ def _reason(kind: type[Exception]) -> str:
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.__name__.removesuffix("Error")).upper()
 
 
+_DOMAIN = "tpengine"
 _KINDS: dict[str, type[errors.RequestError]] = {
     _reason(kind): kind
     for kind in vars(errors).values()
@@ -52,7 +53,7 @@ def write_details(
     if isinstance(error, errors.RequestError):
         where = getattr(error, "where", None)
         metadata = {} if where is None else {"where": where}
-        info = ErrorInfo(reason=_reason(type(error)), domain="tpengine", metadata=metadata)
+        info = ErrorInfo(reason=_reason(type(error)), domain=_DOMAIN, metadata=metadata)
         details.append(info)
     if field is not None:
         violation = BadRequest.FieldViolation(field=field, description=text)
@@ -82,7 +83,13 @@ def read_error(code: str, text: str, trailers: Any) -> errors.RequestError | Non
             any(packed.Unpack(detail) for detail in (info, request, retry))
     except DecodeError:
         pass  # not of this server; the code is known all the same
-    kind: Any = _KINDS.get(info.reason) or _KINDS_BY_CODE.get(code)
+    kind: Any
+    if info.domain == _DOMAIN:
+        kind = _KINDS.get(info.reason)
+    elif code == "RESOURCE_EXHAUSTED":  # a proxy, or gRPC itself, says only when to try again
+        kind = errors.QueueFullError if retry.HasField("retry_delay") else errors.RequestError
+    else:
+        kind = _KINDS_BY_CODE.get(code)
     if kind is None:
         return None
     error: errors.RequestError

@@ -8,7 +8,7 @@ Where each decision stands:
     admission: `_admit` and `_admit_swapped`; which requests pass the first one: `passing.py`.
     shares of owners: `fairness.py`; `_admit_owed` and `_chunk_size` apply them.
     preemption: `_make_room` (which request, and whether by swap or recompute).
-    refusal of requests that can never run: `refusals.py`.
+    refusal of requests that can never run: `hopeless_requests.py`.
     the effects of an answered step: `update`.
     the end of a request from outside: `abort_request` and `fail_request`.
 """
@@ -484,7 +484,7 @@ class Scheduler:
         return found
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
-        """See `refusals.why_too_long`. Any thread may ask."""
+        """See `hopeless_requests.why_too_long`. Any thread may ask."""
         return why_too_long(num_prompt_tokens, self._config, self._blocks)
 
     def _ignore(self, request: Request, reason: str, step: StepBuilder) -> None:

@@ -376,10 +376,12 @@ def open_metrics_port(port: int, collector: Any) -> tuple[int, Callable[[], None
     Raises:
         ConfigError: the port is taken.
     """
-    from prometheus_client import start_http_server
+    from prometheus_client import CollectorRegistry, start_http_server
 
+    registry = CollectorRegistry(auto_describe=False)  # the engine may not be loaded yet
+    registry.register(collector)
     try:
-        server, thread = start_http_server(port, "127.0.0.1", collector)
+        server, thread = start_http_server(port, "127.0.0.1", registry)
     except OSError as error:
         raise ConfigError(
             f"metrics_port = {port} cannot be had: {error}; choose another"

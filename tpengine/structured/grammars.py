@@ -69,7 +69,7 @@ class Vocabulary:
         stay compiled.
 
         Args:
-            grammar: see `StructuredOutputsParams.to_grammar`.
+            grammar: see `constraints.to_grammar`.
 
         Raises:
             InvalidSamplingParamsError: the library refuses the grammar or the tokenizer, with its

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tpengine.layers.attention import Attention, AttentionMetadata, KVCache
+from tpengine.layers.gpu_attention import AttentionRule
 
 INTERFACE = "tpengine"
 """Name under which transformers finds it."""
@@ -100,10 +101,8 @@ class PagedLayer:
     def __init__(self, shape: Shape, padded_dim: int) -> None:
         self._pads = {padded_dim} != {shape.head_dim, shape.value_dim}
         self._value_dim = shape.value_dim
-        heads = shape.num_heads, shape.num_kv_heads
-        self.attention = Attention(
-            *heads, padded_dim, shape.scale, sliding_window=shape.window, softcap=shape.softcap
-        )
+        rule = AttentionRule(shape.scale, window=shape.window, softcap=shape.softcap)
+        self.attention = Attention(shape.num_heads, shape.num_kv_heads, padded_dim, rule)
 
     def forward(
         self, parts: tuple[Heads, Heads, Heads], kv_cache: KVCache, metadata: AttentionMetadata

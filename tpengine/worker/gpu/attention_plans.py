@@ -13,13 +13,18 @@ from tpengine.layers.attention import Attention
 from tpengine.layers.gpu_attention import (
     ChunkGroup,
     Chunks,
-    DecodePlans,
     GpuBatch,
     PrefillShape,
+    StepPlans,
     choose_backend,
     group_rows,
 )
-from tpengine.ops.attention_ops import check_decode_support, make_decode_plan, min_item_tokens
+from tpengine.ops.attention_ops import (
+    DecodePlan,
+    check_decode_support,
+    make_decode_plan,
+    min_item_tokens,
+)
 from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.transfers import Uploads
@@ -67,22 +72,21 @@ class GpuAttention:
         device: torch.device,
     ) -> None:
         layers = list(attention_layers(model))
-        windows = frozenset(layer.sliding_window for layer in layers)
-        heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
-        head_dim, has_slopes = layers[0].head_dim, layers[0].alibi_slopes is not None
-        shape = PrefillShape(
-            heads, kv_heads, head_dim, dtype, windows, has_slopes, layers[0].softcap
-        )
+        windows = frozenset(layer.rule.window for layer in layers)
+        heads, kv_heads, head_dim = layers[0].num_heads, layers[0].num_kv_heads, layers[0].head_dim
+        rule = layers[0].rule
+        has_slopes = rule.slopes is not None
+        shape = PrefillShape(heads, kv_heads, head_dim, dtype, windows, has_slopes, rule.softcap)
         self.backend = choose_backend(config.kernels.attention_backend, shape, device)
         scheduler = config.scheduler
-        self._plans: DecodePlans | None = None
+        self._plans: dict[int | None, DecodePlan] = {}  # by window
+        self._min_item_tokens = min_item_tokens(head_dim, cache_dtype)
         if device.type == "cuda" and has_cuda_kernels():
             rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-            plans = {
+            self._plans = {
                 window: make_decode_plan(device, rows, heads, kv_heads, head_dim, cache_dtype)
                 for window in windows
             }
-            self._plans = DecodePlans(plans, min_item_tokens(head_dim, cache_dtype))
         longest = scheduler.max_model_len
         self._max_gathered = max(longest, min(_GATHERED_TOKENS, longest * scheduler.max_num_seqs))
         keys = torch.empty(self._max_gathered, kv_heads, head_dim, dtype=dtype, device=device)
@@ -91,7 +95,7 @@ class GpuAttention:
     @property
     def num_bytes(self) -> int:
         """Device memory of plans and scratch."""
-        plans = 0 if self._plans is None else self._plans.num_bytes
+        plans = sum(plan.num_bytes for plan in self._plans.values())
         return plans + sum(buffer.nbytes for buffer in self._gathered)
 
     def batch(
@@ -119,7 +123,7 @@ class GpuAttention:
 
     def decode_batch(self) -> GpuBatch:
         """Makes what a step without chunks needs."""
-        plans = None if self._plans is None else self._plans.for_step()
+        plans = StepPlans(self._plans, self._min_item_tokens) if self._plans else None
         return GpuBatch(plans, self.backend, self._gathered)
 
 
