@@ -214,7 +214,7 @@ def test_choice_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpengine.engine_args._is_installed", lambda name: False)
     assert args.chosen_executor == "processes"
     assert EngineArgs("model").chosen_executor == "local"
-    with pytest.raises(ConfigError, match="needs msgpack: pip install"):
+    with pytest.raises(ConfigError, match="needs msgpack: install tpengine"):
         args.check_installed()
 
 
