@@ -207,9 +207,9 @@ def test_before_it_joins(
     join = Group.join
     for number, cause in ((signal.SIGKILL, KILLED), (signal.SIGSTOP, FROZEN)):
 
-        def losing(group: Group, number: int = number) -> None:
+        def losing(group: Group, timeout_s: float, number: int = number) -> None:
             os.kill(group.places[1].pid, number)
-            join(group)
+            join(group, timeout_s)
 
         monkeypatch.setattr(Group, "join", losing)
         with pytest.raises(GroupLostError) as caught:
