@@ -7,8 +7,10 @@ takes one model after the other.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,19 +89,37 @@ RANKS = ((1, "processes"), (2, "ray"), (4, "processes"))
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    request: pytest.FixtureRequest, ray_address: str, family_folders: dict[str, Path]
-) -> Iterator[GroupExecutor]:
-    """They are gone afterwards, and the cluster is not."""
-    size, name = request.param
-    with rank_engine(family_folders["llama"], size, executor=name) as engine:
-        executor = executor_of(engine)
-        yield executor
-        places = executor.places
-        assert len(places) == size
+def groups(
+    ray_address: str, family_folders: dict[str, Path]
+) -> Iterator[Callable[[tuple[int, str]], GroupExecutor]]:
+    """A group of each size, started when it is first asked for.
+
+    pytest would end a fixture with parameters after each row of a matrix.
+    """
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def group(size_and_name: tuple[int, str]) -> GroupExecutor:
+            size, name = size_and_name
+            engine = rank_engine(family_folders["llama"], size, executor=name)
+            executors.append(executor_of(stack.enter_context(engine)))
+            return executors[-1]
+
+        executors: list[GroupExecutor] = []
+        yield group
+        places = [place for executor in executors for place in executor.places]
         assert all(is_alive(places))
     assert not any(is_alive(places))
     assert ray.is_initialized(), "a Ray that the engine did not start was shut down"
+
+
+@pytest.fixture
+def ranks(
+    request: pytest.FixtureRequest, groups: Callable[[tuple[int, str]], GroupExecutor]
+) -> GroupExecutor:
+    executor = groups(request.param)
+    assert len(executor.places) == request.param[0]
+    return executor
 
 
 @pytest.fixture(scope="module")
