@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from tpengine import errors
 from tpengine.checkpoint.model_defaults import recommended_sampling
 from tpengine.checkpoint.model_files import read_generation_config
 from tpengine.engine.llm_engine import LLMEngine
@@ -27,15 +28,7 @@ from tpengine.engine.requests import (
 from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import (
-    ConfigError,
-    EngineError,
-    InvalidSamplingParamsError,
-    RequestAbortedError,
-    RequestError,
-    counted,
-    did_you_mean,
-)
+from tpengine.errors import counted, did_you_mean
 from tpengine.inputs import BeamSearchParams, LoRARequest, PromptInputs
 from tpengine.logger import init_logger
 from tpengine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -71,7 +64,7 @@ class LLM:
         for name in arguments:
             if name not in known:
                 hint = did_you_mean(name, known)
-                raise ConfigError(f"LLM has no argument {name!r}{hint}")
+                raise errors.ConfigError(f"LLM has no argument {name!r}{hint}")
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.request_counter: Iterator[int] = itertools.count()
         self._inbox: dict[str, list[RequestOutput]] = {}
@@ -136,7 +129,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Checks all requests, and then runs them; see `generate`."""
         if on_error not in ("raise", "return"):
-            raise RequestError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+            raise errors.RequestError(f"on_error must be 'raise' or 'return', got {on_error!r}")
         kind = RequestOutputKind.FINAL_ONLY
         requests = [replace(one, params=changed(one.params, output_kind=kind)) for one in requests]
         request_ids = [self._new_request_id() for _ in requests]
@@ -145,7 +138,7 @@ class LLM:
         def attempt(place: int, call: Callable[..., Any], *args: Any) -> Any:
             try:
                 return call(*args)
-            except RequestError as error:
+            except errors.RequestError as error:
                 if on_error == "raise":
                     raise type(error)(f"prompts[{place}]: {error}") from error
                 done[request_ids[place]] = refusal(request_ids[place], requests[place], error)
@@ -222,7 +215,9 @@ class LLM:
         """
         self._finished = []
         if not isinstance(chat_template_kwargs, Mapping | None):
-            raise RequestError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
+            raise errors.RequestError(
+                f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}"
+            )
         is_many = isinstance(messages, Sequence) and all(map(is_list, messages))
         conversations: list[Any] = list(messages) if is_many else [messages]
         options = {
@@ -263,7 +258,7 @@ class LLM:
             RequestError: see `generate`.
         """
         if not isinstance(params, BeamSearchParams):
-            raise InvalidSamplingParamsError(
+            raise errors.InvalidSamplingParamsError(
                 f"give BeamSearchParams, or use_beam_search=True to generate; got {params!r:.60}"
             )
         sampling_params, tokenizer = params.sampling_params(), self.llm_engine.tokenizer
@@ -307,7 +302,7 @@ class LLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         request = GenerateRequest(prompt, prompt_token_ids, params=params)
         if params.num_sequences != 1:
-            raise InvalidSamplingParamsError(
+            raise errors.InvalidSamplingParamsError(
                 f"stream yields the text of one sequence, and n or best_of is "
                 f"{params.num_sequences}; use generate, or ask for one"
             )
@@ -326,7 +321,7 @@ class LLM:
                     raise output.failure
                 yield output.outputs[0].text
                 if output.outputs[0].finish_reason == "abort":
-                    raise RequestAbortedError(f"request {request_id!r} was aborted")
+                    raise errors.RequestAbortedError(f"request {request_id!r} was aborted")
         finally:
             del self._inbox[request_id]
             if not finished:
@@ -388,7 +383,7 @@ class LLM:
                 aborted it and taken its output.
         """
         if not self.llm_engine.has_unfinished_requests():
-            raise EngineError("another caller has aborted the request and taken its output")
+            raise errors.EngineError("another caller has aborted the request and taken its output")
         for output in self.llm_engine.step():
             if output.request_id in self._inbox:
                 self._inbox[output.request_id].append(output)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from tpengine import errors
 from tpengine.async_engine.admission import Admission, QueueLimits
 from tpengine.async_engine.engine_thread import EngineThread
 from tpengine.async_engine.mailbox import Mailbox
@@ -28,13 +29,6 @@ from tpengine.engine.requests import GenerateRequest, check_token_ids, need_toke
 from tpengine.engine.stats import EngineStats, ServiceHealth
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineDrainingError,
-    EngineError,
-    RequestIgnoredError,
-)
 from tpengine.inputs import LoRARequest, PromptInputs
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
@@ -247,7 +241,7 @@ class AsyncLLMEngine:
             self._check_open()
             why = self._engine.why_too_long(len(checked.prompt_token_ids))
             if why is not None and not ends_as_output:
-                raise RequestIgnoredError(why)
+                raise errors.RequestIgnoredError(why)
             self._requests.admit(live, checked)
         except BaseException as error:
             self._requests.refuse(live, error)
@@ -425,7 +419,7 @@ class AsyncLLMEngine:
             ConfigError: prometheus_client is not installed.
         """
         if importlib.util.find_spec("prometheus_client") is None:
-            raise ConfigError(
+            raise errors.ConfigError(
                 "metrics need prometheus_client: install tpengine with its extra serve"
             )
         from tpengine.engine.prometheus import EngineMetrics
@@ -491,7 +485,7 @@ class AsyncLLMEngine:
         start = time.monotonic()
         while not is_done():
             if time.monotonic() - start > limit_s:
-                raise EngineError(
+                raise errors.EngineError(
                     f"the engine's thread did not end within {limit_s:g} s: it hangs in {what}"
                 )
             await asyncio.sleep(_POLL_S)
@@ -505,7 +499,7 @@ class AsyncLLMEngine:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             if self._loop is not None and not self._loop.is_closed() and len(self._requests):
-                raise EngineError(
+                raise errors.EngineError(
                     "requests of another event loop are being served; an engine belongs to one "
                     "loop at a time: give each its own"
                 )
@@ -523,7 +517,7 @@ class AsyncLLMEngine:
         if self._thread.ended or self._intake is _Intake.CLOSED:
             raise self._death()
         if self._intake is _Intake.DRAINING:
-            raise EngineDrainingError(
+            raise errors.EngineDrainingError(
                 "the engine is draining: it finishes what it has, and takes no new requests; ask "
                 "another one"
             )
@@ -541,10 +535,10 @@ class AsyncLLMEngine:
         elif self._requests.awaits_events:
             self._watch = loop.call_later(_WATCH_S, self._look)
 
-    def _death(self) -> EngineDeadError:
+    def _death(self) -> errors.EngineDeadError:
         if self._thread.failure is None:
-            return EngineDeadError("the engine was shut down; make a new one")
-        error = EngineDeadError(
+            return errors.EngineDeadError("the engine was shut down; make a new one")
+        error = errors.EngineDeadError(
             f"the engine has failed ({self._cause()}), and cannot go on; make a new one"
         )
         error.__cause__ = self._thread.failure

@@ -15,15 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
 
+from tpengine import errors
 from tpengine.async_engine.admission import Admission
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.engine.requests import CheckedRequest, GenerateRequest, check_request_id
-from tpengine.errors import (
-    DeadlineExceededError,
-    RequestAbortedError,
-    RequestFailedError,
-    TPEngineError,
-)
 from tpengine.inputs import NO_OWNER, Owner
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestMetrics, RequestOutput
@@ -236,7 +231,7 @@ class RequestTable:
         name = type(error).__name__
         if live is not None:
             self.finish(live, f"refused: {name}")
-        if isinstance(error, TPEngineError):
+        if isinstance(error, errors.TPEngineError):
             self.refused[name] += 1
 
     async def abort(self, live: LiveRequest, timeout_s: float) -> None:
@@ -250,7 +245,7 @@ class RequestTable:
             error = None
             if not live.ends_as_output:
                 why = f"request {live.request_id!r} was aborted"
-                error = RequestAbortedError(why, live.mailbox.take_unread())
+                error = errors.RequestAbortedError(why, live.mailbox.take_unread())
             freed = self._freeing(live)
             self.finish(live, _ABORTED)
             live.mailbox.close(error)
@@ -267,7 +262,9 @@ class RequestTable:
         # In one turn of the loop: an output that came in between would be lost.
         for live in lives:
             waits_for_free.append(self._freeing(live))
-            self.finish(live, "cut off", RequestAbortedError(why, live.mailbox.take_unread()))
+            self.finish(
+                live, "cut off", errors.RequestAbortedError(why, live.mailbox.take_unread())
+            )
         if waits_for_free:
             await asyncio.wait(waits_for_free, timeout=timeout_s)
 
@@ -317,7 +314,7 @@ class RequestTable:
             self._finish_late(live, f"{what}more, or ask an engine with a shorter queue")
 
     def _finish_late(self, live: LiveRequest, what: str) -> None:
-        error = DeadlineExceededError(f"request {live.request_id!r} {what}", live.phase)
+        error = errors.DeadlineExceededError(f"request {live.request_id!r} {what}", live.phase)
         self.finish(live, f"deadline exceeded ({live.phase})", error)
 
     def _deliver(self, live: LiveRequest, output: RequestOutput) -> None:
@@ -328,7 +325,7 @@ class RequestTable:
             return
         reasons = [completion.finish_reason for completion in output.outputs]
         if "error" in reasons:
-            failure = output.failure or RequestFailedError("the request failed")
+            failure = output.failure or errors.RequestFailedError("the request failed")
             self._take_out(live, "error", failure)
         elif output.failure is not None and not live.ends_as_output:
             self._take_out(live, "too long", output.failure)

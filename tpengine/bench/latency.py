@@ -20,14 +20,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from tpengine.bench.harness import (
-    GREEDY,
-    ModelOptions,
-    bench_engine,
-    numbers,
-    plot,
-    report_head,
-)
+from tpengine.bench.harness import GREEDY, ModelOptions, bench_engine, numbers, plot, report_head
 from tpengine.bench.throughput import run_steps
 from tpengine.bench.timing import ReadBandwidth, copy_bandwidth
 from tpengine.engine.llm_engine import LLMEngine

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpengine import envs
+from tpengine import envs, errors
 from tpengine.cli import conversation
 from tpengine.cli.lines import Line, read_lines
 from tpengine.cli.parser import add_sampling_options, given_sampling, in_words
@@ -18,13 +18,6 @@ from tpengine.client.client_messages import Prompt, Sampling
 from tpengine.client.generation_client import GenerationClient
 from tpengine.client.grpc_channel import ClientTLS
 from tpengine.client.load import COMPLETE, describe_load, poisson_plan, run_load, summarise
-from tpengine.errors import (
-    ConfigError,
-    RequestError,
-    ServerUnavailableError,
-    TPEngineError,
-    UnauthenticatedError,
-)
 from tpengine.host import streamed_text
 from tpengine.options import Options, option
 from tpengine.proto import LIVENESS, READINESS
@@ -142,8 +135,8 @@ def run(args: argparse.Namespace) -> int:
         client = runner.run(opened())
         try:
             return int(args.action(args, client, runner.run))
-        except UnauthenticatedError as error:
-            raise UnauthenticatedError(f"{error}{_TOKEN_HINT}") from error
+        except errors.UnauthenticatedError as error:
+            raise errors.UnauthenticatedError(f"{error}{_TOKEN_HINT}") from error
         finally:
             runner.run(client.close())
 
@@ -173,7 +166,7 @@ def _read_token(path: str | None) -> str | None:
         return envs.client_token()
     token, *others = read_tokens(path, None, "--token-file")
     if others:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"--token-file {path} holds {1 + len(others)} tokens, and a client has one: give a "
             "file with that line alone; lines that begin with # do not count"
         )
@@ -196,7 +189,7 @@ def _generate(args: argparse.Namespace, client: GenerationClient, run: _Run) -> 
             else:
                 run(_print_whole(client, prompt, params, echo))
             print("\n", flush=True)
-        except RequestError as error:
+        except errors.RequestError as error:
             _print_failure(error)
             failed += 1
     return 1 if failed else 0
@@ -231,7 +224,7 @@ def _health(args: argparse.Namespace, client: GenerationClient, run: _Run) -> in
     service = LIVENESS if args.liveness else READINESS
     try:
         status = run(client.health(service))
-    except ServerUnavailableError as error:
+    except errors.ServerUnavailableError as error:
         _print_failure(error)
         return 1
     print(f"{service} {status}")
@@ -248,7 +241,7 @@ def _limits(args: argparse.Namespace, client: GenerationClient, run: _Run) -> in
 
 def _load(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
     if not args.rate > 0 or args.num_requests < 1:
-        raise ConfigError(
+        raise errors.ConfigError(
             "--rate must be above 0 and --num-requests at least 1, got "
             f"{args.rate} and {args.num_requests}"
         )
@@ -292,6 +285,6 @@ async def _print_whole(
             print("   ", ", ".join(shown))
 
 
-def _print_failure(error: TPEngineError) -> None:
-    hint = _TOKEN_HINT if isinstance(error, UnauthenticatedError) else ""
+def _print_failure(error: errors.TPEngineError) -> None:
+    hint = _TOKEN_HINT if isinstance(error, errors.UnauthenticatedError) else ""
     print(f"tpengine: {type(error).__name__}: {error}{hint}", file=sys.stderr)

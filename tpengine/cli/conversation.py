@@ -40,10 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def converse(
-    talk: Conversation,
-    title: str,
-    words: Sequence[str],
-    must_end: Callable[[], bool] = bool,
+    talk: Conversation, title: str, words: Sequence[str], must_end: Callable[[], bool] = bool
 ) -> int:
     """Answers message after message; returns the exit code, 1 if a message was refused.
 

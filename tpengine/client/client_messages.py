@@ -13,12 +13,7 @@ from typing import Any, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from tpengine.errors import (
-    InvalidPriorityError,
-    InvalidPromptError,
-    InvalidSamplingParamsError,
-    RequestError,
-)
+from tpengine import errors
 from tpengine.inputs import TextPrompt, TokensPrompt
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
@@ -87,8 +82,8 @@ def to_request(
     request = pb.GenerateRequest(
         sampling=_to_sampling(SamplingParams() if params is None else params)
     )
-    put(request, InvalidPromptError, request_id=request_id)
-    put(request, InvalidPriorityError, priority=None if priority == 0 else priority)
+    put(request, errors.InvalidPromptError, request_id=request_id)
+    put(request, errors.InvalidPriorityError, priority=None if priority == 0 else priority)
     if max_queue_s is not None:
         max_queue_ms = to_milliseconds("max_queue_s", max_queue_s)
         if max_queue_ms is not None:
@@ -102,7 +97,7 @@ def to_request(
         try:
             request.prompt_token_ids.ids.extend(cast(Sequence[int], rest))
         except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidPromptError(
+            raise errors.InvalidPromptError(
                 "a prompt must be text, token ids below 2**31, or messages that are dicts; got "
                 f"{type(rest).__name__}: {error}"
             ) from error
@@ -110,7 +105,7 @@ def to_request(
     return request
 
 
-def put(message: Any, kind: type[RequestError], **fields: object) -> None:
+def put(message: Any, kind: type[errors.RequestError], **fields: object) -> None:
     """Sets fields of a message; one that is None stays unset.
 
     Args:
@@ -153,7 +148,7 @@ def to_milliseconds(name: str, seconds: float) -> int | None:
         RequestError: it is not a number.
     """
     if not isinstance(seconds, Real) or not seconds <= math.inf:  # False for NaN
-        raise RequestError.of_field(
+        raise errors.RequestError.of_field(
             name, f"must be a number of seconds, or math.inf for no limit; got {seconds!r}"
         )
     most_s = _MOST_MS / 1e3
@@ -172,12 +167,12 @@ def _unpack(prompt: Prompt) -> tuple[str | None, Sequence[int] | Sequence[Messag
         return None, prompt
     unknown = set(prompt) - {"prompt", "prompt_token_ids"}
     if unknown:
-        raise InvalidPromptError(
+        raise errors.InvalidPromptError(
             f"a prompt's keys are prompt and prompt_token_ids; got {sorted(map(str, unknown))}"
         )
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and token_ids is None:
-        raise InvalidPromptError("a request needs a prompt or prompt_token_ids; got neither")
+        raise errors.InvalidPromptError("a request needs a prompt or prompt_token_ids; got neither")
     return cast("str | None", text), cast("Sequence[int] | None", token_ids)
 
 
@@ -193,10 +188,10 @@ def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
     """
     conversation = pb.Conversation()
     if not isinstance(messages, Iterable):
-        raise InvalidPromptError(f"messages must be a list of dicts, got {messages!r}")
+        raise errors.InvalidPromptError(f"messages must be a list of dicts, got {messages!r}")
     for message in messages:
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise InvalidPromptError(
+            raise errors.InvalidPromptError(
                 f"a message must be a dict with 'role' and 'content', got {message!r}"
             )
         conversation.messages.add(
@@ -207,11 +202,11 @@ def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
 
 def _checked_text(text: object) -> str:
     if not isinstance(text, str):
-        raise InvalidPromptError(f"text must be a string, got {text!r}")
+        raise errors.InvalidPromptError(f"text must be a string, got {text!r}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidPromptError(f"the text is not valid Unicode: {error}") from error
+        raise errors.InvalidPromptError(f"the text is not valid Unicode: {error}") from error
     return text
 
 
@@ -227,11 +222,11 @@ def _to_sampling(given: Sampling) -> pb.SamplingParams:
     params.check()
     for name in ("logits_processors", "visible_token_ids"):
         if getattr(params, name):
-            raise InvalidSamplingParamsError.of_field(
+            raise errors.InvalidSamplingParamsError.of_field(
                 name, f"= {getattr(params, name)!r} is not in the protocol: it works offline only"
             )
     sampling = pb.SamplingParams()
-    put(sampling, InvalidSamplingParamsError, **write_parameters(params))
+    put(sampling, errors.InvalidSamplingParamsError, **write_parameters(params))
     if isinstance(given, Mapping):
         for name in sampling.DESCRIPTOR.fields_by_name.keys() - given.keys():
             sampling.ClearField(name)

@@ -12,6 +12,7 @@ from uuid import uuid4
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tpengine import errors
 from tpengine.client.client_messages import (
     Message,
     Prompt,
@@ -31,13 +32,6 @@ from tpengine.client.grpc_channel import (
     to_error,
 )
 from tpengine.client.resuming import Outage
-from tpengine.errors import (
-    InvalidPromptError,
-    RequestAbortedError,
-    RequestError,
-    ServerUnavailableError,
-    TPEngineError,
-)
 from tpengine.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto.status_details import has_details
@@ -155,7 +149,7 @@ class GenerationClient:
         request = to_request(prompt, params, request_id, priority, max_queue_s)
         if resume_window_s:
             own_id = request_id or f"stream-{uuid4().hex}"
-            put(request, RequestError, resume_window_s=resume_window_s, request_id=own_id)
+            put(request, errors.RequestError, resume_window_s=resume_window_s, request_id=own_id)
         left_s = timeout_s = self._timeout_s if timeout_s is None else timeout_s
         begun, outage = time.monotonic(), Outage(resume_window_s)
         async with self._aborting_if_left(request, outage):
@@ -168,7 +162,7 @@ class GenerationClient:
                             request.resume_from += _num_tokens(response)
                             yield to_output(response, prompt)
                     return
-                except ServerUnavailableError as error:
+                except errors.ServerUnavailableError as error:
                     pause_s = await outage.pause_s(error.__cause__)
                     left_s = timeout_s - (time.monotonic() - begun)
                     if pause_s is None or pause_s >= left_s:
@@ -186,7 +180,7 @@ class GenerationClient:
         self._outages[request.request_id] = outage
         try:
             yield
-        except TPEngineError:
+        except errors.TPEngineError:
             raise
         except BaseException:
             await outage.read_window()
@@ -205,14 +199,14 @@ class GenerationClient:
     async def abort(self, request_id: str) -> bool:
         """Ends a request; returns whether it existed. Another client's needs the admin token."""
         request = pb.AbortRequest()
-        put(request, InvalidPromptError, request_id=request_id)
+        put(request, errors.InvalidPromptError, request_id=request_id)
         answer = await self._call(self._stub.Abort, request)
         return bool(answer.aborted)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
         request = pb.TokenizeRequest()
-        put(request, InvalidPromptError, text=text, add_special_tokens=add_special_tokens)
+        put(request, errors.InvalidPromptError, text=text, add_special_tokens=add_special_tokens)
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
     async def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -225,7 +219,7 @@ class GenerationClient:
         request = pb.DetokenizeRequest()
         put(
             request,
-            InvalidPromptError,
+            errors.InvalidPromptError,
             token_ids=token_ids,
             skip_special_tokens=skip_special_tokens,
         )
@@ -315,7 +309,7 @@ def _num_tokens(response: pb.GenerateResponse) -> int:
 
 def _health_request(service: str) -> health_pb2.HealthCheckRequest:
     request = health_pb2.HealthCheckRequest()
-    put(request, RequestError, service=service)
+    put(request, errors.RequestError, service=service)
     return request
 
 
@@ -335,5 +329,5 @@ async def typed_errors(call: Any, target: str) -> AsyncIterator[None]:
         # ended otherwise, it is the caller's own cancellation, and must not be lost.
         cancelled = call.done() and await call.code() is grpc.StatusCode.CANCELLED
         if cancelled and has_details(await call.trailing_metadata()):
-            raise RequestAbortedError(f"{target}: {await call.details()}") from None
+            raise errors.RequestAbortedError(f"{target}: {await call.details()}") from None
         raise

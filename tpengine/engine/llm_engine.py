@@ -101,10 +101,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(
-        cls,
-        engine_args: EngineArgs,
-        *,
-        stat_loggers: Mapping[str, StatLoggerBase] | None = None,
+        cls, engine_args: EngineArgs, *, stat_loggers: Mapping[str, StatLoggerBase] | None = None
     ) -> Self:
         """Builds an engine.
 

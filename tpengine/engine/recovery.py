@@ -29,20 +29,12 @@ from collections import deque
 from concurrent.futures import Future, wait
 from typing import NoReturn
 
-from tpengine import host
+from tpengine import errors, host
 from tpengine.config import EngineConfig
 from tpengine.engine.poison_requests import PoisonSearch
 from tpengine.engine.startup import count_blocks, make_block_manager
 from tpengine.engine.stats import EngineHealth, EngineState, RecoveryProgress, RecoveryRecord
-from tpengine.errors import (
-    EngineDeadError,
-    EngineError,
-    GroupLostError,
-    RankLoss,
-    RequestFailedError,
-    counted,
-    is_temporary,
-)
+from tpengine.errors import counted
 from tpengine.executor.executor import Executor, pause_s
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
@@ -86,7 +78,7 @@ class Recovery:
         self._num_recoveries = 0
         self._failure: BaseException | None = None
         self._poison = PoisonSearch()
-        self._loss: RankLoss | None = None
+        self._loss: errors.RankLoss | None = None
         self._loss_times: deque[float] = deque()  # of losses that count against the limit
         self._rebuild: Future[list[MemoryLedger]] | None = None  # None: between two attempts
         self._num_attempts = 0
@@ -104,15 +96,15 @@ class Recovery:
             EngineError: this process is a copy of the one that made the engine.
         """
         if os.getpid() != self._pid:
-            raise EngineError(
+            raise errors.EngineError(
                 f"process {self._pid} made this engine, and this is process {os.getpid()}: a "
                 "forked process has no threads and ranks of its own; make an engine in it"
             )
         if self.state is not EngineState.DEAD:
             return
-        if isinstance(self._failure, EngineDeadError):
-            raise EngineDeadError(str(self._failure)) from self._failure
-        raise EngineDeadError(
+        if isinstance(self._failure, errors.EngineDeadError):
+            raise errors.EngineDeadError(str(self._failure)) from self._failure
+        raise errors.EngineDeadError(
             f"a step failed ({type(self._failure).__name__}: {self._failure}), and the engine "
             "cannot go on; make a new one"
         ) from self._failure
@@ -135,7 +127,7 @@ class Recovery:
             self._scheduler.restrict(self._poison.allowed)
         return True
 
-    def begin(self, loss: RankLoss, lost: SchedulerOutput | None = None) -> list[Request]:
+    def begin(self, loss: errors.RankLoss, lost: SchedulerOutput | None = None) -> list[Request]:
         """Makes every unfinished request wait with the tokens that it has, fails the one that is
         the cause of the losses, if that is known now, and starts to rebuild the group.
 
@@ -170,7 +162,9 @@ class Recovery:
                 f"alone; the other requests go on. The last time: {loss.report()}"
             )
             logger.error("%s", reason)
-            failed = self._scheduler.fail_request(culprit.request_id, RequestFailedError(reason))
+            failed = self._scheduler.fail_request(
+                culprit.request_id, errors.RequestFailedError(reason)
+            )
         self._scheduler.restrict(self._poison.allowed)
         self.state = EngineState.RECOVERING
         self._count_loss(loss, counts=not is_isolation_step)
@@ -236,7 +230,7 @@ class Recovery:
         if self._rebuild is not None and not wait([self._rebuild], _CLOSE_S).done:
             logger.warning("a rebuild did not end within %.0f s of the shutdown", _CLOSE_S)
 
-    def _count_loss(self, loss: RankLoss, counts: bool) -> None:
+    def _count_loss(self, loss: errors.RankLoss, counts: bool) -> None:
         """Notes the loss of a group that was ready.
 
         Raises:
@@ -253,7 +247,7 @@ class Recovery:
                 f"its ranks were lost {counted(len(self._loss_times), 'time')} within "
                 f"{limits.window_s:g} s, and max_recoveries = {limits.max_recoveries}. The last "
                 f"time: {loss.report()}",
-                GroupLostError(loss),
+                errors.GroupLostError(loss),
             )
         logger.error(
             "%s\n%s will wait for a new group of ranks (%d of %d recoveries within %g s)",
@@ -323,7 +317,7 @@ class Recovery:
         """
         assert self._loss is not None
         now, limit_s = time.monotonic(), self._config.recovery.timeout_s
-        if not (isinstance(error, GroupLostError) or is_temporary(error)):
+        if not (isinstance(error, errors.GroupLostError) or errors.is_temporary(error)):
             self._fail_engine(
                 f"its ranks were lost and could not be replaced: {type(error).__name__}: {error}. "
                 f"What was lost: {self._loss.report()}",
@@ -391,7 +385,7 @@ class Recovery:
         Raises:
             EngineDeadError: always.
         """
-        error = EngineDeadError(f"the engine cannot go on: {reason}")
+        error = errors.EngineDeadError(f"the engine cannot go on: {reason}")
         error.__cause__ = cause
         self.die(error)
         try:
@@ -402,6 +396,6 @@ class Recovery:
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, GroupLostError):
+    if isinstance(error, errors.GroupLostError):
         return error.loss.report()
     return f"{type(error).__name__}: {error}"

@@ -8,12 +8,7 @@ from tpengine.errors import InvalidSamplingParamsError
 from tpengine.executor.executor import Executor
 from tpengine.messages import StepInput
 from tpengine.sampling_params import SamplingParams
-from tpengine.structured.constraints import (
-    THINK_CLOSING,
-    THINK_OPENING,
-    Thinking,
-    to_grammar,
-)
+from tpengine.structured.constraints import THINK_CLOSING, THINK_OPENING, Thinking, to_grammar
 from tpengine.structured.grammars import Vocabulary
 
 

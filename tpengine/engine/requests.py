@@ -13,19 +13,13 @@ from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
 
+from tpengine import errors
 from tpengine.checkpoint.adapter_files import AdapterChecks
 from tpengine.config import MAX_PRIORITY, EngineConfig, ModelConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.request_grammars import read_grammar
 from tpengine.engine.tokenizer import Tokenizer
-from tpengine.errors import (
-    DuplicateRequestError,
-    InvalidPriorityError,
-    InvalidPromptError,
-    InvalidSamplingParamsError,
-    RequestError,
-    counted,
-)
+from tpengine.errors import counted
 from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner, PromptInputs
 from tpengine.messages import SamplingRules
 from tpengine.outputs import CompletionOutput, RequestOutput
@@ -80,11 +74,11 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
-            raise InvalidSamplingParamsError.of_field(
+            raise errors.InvalidSamplingParamsError.of_field(
                 "params", f"must be SamplingParams, got {self.params!r:.80}"
             )
         if not isinstance(self.arrival_time, float | int | None):
-            raise InvalidPromptError.of_field(
+            raise errors.InvalidPromptError.of_field(
                 "arrival_time", f"is in seconds, got {self.arrival_time!r:.80}"
             )
 
@@ -125,11 +119,11 @@ def check_request_id(request_id: object, is_live: Callable[[str], bool]) -> None
         DuplicateRequestError: an unfinished request has it.
     """
     if not isinstance(request_id, str) or not request_id:
-        raise InvalidPromptError.of_field(
+        raise errors.InvalidPromptError.of_field(
             "request_id", f"must be a non-empty string, got {request_id!r}"
         )
     if is_live(request_id):
-        raise DuplicateRequestError(
+        raise errors.DuplicateRequestError(
             f"request id {request_id!r} belongs to an unfinished request; choose another",
             field="request_id",
         )
@@ -143,7 +137,7 @@ def as_request_ids(given: str | Iterable[str]) -> list[str]:
     """
     ids: list[Any] = list(given) if is_list(given) else [given]
     if not all(isinstance(one, str) for one in ids):
-        raise InvalidPromptError(
+        raise errors.InvalidPromptError(
             f"a request_id must be a string, or a list of such, got {given!r}", field="request_id"
         )
     return ids
@@ -196,7 +190,7 @@ def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> lis
     token_ids = list(token_ids)
     for position, token_id in enumerate(token_ids):
         if not _is_int(token_id) or not 0 <= token_id < vocab_size:
-            raise InvalidPromptError(
+            raise errors.InvalidPromptError(
                 f"{name}[{position}] = {token_id!r} is no id of the vocabulary; ids are integers "
                 f"in [0, {vocab_size - 1}]",
                 field=name,
@@ -211,7 +205,7 @@ def need_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> Tokenizer
         InvalidPromptError: the model has no tokenizer.
     """
     if tokenizer is None:
-        raise InvalidPromptError(
+        raise errors.InvalidPromptError(
             f"the model {model.model} has no tokenizer, which text and messages need; give "
             "prompt_token_ids, or name a tokenizer"
         )
@@ -225,7 +219,7 @@ def _read_prompt(
     prompt, token_ids = request.prompt, request.prompt_token_ids
     if request.messages is not None:
         if prompt is not None or token_ids is not None:
-            raise InvalidPromptError(
+            raise errors.InvalidPromptError(
                 "a request has messages or a prompt, and this one has both; give one of them"
             )
         tokenizer = need_tokenizer(tokenizer, model)
@@ -234,40 +228,44 @@ def _read_prompt(
     if isinstance(prompt, Mapping):
         fields: dict[str, Any] = {**prompt}
         if fields.pop("multi_modal_data", None) is not None:
-            raise InvalidPromptError("multi_modal_data is given, but this engine reads text alone")
+            raise errors.InvalidPromptError(
+                "multi_modal_data is given, but this engine reads text alone"
+            )
         unknown = fields.keys() - {"prompt", "prompt_token_ids"}
         if unknown:
             hint = "; did you mean prompt_token_ids?" if "input_ids" in unknown else ""
-            raise InvalidPromptError(
+            raise errors.InvalidPromptError(
                 f"a prompt's keys are prompt and prompt_token_ids; got {sorted(unknown)}{hint}"
             )
         token_ids = fields.get("prompt_token_ids", token_ids)
         prompt = fields.get("prompt")
     if prompt is not None and not isinstance(prompt, str):
-        raise InvalidPromptError(
+        raise errors.InvalidPromptError(
             "a prompt must be text, ids (as prompt_token_ids) or a dict, got "
             f"{type(prompt).__name__}"
         )
     if token_ids is None:
         if prompt is None:
-            raise InvalidPromptError("a request needs a prompt, ids or messages; got none of them")
+            raise errors.InvalidPromptError(
+                "a request needs a prompt, ids or messages; got none of them"
+            )
         token_ids = need_tokenizer(tokenizer, model).encode(prompt)
     if not is_list(token_ids):
         hint = "; give its ['input_ids']" if isinstance(token_ids, Mapping) else ""
-        raise InvalidPromptError(
+        raise errors.InvalidPromptError(
             f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}{hint}",
             field="prompt_token_ids",
         )
     try:
         token_ids = list(token_ids)
     except TypeError as error:  # a tensor without dimensions is an Iterable that cannot be iterated
-        raise InvalidPromptError.of_field(
+        raise errors.InvalidPromptError.of_field(
             "prompt_token_ids", f"must be a list of integers: {error}"
         ) from error
     if num_kept is not None:
         token_ids = token_ids[-num_kept:]
     if not token_ids:
-        raise InvalidPromptError("the prompt is empty: it has no tokens; give at least one")
+        raise errors.InvalidPromptError("the prompt is empty: it has no tokens; give at least one")
     return prompt, check_token_ids("prompt_token_ids", token_ids, model.vocab_size)
 
 
@@ -290,7 +288,7 @@ def read_sampling_params(
     ):
         for token_id in token_ids:
             if token_id >= model.vocab_size:
-                raise InvalidSamplingParamsError(
+                raise errors.InvalidSamplingParamsError(
                     f"{name} holds {token_id}, which is no id of the vocabulary; ids are in "
                     f"[0, {model.vocab_size - 1}]",
                     field=name,
@@ -333,7 +331,7 @@ def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | Non
     wanted = model.vocab_size if count == WHOLE_VOCABULARY else min(count, model.vocab_size)
     if 0 <= model.max_logprobs < wanted:
         asked = f"asks for all {wanted} tokens, more" if count == WHOLE_VOCABULARY else "is more"
-        raise InvalidSamplingParamsError.of_field(
+        raise errors.InvalidSamplingParamsError.of_field(
             name,
             f"= {count} {asked} than max_logprobs = {model.max_logprobs}; ask for fewer, or "
             "make the engine with a larger max_logprobs (-1: no limit)",
@@ -353,14 +351,14 @@ def _pickled(processors: Sequence[LogitsProcessor | str]) -> list[bytes | str]:
         try:
             found.append(pickle_function(processor))
         except Exception as error:  # objects raise anything while they are pickled
-            raise InvalidSamplingParamsError(
+            raise errors.InvalidSamplingParamsError(
                 f"the logits processor {processor!r} cannot be sent to the ranks: "
                 f"{type(error).__name__}: {error}",
                 field="logits_processors",
             ) from error
     size = sum(map(len, found))
     if size > _MAX_PICKLED_BYTES:
-        raise InvalidSamplingParamsError.of_field(
+        raise errors.InvalidSamplingParamsError.of_field(
             "logits_processors",
             f"are {size} bytes with the data that they hold, more than "
             f"{_MAX_PICKLED_BYTES}; put the data into a module that the ranks import",
@@ -372,12 +370,12 @@ def _check_tokenizer(params: SamplingParams, tokenizer: Tokenizer | None) -> Non
     """Checks what the tokenizer, or its absence, rules out."""
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         if texts and tokenizer is None:
-            raise InvalidSamplingParamsError.of_field(
+            raise errors.InvalidSamplingParamsError.of_field(
                 name, f"needs a tokenizer, and the model has none; use {name}_token_ids"
             )
     is_slow = tokenizer is not None and tokenizer.fast_backend is None
     if is_slow and params.detokenize and not params.spaces_between_special_tokens:
-        raise InvalidSamplingParamsError.of_field(
+        raise errors.InvalidSamplingParamsError.of_field(
             "spaces_between_special_tokens",
             "= False is not supported with this model's tokenizer, "
             "which is written in Python; leave it at True",
@@ -389,12 +387,12 @@ def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     word = text.lstrip()
     try:
         found = [tuple(tokenizer.encode(form, False)) for form in (word, " " + word)]
-    except InvalidPromptError as error:
-        raise InvalidSamplingParamsError.of_field(
+    except errors.InvalidPromptError as error:
+        raise errors.InvalidSamplingParamsError.of_field(
             "bad_words", f"holds {text!r}, which cannot be tokenized: {error}"
         ) from error
     if not all(found):
-        raise InvalidSamplingParamsError.of_field(
+        raise errors.InvalidSamplingParamsError.of_field(
             "bad_words", f"holds {text!r}, which has no tokens; give another, or leave it out"
         )
     return found
@@ -419,7 +417,7 @@ def _check_sequences(
     each beam, 0 without beam search."""
     count = params.num_sequences
     if count > config.max_num_seqs:
-        raise InvalidSamplingParamsError(
+        raise errors.InvalidSamplingParamsError(
             f"n or best_of = {count} sequences, but max_num_seqs = {config.max_num_seqs} run at "
             "once; ask for fewer, or raise max_num_seqs",
             field="n" if count == params.n else "best_of",
@@ -427,14 +425,14 @@ def _check_sequences(
     if not params.use_beam_search:
         return 0
     if count > config.max_num_batched_tokens:
-        raise InvalidSamplingParamsError(
+        raise errors.InvalidSamplingParamsError(
             f"best_of = {count} beams advance together, but a step holds max_num_batched_tokens = "
             f"{config.max_num_batched_tokens} tokens; ask for fewer, or raise it",
             field="best_of",
         )
     candidates = num_candidates(count, num_end_ids)
     if candidates > vocab_size:
-        raise InvalidSamplingParamsError(
+        raise errors.InvalidSamplingParamsError(
             f"beam search with best_of = {count} and {num_end_ids} end tokens looks at "
             f"{candidates} candidates, but the vocabulary has {vocab_size}; ask for fewer",
             field="best_of",
@@ -444,11 +442,11 @@ def _check_sequences(
 
 def _check_priority(priority: int, config: SchedulerConfig) -> None:
     if not _is_int(priority) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise InvalidPriorityError.of_field(
+        raise errors.InvalidPriorityError.of_field(
             "priority", f"must be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}"
         )
     if priority and config.policy == "fcfs":
-        raise InvalidPriorityError.of_field(
+        raise errors.InvalidPriorityError.of_field(
             "priority",
             f"= {priority}, but requests are served as they arrive; set "
             "scheduling_policy='priority', or leave the priority at 0",
@@ -465,13 +463,13 @@ def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
         InvalidPromptError: an argument has a wrong type, or the two differ in length.
     """
     if prompts is None and prompt_token_ids is None:
-        raise InvalidPromptError("generate needs prompts or prompt_token_ids; got neither")
+        raise errors.InvalidPromptError("generate needs prompts or prompt_token_ids; got neither")
     ids = None if prompt_token_ids is None else _as_many("prompt_token_ids", prompt_token_ids)
     texts = [None] * len(ids or ()) if prompts is None else _as_many("prompts", prompts)
     if ids is None:  # a prompt may itself be a list of ids
         return [(None, one) if is_list(one) else (one, None) for one in texts]
     if len(texts) != len(ids):
-        raise InvalidPromptError(
+        raise errors.InvalidPromptError(
             f"prompts and prompt_token_ids must be equally many, got {len(texts)} and {len(ids)}"
         )
     return list(zip(texts, ids, strict=True))
@@ -482,7 +480,7 @@ def _as_many(name: str, given: Any) -> list[Any]:
     if isinstance(given, (str, bytes, Mapping)):
         return [given]
     if not isinstance(given, Iterable):
-        raise InvalidPromptError(
+        raise errors.InvalidPromptError(
             f"{name} must be a list of prompts or one prompt, got {type(given).__name__}"
         )
     many = list(given)
@@ -498,14 +496,14 @@ def one_per_prompt(name: str, given: Any, num_prompts: int) -> list[Any]:
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * num_prompts
     if len(given) != num_prompts:
-        raise InvalidPromptError(
+        raise errors.InvalidPromptError(
             f"a list of {name} needs one per prompt: got {len(given)} for "
             f"{counted(num_prompts, 'prompt')}"
         )
     return list(given)
 
 
-def refusal(request_id: str, request: GenerateRequest, error: RequestError) -> RequestOutput:
+def refusal(request_id: str, request: GenerateRequest, error: errors.RequestError) -> RequestOutput:
     """Returns the output of a request that did not pass its checks."""
     prompt: Any = request.prompt
     token_ids: Any = request.prompt_token_ids

@@ -15,14 +15,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from tpengine import errors
 from tpengine.checkpoint.gguf_file import is_gguf, open_gguf
 from tpengine.config import ModelConfig
-from tpengine.errors import (
-    ConfigError,
-    InvalidPromptError,
-    InvalidSamplingParamsError,
-    ModelLoadError,
-)
 from tpengine.logger import init_logger
 from tpengine.structured.grammars import Vocabulary
 
@@ -114,7 +109,7 @@ class Tokenizer:
 
     def __init__(self, hf: Any) -> None:
         if not hasattr(hf, "is_fast"):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"a tokenizer must be one of transformers, got {hf!r:.80}; load it with "
                 "transformers.AutoTokenizer.from_pretrained"
             )
@@ -138,14 +133,14 @@ class Tokenizer:
         """
         if self._vocabulary is None:
             if self.fast_backend is None:
-                raise InvalidSamplingParamsError(
+                raise errors.InvalidSamplingParamsError(
                     "structured_outputs needs a tokenizer of the library tokenizers, and this "
                     "model's is written in Python",
                     field="structured_outputs",
                 )
             end_ids = self.end_token_ids(model)
             if not end_ids:
-                raise InvalidSamplingParamsError.of_field(
+                raise errors.InvalidSamplingParamsError.of_field(
                     "structured_outputs",
                     "needs an end token, and the model names none; set "
                     "eos_token_id in its config.json",
@@ -174,14 +169,14 @@ class Tokenizer:
             InvalidPromptError: `text` is not a string, or not valid Unicode (a lone surrogate).
         """
         if not isinstance(text, str):
-            raise InvalidPromptError(
+            raise errors.InvalidPromptError(
                 f"a prompt must be a string, got {type(text).__name__}; ids go into "
                 "prompt_token_ids"
             )
         try:
             text.encode()  # the tokenizer's own error for a lone surrogate is unclear
         except UnicodeEncodeError as error:
-            raise InvalidPromptError(
+            raise errors.InvalidPromptError(
                 f"a text is no valid Unicode at character {error.start} ({text[error.start]!r}: "
                 f"{error.reason}); decode its bytes with errors='replace'"
             ) from None
@@ -245,7 +240,7 @@ class Tokenizer:
         """
         conversation = _read_messages(messages)
         if not (chat_template or self.hf.chat_template):
-            raise InvalidPromptError(
+            raise errors.InvalidPromptError(
                 "this model's tokenizer has no chat template (chat_template in its "
                 "tokenizer_config.json): it was not trained to chat. Write the conversation as one "
                 "text and call generate (`tpengine generate`) with it, or give a chat_template"
@@ -259,7 +254,7 @@ class Tokenizer:
                 **options,
             )
         except Exception as error:  # the template is code from the model's folder
-            raise InvalidPromptError(
+            raise errors.InvalidPromptError(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
         return str(text)
@@ -278,7 +273,9 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
         return None
     folder = Path(config.tokenizer)
     if is_gguf(folder) and config.tokenizer_mode == "slow":
-        raise ConfigError(f"{folder} has no slow tokenizer; leave tokenizer_mode = 'slow' out")
+        raise errors.ConfigError(
+            f"{folder} has no slow tokenizer; leave tokenizer_mode = 'slow' out"
+        )
     if not has_tokenizer(config.tokenizer):
         logger.info("%s has no tokenizer: prompts must be ids, outputs have no text", folder)
         return None
@@ -286,10 +283,10 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
         if is_gguf(folder):
             return _load_gguf_tokenizer(str(folder))
         return Tokenizer(_load_hf(config, folder))
-    except ModelLoadError:
+    except errors.ModelLoadError:
         raise
     except Exception as error:  # parsers and remote tokenizers raise errors of any type
-        raise ModelLoadError(
+        raise errors.ModelLoadError(
             f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}); "
             "repair or fetch its files again, or name another folder with `tokenizer`"
         ) from error
@@ -376,18 +373,18 @@ def _load_gguf_tokenizer(path: str) -> Tokenizer:
 def _read_messages(messages: object) -> list[dict[str, Any]]:
     """Returns a checked conversation; contents are strings, or None beside `tool_calls`."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise InvalidPromptError(
+        raise errors.InvalidPromptError(
             'messages must be a list of {"role": ..., "content": ...}, got '
             f"{type(messages).__name__}",
             field="messages",
         )
     if not messages:
-        raise InvalidPromptError.of_field("messages", "is empty; give at least one")
+        raise errors.InvalidPromptError.of_field("messages", "is empty; give at least one")
     conversation = []
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
         if not isinstance(message, Mapping):
-            raise InvalidPromptError.of_field(
+            raise errors.InvalidPromptError.of_field(
                 place, f"must be a dict with role and content, got {message!r:.80}"
             )
         found = dict(message)
@@ -398,11 +395,10 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
         for key in ("role",) if is_call else ("role", "content"):
             if key not in found:
                 text = f"{place} has no {key!r}: {found!r}"
-                raise InvalidPromptError(text, field=f"{place}.{key}")
+                raise errors.InvalidPromptError(text, field=f"{place}.{key}")
             if not isinstance(found[key], str):
-                raise InvalidPromptError(
-                    f"{place}.{key} must be a string, got {found[key]!r}",
-                    field=f"{place}.{key}",
+                raise errors.InvalidPromptError(
+                    f"{place}.{key} must be a string, got {found[key]!r}", field=f"{place}.{key}"
                 )
         conversation.append(found)
     return conversation
@@ -417,7 +413,7 @@ def _join_parts(parts: Sequence[Any], place: str) -> str:
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidPromptError(
+            raise errors.InvalidPromptError(
                 f'{place}[{i}] must be {{"type": "text", "text": ...}}, got {part!r:.80}; this '
                 "engine reads text alone",
                 field=f"{place}[{i}]",

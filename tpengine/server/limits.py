@@ -11,15 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
+from tpengine import errors
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.tokenizer import Tokenizer
-from tpengine.errors import (
-    InvalidPromptError,
-    InvalidSamplingParamsError,
-    MalformedRequestError,
-    QueueFullError,
-    counted,
-)
+from tpengine.errors import counted
 from tpengine.options import parameters
 from tpengine.proto import TIMEOUT_KEY
 from tpengine.sampling_params import WHOLE_VOCABULARY, SamplingParams
@@ -181,12 +176,12 @@ class OpenCalls:
         """
         of_client, most = self._of_client[client], self._limits.max_client_requests
         if of_client >= most:
-            raise QueueFullError(
+            raise errors.QueueFullError(
                 f"{of_client} calls of yours are open or unread, and one client may have {most} "
                 "(--max-client-requests); read or end some, and try again"
             )
         if self._num >= self._limits.places:
-            raise QueueFullError(
+            raise errors.QueueFullError(
                 f"{self._num} calls are open at this server, and no more may be; try again later"
             )
         self._num += 1
@@ -211,7 +206,7 @@ class OpenCalls:
         """
         most = self._limits.max_client_requests
         if self._of_client[client] + num_detached > most:
-            raise QueueFullError(
+            raise errors.QueueFullError(
                 f"{num_detached} requests of yours run without a reader, and together with your "
                 f"open calls one client may have {most} (--max-client-requests); resume or abort "
                 "some, and try again"
@@ -290,7 +285,7 @@ def read_timeout(given: str) -> float:
         MalformedRequestError: it is not a number of milliseconds.
     """
     if not given.isdecimal() or len(given) > _MAX_TIMEOUT_DIGITS:
-        raise MalformedRequestError(
+        raise errors.MalformedRequestError(
             f"{TIMEOUT_KEY} must be a number of milliseconds of at most {_MAX_TIMEOUT_DIGITS} "
             f"digits, got {given[:20]!r}",
             field=TIMEOUT_KEY,
@@ -309,7 +304,7 @@ def check_request_id(request_id: str, name: str = "request_id") -> None:
     """
     fits = 0 < len(request_id) <= MAX_REQUEST_ID
     if not fits or not all("!" <= char <= "~" for char in request_id):
-        raise InvalidPromptError.of_field(
+        raise errors.InvalidPromptError.of_field(
             name,
             f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
             f"got {len(request_id)} characters; choose another, or leave it out",
@@ -327,12 +322,12 @@ def check_conversation(roles: Iterable[str], count: int, limits: Limits) -> None
         InvalidPromptError: it has too many messages, or a role is too long.
     """
     if count > limits.max_chat_messages:
-        raise InvalidPromptError.of_field(
+        raise errors.InvalidPromptError.of_field(
             "messages", f"must be at most {limits.max_chat_messages}, got {count}; drop the oldest"
         )
     longest = max((len(role.encode()) for role in roles), default=0)
     if longest > MAX_ROLE_BYTES:
-        raise InvalidPromptError(
+        raise errors.InvalidPromptError(
             f"the role of a message in messages has {longest} bytes, and may have at most "
             f"{MAX_ROLE_BYTES}",
             field="messages",
@@ -366,7 +361,7 @@ def check_num_ids(name: str, count: int, max_model_len: int) -> None:
         InvalidPromptError: there are more than a few outputs can have.
     """
     if count > _SLACK * max_model_len:
-        raise InvalidPromptError.of_field(
+        raise errors.InvalidPromptError.of_field(
             name,
             f"are {count}, more than {_SLACK} times max_model_len = {max_model_len}; "
             "send them in parts",
@@ -406,7 +401,7 @@ def check_sampling(
     for name in ("logit_bias", "allowed_token_ids"):
         count = len(getattr(params, name) or ())
         if count * num_sequences > limits.max_rule_entries:
-            raise InvalidSamplingParamsError.of_field(
+            raise errors.InvalidSamplingParamsError.of_field(
                 name,
                 f"has {count} entries for each of {num_sequences} sequences, together "
                 f"{count * num_sequences}, and {limits.max_rule_entries} is the limit; give fewer, "
@@ -417,11 +412,11 @@ def check_sampling(
     for name, length in (("logprobs", num_tokens), ("prompt_logprobs", max_prompt_len)):
         count = getattr(params, name)
         if count == WHOLE_VOCABULARY:
-            raise InvalidSamplingParamsError.of_field(
+            raise errors.InvalidSamplingParamsError.of_field(
                 name, f"= {count}, the whole vocabulary, is for Python callers only; give a number"
             )
         if count is not None and (count + 1) * length > limits.max_logprob_entries:
-            raise InvalidSamplingParamsError.of_field(
+            raise errors.InvalidSamplingParamsError.of_field(
                 name,
                 f"= {count} of up to {length} tokens is more than the "
                 f"{limits.max_logprob_entries} candidates that a request may hold; ask for fewer, "
@@ -437,4 +432,4 @@ def at_most(what: str, count: int, bound: int, field: str) -> None:
     """
     if count > bound:
         text = f"{what} must be at most {bound}, got {count}"
-        raise InvalidSamplingParamsError(text, field=field)
+        raise errors.InvalidSamplingParamsError(text, field=field)

@@ -12,17 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tpengine import errors
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.engine.requests import GenerateRequest
-from tpengine.errors import (
-    EngineDrainingError,
-    EngineLoadingError,
-    InvalidAdapterError,
-    ModelNotFoundError,
-    RequestAbortedError,
-    RequestIgnoredError,
-)
 from tpengine.inputs import LoRARequest
 from tpengine.server.kept_streams import KeptStreams
 from tpengine.server.limits import Limits, OpenCalls, max_text_bytes
@@ -148,7 +141,7 @@ class ServerState:
             EngineLoadingError: it is not loaded yet.
         """
         if self.engine is None:
-            raise EngineLoadingError(
+            raise errors.EngineLoadingError(
                 "the server loads its model; watch /ready, or grpc.health.v1 under 'readiness'"
             )
         return self.engine
@@ -165,11 +158,13 @@ class ServerState:
             ModelNotFoundError: another model is served.
         """
         if self.state is State.DRAINING:
-            raise EngineDrainingError("the server ends and takes no new requests; ask another")
+            raise errors.EngineDrainingError(
+                "the server ends and takes no new requests; ask another"
+            )
         if model is None or model in self.names:
             return None
         if model not in self.adapters:
-            raise ModelNotFoundError(
+            raise errors.ModelNotFoundError(
                 f"model {model[:200]!r} is not served here, but {self.model!r} is; give that name, "
                 "or none, or have the server take yours as well with --served-model-name, or as a "
                 "LoRA adapter with --lora-modules",
@@ -196,7 +191,7 @@ class ServerState:
 
     def _check_free(self, name: str) -> None:
         if not name or name in (*self.names, *self.adapters):
-            raise InvalidAdapterError.of_field(
+            raise errors.InvalidAdapterError.of_field(
                 "lora_name",
                 f"= {name!r:.200} is empty or taken; choose another, or unload the "
                 "adapter of this name",
@@ -212,7 +207,7 @@ class ServerState:
         except (OSError, RuntimeError, ValueError):  # a loop of links; no path at all
             is_inside = False
         if not is_inside:
-            raise InvalidAdapterError.of_field(
+            raise errors.InvalidAdapterError.of_field(
                 "lora_path",
                 f"= {path!r:.200} is not in the folder of adapters (--lora-folder); name "
                 "a folder in it",
@@ -227,7 +222,7 @@ class ServerState:
         """
         if self.adapters.pop(name, None) is None:
             text = f"{name!r:.200} is no adapter here; see /v1/models"
-            raise ModelNotFoundError(text, field="lora_name")
+            raise errors.ModelNotFoundError(text, field="lora_name")
 
     def check_text(self, name: str, texts: Iterable[str]) -> None:
         """Refuses a text that cannot fit before it is tokenized: one thread tokenizes for all.
@@ -242,7 +237,7 @@ class ServerState:
         length = sum(len(text.encode()) for text in texts)
         if self._max_text_bytes is not None and length > self._max_text_bytes:
             max_model_len = self.loaded_engine().model_config.max_model_len
-            raise RequestIgnoredError.of_field(
+            raise errors.RequestIgnoredError.of_field(
                 name,
                 f"has {length} bytes, more than {self._max_text_bytes}, which is more than "
                 f"max_model_len = {max_model_len} tokens; shorten it",
@@ -256,7 +251,7 @@ class ServerState:
         """
         why = self.loaded_engine().llm_engine.why_too_long(num_prompt_tokens)
         if why is not None:
-            raise RequestIgnoredError(why)
+            raise errors.RequestIgnoredError(why)
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[Mailbox]:
@@ -273,9 +268,9 @@ class ServerState:
         try:
             async with self.loaded_engine().open(request) as mailbox:
                 yield mailbox
-        except RequestAbortedError:
+        except errors.RequestAbortedError:
             if self.state is State.DRAINING:
-                raise EngineDrainingError(self.last_words) from None
+                raise errors.EngineDrainingError(self.last_words) from None
             raise
         finally:
             self.num_open_calls -= 1

@@ -133,11 +133,7 @@ class _TokenSender(Generic[Message]):
     """
 
     def __init__(
-        self,
-        mailbox: Mailbox,
-        writer: StreamWriter[Message],
-        write: Write[Message],
-        write_s: float,
+        self, mailbox: Mailbox, writer: StreamWriter[Message], write: Write[Message], write_s: float
     ) -> None:
         self._mailbox = mailbox
         self._writer = writer

@@ -38,9 +38,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", *FILES})
 
 
 def make_app(
-    state: ServerState,
-    authenticator: Authenticator,
-    cors_origins: Sequence[str] = (),
+    state: ServerState, authenticator: Authenticator, cors_origins: Sequence[str] = ()
 ) -> Starlette:
     """The application; the arguments are those of `HttpServer`."""
     routes = [*_server_routes(state), *_text_routes(state)]

@@ -45,10 +45,7 @@ class HttpServer:
     """
 
     def __init__(
-        self,
-        state: ServerState,
-        authenticator: Authenticator,
-        cors_origins: Sequence[str] = (),
+        self, state: ServerState, authenticator: Authenticator, cors_origins: Sequence[str] = ()
     ) -> None:
         self._config = uvicorn.Config(
             make_app(state, authenticator, cors_origins),

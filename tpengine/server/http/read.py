@@ -17,12 +17,7 @@ from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.options import parameters
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.http.calls import HttpCall
-from tpengine.server.http.fields import (
-    FieldError,
-    Fields,
-    read_bias,
-    read_constraint,
-)
+from tpengine.server.http.fields import FieldError, Fields, read_bias, read_constraint
 from tpengine.server.http.tools import Tools, read_calls, read_tools, template_text
 from tpengine.server.http.write import Style
 from tpengine.server.limits import (
