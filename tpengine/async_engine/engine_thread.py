@@ -181,7 +181,7 @@ class EngineThread:
         else:
             self._pause_s = IDLE_S
         if outputs:
-            self._hand_over(self._make_events(outputs))
+            self._call_in_loop(self._receive, self._make_events(outputs))
             engine.counters.step_seconds["hand_over"] += time.monotonic() - now
 
     def _take_commands(self, pause_s: float) -> list[Command]:
@@ -204,7 +204,7 @@ class EngineThread:
             if not isinstance(error, RequestError):
                 logger.exception("request %r could not be added", live.request_id)
                 error = RequestFailedError(f"request {live.request_id!r} failed: {error!r}")
-            self._hand_over([(live, error)])
+            self._call_in_loop(self._receive, [(live, error)])
             return
         self._entered[live.request_id] = live
 
@@ -216,7 +216,7 @@ class EngineThread:
             last = engine.discard_outputs([live.request_id])
             events = [*((live, output) for output in last), *events]
             del self._entered[live.request_id]
-        self._hand_over(events)
+        self._call_in_loop(self._receive, events)
 
     def _make_events(self, outputs: list[RequestOutput]) -> list[Event]:
         events: list[Event] = []
@@ -227,9 +227,6 @@ class EngineThread:
                 if output.finished:
                     del self._entered[live.request_id]
         return events
-
-    def _hand_over(self, events: list[Event]) -> None:
-        self._call_in_loop(self._receive, events)
 
     def _call_in_loop(self, callback: Callable[..., None], *args: object) -> None:
         loop = self._loop

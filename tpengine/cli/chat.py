@@ -1,4 +1,10 @@
-"""Holds a conversation in the terminal, with the model in this process."""
+"""Holds a conversation in the terminal, with the model in this process.
+
+Examples:
+  tpengine chat --model FOLDER --system 'Answer in one sentence.'
+  tpengine chat 'What is the capital of France?'      one answer, then the end
+  tpengine chat --temperature 0 < questions.txt       each line is a message
+"""
 
 from __future__ import annotations
 
@@ -11,15 +17,6 @@ from tpengine.cli.generate import check_words, load_llm
 from tpengine.cli.parser import add_sampling_options, given_sampling
 from tpengine.engine_args import EngineArgs
 from tpengine.host import sigterm_as_interrupt
-
-EPILOG = f"""\
-{conversation.HELP}
-
-Examples:
-  tpengine chat --model FOLDER --system 'Answer in one sentence.'
-  tpengine chat 'What is the capital of France?'      one answer, then the end
-  tpengine chat --temperature 0 < questions.txt       each line is a message
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

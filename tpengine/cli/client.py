@@ -1,4 +1,12 @@
-"""Talks to a server that `tpengine serve` runs."""
+"""Talks to a server that `tpengine serve` runs.
+
+Examples:
+  tpengine client generate 'Once upon a time' --temperature 0
+  tpengine client chat                      # a conversation; its --help lists the commands
+  tpengine client health --target gpu3:50051
+  tpengine client limits                    # of requests, calls and connections
+  tpengine client load --rate 20 --num-requests 500
+"""
 
 from __future__ import annotations
 
@@ -23,14 +31,6 @@ from tpengine.options import Options, option
 from tpengine.proto import LIVENESS, READINESS
 from tpengine.server.auth import read_tokens
 
-EPILOG = """\
-Examples:
-  tpengine client generate 'Once upon a time' --temperature 0
-  tpengine client chat                      # a conversation; its --help lists the commands
-  tpengine client health --target gpu3:50051
-  tpengine client limits                    # of requests, calls and connections
-  tpengine client load --rate 20 --num-requests 500
-"""
 _TOKEN_HINT = "; give your token with --token-file FILE or in TPENGINE_CLIENT_TOKEN"
 
 _Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -113,7 +113,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     OutputOptions.add_cli_args(generate)
     chat = add("chat", "hold a conversation by the model's chat template", _chat)
     conversation.add_arguments(chat)
-    chat.formatter_class, chat.epilog = argparse.RawDescriptionHelpFormatter, conversation.HELP
     health = add("health", "ask whether the server is ready: exit code 0, else 1", _health)
     health.add_argument(
         "--liveness", action="store_true", help="ask whether it lives; it may still load its model"

@@ -33,7 +33,9 @@ line of a chat says which sampling parameters hold, and whose they are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what a command that holds a conversation takes."""
+    """Declares what a command that holds a conversation takes, and describes it."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"{HELP}\n\n{parser.epilog or ''}"
     text = "words of one message; default: each line of stdin is one"
     parser.add_argument("message", nargs="*", metavar="WORD", help=text)
     parser.add_argument("--system", metavar="TEXT", help="system message")

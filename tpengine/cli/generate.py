@@ -1,5 +1,11 @@
 """Completes prompts: those given as arguments, or each line of a file or of standard input, or an
-example if there are none."""
+example if there are none.
+
+Examples:
+  tpengine generate 'Once upon a time' --temperature 0
+  tpengine generate --chat 'What is the capital of France?'
+  tpengine generate --file prompts.txt --model FOLDER
+"""
 
 from __future__ import annotations
 
@@ -24,12 +30,6 @@ from tpengine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from tpengine.llm import LLM
 
-EPILOG = """\
-Examples:
-  tpengine generate 'Once upon a time' --temperature 0
-  tpengine generate --chat 'What is the capital of France?'
-  tpengine generate --file prompts.txt --model FOLDER
-"""
 _EXAMPLE_PROMPT = "Hello, my name is"
 
 

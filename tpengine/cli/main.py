@@ -79,14 +79,15 @@ def build_parser(words: Sequence[str]) -> CommandParser:
 
 
 def _add_command(command: CommandParser, module_name: str) -> None:
-    """Imports a command's module, which describes it and declares its options."""
+    """Imports a command's module, which declares its options. Its docstring is the text of
+    `--help`, from the examples on below the options."""
     try:
         module: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:  # grpc is an optional dependency
         if (error.name or "").partition(".")[0] not in _SERVING_PACKAGES:
             raise
         raise SystemExit(f"{error}; to serve, install tpengine with its extra serve") from None
-    command.description = module.__doc__
-    command.epilog = getattr(module, "EPILOG", None)
+    command.description, title, examples = module.__doc__.partition("Examples:\n")
+    command.epilog = title + examples
     command.set_defaults(run=module.run, command=command)
     module.add_arguments(command)

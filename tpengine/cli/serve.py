@@ -2,22 +2,7 @@
 
 While the model loads, the health service already answers: alive, not ready. The line "tpengine is
 ready on ..." on standard output says where clients may connect.
-"""
 
-from __future__ import annotations
-
-import argparse
-import time
-from dataclasses import replace
-
-from tpengine.engine_args import AsyncEngineArgs
-from tpengine.errors import ConfigError
-from tpengine.logger import init_logger
-from tpengine.server.server_args import ServerArgs
-
-logger = init_logger(__name__)
-
-EPILOG = """\
 Examples:
   tpengine serve                                        the small model, on 127.0.0.1:50051
   tpengine client generate 'Once upon a time'           a client for it
@@ -59,6 +44,19 @@ Ending: at SIGTERM, SIGINT or Drain readiness ends, new requests are refused, an
 with exit code 128 + its number, and open calls end with UNAVAILABLE. If the engine dies, the server
 ends with exit code 1.
 """
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+
+from tpengine.engine_args import AsyncEngineArgs
+from tpengine.errors import ConfigError
+from tpengine.logger import init_logger
+from tpengine.server.server_args import ServerArgs
+
+logger = init_logger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

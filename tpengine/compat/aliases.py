@@ -26,6 +26,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
@@ -158,7 +159,7 @@ class _FileLoader:
             importlib.import_module(ROOF[module.__name__])
 
 
-class _Finder:
+class _Finder(MetaPathFinder, Loader):
     """Finder of the modules in the tables, and loader of those that are no files."""
 
     def find_spec(
@@ -182,11 +183,7 @@ class _Finder:
             return spec
         if is_refused:
             raise ImportError(f"tpengine has no {name}: {_REASONS[name]}", name=fullname)
-        loader = self
-        return ModuleSpec(fullname, loader)
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Leaves it to Python to make the module."""
+        return ModuleSpec(fullname, self)
 
     def exec_module(self, module: ModuleType) -> None:
         """Gives a new module its names."""

@@ -27,14 +27,9 @@ def guided_options(given: Any) -> StructuredOutputsParams:
         raise InvalidSamplingParamsError(
             f"guided_options_request must be a dict or a GuidedDecodingRequest, got {given!r:.80}"
         )
-    return StructuredOutputsParams(
-        given.guided_json,
-        given.guided_regex,
-        given.guided_choice,
-        given.guided_grammar,
-        given.guided_json_object,
-        whitespace_pattern=given.guided_whitespace_pattern,
-    )
+    fields = {name.removeprefix("guided_"): value for name, value in vars(given).items()}
+    del fields["decoding_backend"]
+    return StructuredOutputsParams(**fields)
 
 
 @dataclass

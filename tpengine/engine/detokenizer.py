@@ -175,18 +175,6 @@ class Detokenizer:
             later one completes it; it may begin in an earlier one.
     """
 
-    __slots__ = (
-        "_cut_stop",
-        "_min_tokens",
-        "_num_held",
-        "_num_taken",
-        "_num_tokens",
-        "_stops",
-        "_stream",
-        "_text",
-        "stopped_by",
-    )
-
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:

@@ -38,11 +38,6 @@ def _optional(parts: list[str]) -> str:
     return functools.reduce(lambda rest, part: f"(?:{part}{rest})?", reversed(parts), "")
 
 
-def _name_in(match: re.Match[str]) -> str | None:
-    """The name of the function, if the text has one."""
-    return None if match.lastindex is None else match[match.lastindex]
-
-
 def _calls(key: str, *befores: str) -> tuple[str, ...]:
     """The beginning of a call in JSON, for `Pattern`.
 
@@ -194,10 +189,9 @@ class ToolParser:
                 content += text[:at]
                 text = text[match.end() :]
                 self._place = _Place.AFTER
-                name = _name_in(match)
-                if name is not None:
+                if match.lastindex is not None:
                     self._place = _Place.ARGUMENTS
-                    self._begin(gains, name)
+                    self._begin(gains, match[match.lastindex])
                     text = "{" + text
             elif at < len(text) and not is_last:
                 content += text[:at]
