@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from tpengine import config as cfg
-from tpengine.checkpoint.model_files import (
-    WEIGHT_FILES,
-    ModelFiles,
-    read_end_token_ids,
-    read_hf_config,
-)
+from tpengine.checkpoint import model_files
+from tpengine.checkpoint.model_files import ModelFiles
 from tpengine.checkpoint.quantization_config import FILE_FORMS, chosen_quantization
 from tpengine.errors import ConfigError, counted
 from tpengine.logger import init_logger
@@ -59,7 +55,7 @@ class EngineArgs(Options):
     download_dir: str | None = option(None)
     """Folder for models of the hub; default: the hub's own cache."""
     load_format: str = option(
-        "auto", tuple(WEIGHT_FILES), advice="convert other forms to safetensors"
+        "auto", tuple(model_files.WEIGHT_FILES), advice="convert other forms to safetensors"
     )
     """Form of the weights: safetensors reads *.safetensors; pt reads pytorch_model*.bin, of which
     only tensors are unpickled; auto reads the first of the two that is there, else the folder's
@@ -345,7 +341,7 @@ class EngineArgs(Options):
             ModelLoadError: the files cannot be fetched or read.
         """
         folder = self._files().find()
-        hf_config = read_hf_config(folder, self.trust_remote_code)
+        hf_config = model_files.read_hf_config(folder, self.trust_remote_code)
         implementation = cfg.choose_model_impl(hf_config, folder, self.model_impl)
         cfg.check_division(hf_config, self.tensor_parallel_size, implementation)
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
@@ -379,7 +375,7 @@ class EngineArgs(Options):
             tokenizer=tokenizer,
             hf_config=hf_config,
             max_model_len=max_model_len,
-            end_token_ids=read_end_token_ids(folder, hf_config),
+            end_token_ids=model_files.read_end_token_ids(folder, hf_config),
             quantization=chosen_quantization(self.quantization, hf_config, folder),
             model_impl=implementation,
         )

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from tpengine.bench.harness import GREEDY, ModelOptions, bench_engine, numbers, plot, report_head
+from tpengine.bench import harness
 from tpengine.bench.throughput import run_steps
 from tpengine.bench.timing import ReadBandwidth, copy_bandwidth
 from tpengine.engine.llm_engine import LLMEngine
@@ -36,7 +36,7 @@ _TRACED_TOKENS = 24
 
 
 @dataclass
-class LatencyOptions(ModelOptions):
+class LatencyOptions(harness.ModelOptions):
     """Which requests are measured, and the files to write."""
 
     batch_sizes: str = option("1,2,4,8,16,32")
@@ -79,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
     most = args.max_num_seqs
     limits = f"integers from 1 to max_num_seqs = {most} (--max-num-seqs raises it)"
     fits = range(1, most + 1).__contains__
-    sizes = list(map(int, numbers("--batch-sizes", options.batch_sizes, fits, limits)))
+    sizes = list(map(int, harness.numbers("--batch-sizes", options.batch_sizes, fits, limits)))
     device = detect_device(args.device)
     measure_bandwidth = _bandwidth_of(device)  # before the engine takes the memory
-    with bench_engine(args) as (engine_args, engine):
+    with harness.bench_engine(args) as (engine_args, engine):
         _measure(engine, 1, options.input_len, 4, measure_bandwidth)  # warm-up
         points = [
             _measure(engine, size, options.input_len, options.output_len, measure_bandwidth)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         step_bytes = sum(ledger.read_bytes for ledger in engine.stats().ledgers)
         model = args.shape or engine.get_model_config().model
         head = {"model": model, "floor": f"the time to read {step_bytes / 1e9:.3f} GB"}
-        print(report_head(engine_args, head, width=11))
+        print(harness.report_head(engine_args, head, width=11))
         for point in points:
             floor_s = step_bytes / point.bandwidth
             print(
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         for size in sizes if options.trace else []:
             print(_trace(engine, options, size))
     if options.plot:
-        with plot(options.plot, str(model), (6, 4)) as (panel,):
+        with harness.plot(options.plot, str(model), (6, 4)) as (panel,):
             panel.plot([p.batch_size for p in points], [p.rate for p in points], marker="o")
             panel.set_xscale("log", base=2)
             panel.set_xlabel("running sequences")
@@ -135,7 +135,7 @@ def _measure(
     """
     rng = random.Random(f"{batch_size}:{output_len}")
     vocab_size = engine.get_model_config().vocab_size
-    params = replace(GREEDY, max_tokens=output_len)
+    params = replace(harness.GREEDY, max_tokens=output_len)
     for i in range(batch_size):
         prompt = [rng.randrange(vocab_size) for _ in range(input_len)]
         engine.add_request(str(i), None, params, prompt_token_ids=prompt)

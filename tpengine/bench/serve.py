@@ -28,25 +28,11 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from tpengine.bench.harness import (
-    ModelOptions,
-    mixed_requests,
-    model_args,
-    numbers,
-    plot,
-    report_head,
-)
+from tpengine.bench import harness
 from tpengine.cli import serve
 from tpengine.cli.client import ConnectionOptions, open_client
+from tpengine.client import load
 from tpengine.client.generation_client import GenerationClient
-from tpengine.client.load import (
-    LoadSummary,
-    Objective,
-    describe_load,
-    poisson_plan,
-    run_load,
-    summarise,
-)
 from tpengine.engine_args import AsyncEngineArgs, EngineArgs
 from tpengine.errors import ConfigError, ServerError
 from tpengine.options import option
@@ -61,7 +47,7 @@ _POLL_S = 0.1
 
 
 @dataclass
-class LoadOptions(ModelOptions):
+class LoadOptions(harness.ModelOptions):
     """The load, and the objectives of a request."""
 
     rates: str = option("1,2,4,8,inf")
@@ -90,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the statistics of each rate."""
     options = LoadOptions.parse(args)
-    rates = numbers("--rates", options.rates, lambda rate: rate > 0, "numbers above 0, or inf")
+    rates = harness.numbers(
+        "--rates", options.rates, lambda rate: rate > 0, "numbers above 0, or inf"
+    )
     if args.shape and options.target:
         raise ConfigError("--shape is for a server that is started here; leave out --target")
     with contextlib.ExitStack() as stack:
@@ -99,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
         model, summaries = asyncio.run(_measure(args, options, rates))
     lines = {"model": args.shape or model, "requests": f"{options.num_requests} at each rate"}
     if options.target is None:
-        print(report_head(EngineArgs.from_cli_args(args), lines))
+        print(harness.report_head(EngineArgs.from_cli_args(args), lines))
     else:  # another server: this machine and the engine's options do not describe it
         lines = {"server": options.target, **lines}
         print("\n".join(f"{name:<20s}{text}" for name, text in lines.items()))
     for rate, summary in zip(rates, summaries, strict=True):
-        print(f"\n{rate:g} requests/s\n{describe_load(summary)}")
+        print(f"\n{rate:g} requests/s\n{load.describe_load(summary)}")
     if options.plot:
         _plot(options.plot, lines["model"], rates, summaries)
     return 0
@@ -113,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _own_server(args: argparse.Namespace) -> Iterator[str]:
     """Runs a server with the engine's arguments; yields its HOST:PORT."""
-    with model_args(args) as engine_args:
+    with harness.model_args(args) as engine_args:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         server_args = ServerArgs(port=port, max_queued_requests=2 * args.num_requests)
@@ -160,9 +148,9 @@ async def _wait_until_ready(target: str, process: BaseProcess) -> None:
 
 async def _measure(
     args: argparse.Namespace, options: LoadOptions, rates: Sequence[float]
-) -> tuple[str, list[LoadSummary]]:
+) -> tuple[str, list[load.LoadSummary]]:
     """Returns the model, and for each rate the summary."""
-    objective = Objective(
+    objective = load.Objective(
         options.objective_first_token_ms / 1000, options.objective_inter_token_ms / 1000
     )
     seed = options.workload_seed
@@ -172,22 +160,24 @@ async def _measure(
         size = info.vocab_size, seed, info.max_model_len
         for run_number, rate in enumerate([math.inf, *rates]):  # the first one only warms up
             count = options.num_requests if run_number else _WARM_UP_REQUESTS
-            workload = mixed_requests(count, *size, run_number)
+            workload = harness.mixed_requests(count, *size, run_number)
             prompts = [
                 (ids, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_output))
                 for ids, num_output in workload
             ]
-            plan = poisson_plan(rate, prompts, seed)
+            plan = load.poisson_plan(rate, prompts, seed)
             with tqdm(total=count, desc=f"{rate:g} requests/s", unit="request") as bar:
-                outcomes = await run_load(client, plan, args.timeout, lambda _: bar.update())
+                outcomes = await load.run_load(client, plan, args.timeout, lambda _: bar.update())
             if run_number:
-                summaries.append(summarise(*outcomes, objective))
+                summaries.append(load.summarise(*outcomes, objective))
     return info.model, summaries
 
 
-def _plot(path: str, model: str, rates: Sequence[float], summaries: Sequence[LoadSummary]) -> None:
+def _plot(
+    path: str, model: str, rates: Sequence[float], summaries: Sequence[load.LoadSummary]
+) -> None:
     """Median and 99th percentile of both latencies over the output rate that was reached."""
-    with plot(path, Path(model).name, (10, 4), num_panels=2) as panels:
+    with harness.plot(path, Path(model).name, (10, 4), num_panels=2) as panels:
         for panel, title, field in (
             (panels[0], "first token", "first_token_s"),
             (panels[1], "inter-token", "token_gap_s"),

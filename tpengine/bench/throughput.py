@@ -15,15 +15,7 @@ from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
-from tpengine.bench.harness import (
-    GREEDY,
-    ModelOptions,
-    Workload,
-    bench_engine,
-    median_of,
-    mixed_requests,
-    report_head,
-)
+from tpengine.bench import harness
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.stats import StepStats
 from tpengine.engine_args import EngineArgs
@@ -35,7 +27,7 @@ _WARM_UP_OUTPUT = 4
 
 
 @dataclass
-class ThroughputOptions(ModelOptions):
+class ThroughputOptions(harness.ModelOptions):
     """The workload, and how its tokens are drawn."""
 
     num_requests: int = option(32, at_least=1)
@@ -51,7 +43,7 @@ class ThroughputOptions(ModelOptions):
 
     def params(self) -> SamplingParams:
         """Parameters of each request, without its number of output tokens."""
-        return replace(GREEDY, temperature=self.temperature, top_p=self.top_p)
+        return replace(harness.GREEDY, temperature=self.temperature, top_p=self.top_p)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +68,7 @@ class RunResult:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
     options = ThroughputOptions.parse(args)
-    with bench_engine(args) as (engine_args, engine):
+    with harness.bench_engine(args) as (engine_args, engine):
         warm_up, *workloads = make_workloads(options, engine)
         run_once(engine, warm_up, options.params())
         results = [
@@ -84,20 +76,20 @@ def run(args: argparse.Namespace) -> int:
             for workload in tqdm(workloads, desc="runs", unit="run")
         ]
         model = args.shape or engine.get_model_config().model
-        print(report_head(engine_args, {"model": model}))
+        print(harness.report_head(engine_args, {"model": model}))
         print_runs(results, workloads[0])
     return 0
 
 
-def make_workloads(options: ThroughputOptions, engine: LLMEngine) -> list[Workload]:
+def make_workloads(options: ThroughputOptions, engine: LLMEngine) -> list[harness.Workload]:
     """A short workload to warm up, and that of each run. All differ in their token ids."""
     model = engine.get_model_config()
     size = options.num_requests, model.vocab_size, options.workload_seed, model.max_model_len
-    *workloads, last = (mixed_requests(*size, run) for run in range(options.runs + 1))
+    *workloads, last = (harness.mixed_requests(*size, run) for run in range(options.runs + 1))
     return [[(prompt, _WARM_UP_OUTPUT) for prompt, _ in last[:_WARM_UP_REQUESTS]], *workloads]
 
 
-def run_once(engine: LLMEngine, workload: Workload, params: SamplingParams) -> RunResult:
+def run_once(engine: LLMEngine, workload: harness.Workload, params: SamplingParams) -> RunResult:
     """Serves all requests; returns the figures of every step."""
     start = time.perf_counter()
     for i, (prompt, num_output) in enumerate(workload):
@@ -108,7 +100,7 @@ def run_once(engine: LLMEngine, workload: Workload, params: SamplingParams) -> R
     return RunResult(time.perf_counter() - start, steps)
 
 
-def print_runs(results: list[RunResult], workload: Workload) -> None:
+def print_runs(results: list[RunResult], workload: harness.Workload) -> None:
     """Prints the figures of the median run, and the rate of every run."""
     median = sorted(results, key=lambda result: result.elapsed_s)[len(results) // 2]
     steps, elapsed_s = median.steps, median.elapsed_s
@@ -116,7 +108,7 @@ def print_runs(results: list[RunResult], workload: Workload) -> None:
     times_ms = [1000 * step.step_s for step in steps]
     cuts = statistics.quantiles(times_ms, n=100) if len(times_ms) > 1 else times_ms * 99
     outside = max(0.0, 1 - sum(step.model_s for step in steps) / elapsed_s)
-    rates = median_of([result.output_rate for result in results], "", 1)
+    rates = harness.median_of([result.output_rate for result in results], "", 1)
     print(f"requests            {len(workload)}, {len(steps)} steps, {elapsed_s:.2f} s")
     print(f"output tokens/s     {rates}")
     print(f"prefill tokens/s    {prefill / elapsed_s:.1f}")
