@@ -24,7 +24,7 @@ from async_engine.tools import (
 )
 from tpengine import AsyncLLMEngine
 from tpengine.async_engine.admission import QueueLimits
-from tpengine.engine.requests import CheckedRequest, GenerateRequest
+from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -32,6 +32,7 @@ from tpengine.errors import (
     InvalidPromptError,
     QueueFullError,
 )
+from tpengine.scheduling.sequence import CheckedRequest
 
 
 def test_a_full_queue_refuses_at_once_and_serves_again(make: MakeEngine, gate: MakeGate) -> None:

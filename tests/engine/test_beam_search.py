@@ -262,8 +262,14 @@ def test_end_ids_cost_little() -> None:
         sequences = [Sequence(i, i, [1, 2, 3 + i], 2) for i in range(width)]
         count = num_candidates(width, len(end_ids))
         times = RequestMetrics.of_arrival(0.0)
-        request = Request("r", None, [1, 2], params, SamplingRules(), 0, 0, sequences, times)
-        request.end_token_ids, request.num_candidates = frozenset(end_ids), count
+        request = Request(
+            *(None, [1, 2], params, SamplingRules(), 0, frozenset(end_ids), count),
+            request_id="r",
+            seed=0,
+            arrival_index=0,
+            sequences=sequences,
+            metrics=times,
+        )
         sampled = []
         for sequence in sequences:
             scores = sorted((-10 * rng.random() for _ in range(count)), reverse=True)

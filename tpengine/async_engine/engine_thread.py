@@ -17,13 +17,13 @@ from pathlib import Path
 
 from tpengine.async_engine.request_table import Event, LiveRequest
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.requests import CheckedRequest
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, RequestError, RequestFailedError
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestOutput
+from tpengine.scheduling.sequence import CheckedRequest
 
 logger = init_logger(__name__)
 

@@ -18,11 +18,12 @@ from uuid import uuid4
 from tpengine import errors
 from tpengine.async_engine.admission import Admission
 from tpengine.async_engine.mailbox import Mailbox
-from tpengine.engine.requests import CheckedRequest, GenerateRequest, check_request_id
+from tpengine.engine.requests import GenerateRequest, check_request_id
 from tpengine.inputs import NO_OWNER, Owner
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import RequestOutputKind
+from tpengine.scheduling.sequence import CheckedRequest
 
 logger = init_logger(__name__)
 
@@ -135,6 +136,7 @@ Event = tuple[LiveRequest, RequestOutput | Exception | None]
 it, or None: the engine has freed all of it."""
 
 
+@dataclass(eq=False)
 class RequestTable:
     """The live requests of one engine, by id.
 
@@ -147,19 +149,13 @@ class RequestTable:
         refused: number of requests that were not taken, by the class of the error.
     """
 
-    def __init__(
-        self,
-        admission: Admission,
-        abort_in_engine: Callable[[LiveRequest], None],
-        log_requests: bool,
-    ) -> None:
-        self.refused: Counter[str] = Counter()
-        self._admission = admission
-        self._abort_in_engine = abort_in_engine
-        self._log_requests = log_requests
-        self._live: dict[str, LiveRequest] = {}
-        self._waits_for_free: set[asyncio.Future[None]] = set()
-        self._emptied: asyncio.Future[None] | None = None
+    _admission: Admission
+    _abort_in_engine: Callable[[LiveRequest], None]
+    _log_requests: bool
+    refused: Counter[str] = field(default_factory=Counter)
+    _live: dict[str, LiveRequest] = field(default_factory=dict)
+    _waits_for_free: set[asyncio.Future[None]] = field(default_factory=set)
+    _emptied: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._live)

@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.requests import CheckedRequest, GenerateRequest
+from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import EngineDeadError, QueueFullError
+from tpengine.scheduling.sequence import CheckedRequest
 
 _SHORT_IDS = 2048
 """To check this many ids takes less time than to hand them to another thread and back."""

@@ -31,31 +31,26 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-MODULES = {
-    "tpengine": "",
-    "tpengine.adapter_commons.request": "",
-    "tpengine.config": "",
+_WITHOUT_NAMES = """
+    tpengine tpengine.adapter_commons.request tpengine.config tpengine.entrypoints.api_server
+    tpengine.entrypoints.openai.api_server tpengine.executor.ray_utils tpengine.inputs
+    tpengine.model_executor.layers.quantization tpengine.model_executor.models
+    tpengine.model_executor.utils tpengine.multimodal tpengine.outputs tpengine.pooling_params
+    tpengine.prompt_adapter.request
+"""
+"""Modules of vLLM that have no names here but those of our file of that path, if there is one."""
+
+MODULES = dict.fromkeys(_WITHOUT_NAMES.split(), "") | {
     "tpengine.distributed": "tpengine.compat.aliases",
     "tpengine.distributed.parallel_state": "tpengine.compat.aliases",
     "tpengine.engine.arg_utils": "tpengine.engine_args tpengine.compat.aliases",
     "tpengine.engine.async_llm_engine": "tpengine.async_engine.async_llm_engine tpengine.errors",
     "tpengine.engine.metrics": "tpengine.engine.stats",
-    "tpengine.entrypoints.api_server": "",
     "tpengine.entrypoints.llm": "tpengine.llm",
-    "tpengine.entrypoints.openai.api_server": "",
-    "tpengine.executor.ray_utils": "",
-    "tpengine.inputs": "",
     "tpengine.inputs.data": "tpengine.inputs",
     "tpengine.lora.request": "tpengine.inputs",
     "tpengine.model_executor.guided_decoding.guided_fields": "tpengine.compat.guided",
-    "tpengine.model_executor.layers.quantization": "",
-    "tpengine.model_executor.models": "",
     "tpengine.model_executor.parallel_utils.parallel_state": "tpengine.compat.aliases",
-    "tpengine.model_executor.utils": "",
-    "tpengine.multimodal": "",
-    "tpengine.outputs": "",
-    "tpengine.pooling_params": "",
-    "tpengine.prompt_adapter.request": "",
     "tpengine.sampling_params": "tpengine.inputs tpengine.compat.guided",
     "tpengine.sequence": "tpengine.scheduling.sequence tpengine.outputs",
     "tpengine.transformers_utils.tokenizer": "tpengine.engine.tokenizer",

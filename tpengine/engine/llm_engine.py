@@ -15,16 +15,11 @@ from dataclasses import replace
 from typing import Any, Self
 
 from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from tpengine.engine import requests as checks
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.engine.recovery import Recovery
 from tpengine.engine.request_grammars import VocabularySender
-from tpengine.engine.requests import (
-    CheckedRequest,
-    GenerateRequest,
-    as_request_ids,
-    check_request,
-    check_request_id,
-)
+from tpengine.engine.requests import GenerateRequest
 from tpengine.engine.startup import count_blocks, make_block_manager, start_workers
 from tpengine.engine.stats import (
     CacheStats,
@@ -51,7 +46,7 @@ from tpengine.messages import StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
-from tpengine.scheduling.sequence import Request, Sequence
+from tpengine.scheduling.sequence import CheckedRequest, Request, Sequence
 from tpengine.scheduling.step import SchedulerOutput, StepDecisions
 
 logger = init_logger(__name__)
@@ -266,7 +261,7 @@ class LLMEngine:
             RequestError: this request cannot be served; other requests are not affected.
             EngineDeadError: an earlier step failed.
         """
-        check_request_id(request_id, lambda name: self._scheduler.get_request(name) is not None)
+        checks.check_request_id(request_id, self._scheduler.get_request)
         request = GenerateRequest(
             inputs,
             prompt_token_ids,
@@ -287,7 +282,7 @@ class LLMEngine:
         Raises:
             RequestError: this request cannot be served.
         """
-        return check_request(request, self._config, self.tokenizer, self._adapters)
+        return checks.check_request(request, self._config, self.tokenizer, self._adapters)
 
     def add_checked(
         self, request_id: str, checked: CheckedRequest, arrival_time: float | None = None
@@ -304,22 +299,14 @@ class LLMEngine:
         self._recovery.check_alive()
         arrived_at = time.time() if arrival_time is None else arrival_time
         arrival_index, first_id = self._num_requests, self._num_sequences
-        token_ids, count = checked.prompt_token_ids, checked.params.num_sequences
+        token_ids, count = checked.prompt_token_ids, checked.sampling_params.num_sequences
         request = Request(
+            **vars(checked),
             request_id=request_id,
-            prompt=checked.prompt,
-            prompt_token_ids=token_ids,
-            sampling_params=checked.params,
-            rules=checked.rules,
-            seed=self._seed(checked.params, arrival_index),
+            seed=self._seed(checked.sampling_params, arrival_index),
             arrival_index=arrival_index,
             sequences=[Sequence(first_id + i, i, token_ids, len(token_ids)) for i in range(count)],
             metrics=RequestMetrics.of_arrival(arrived_at),
-            priority=checked.priority,
-            end_token_ids=checked.end_token_ids,
-            num_candidates=checked.num_candidates,
-            adapter=checked.adapter,
-            owner=checked.owner,
         )
         with DeferredInterrupt():  # scheduler and output processor both get it, or neither
             self._recovery.note_arrival()
@@ -345,7 +332,7 @@ class LLMEngine:
         Raises:
             InvalidPromptError: an id is no string.
         """
-        for unfinished_id in as_request_ids(request_id):
+        for unfinished_id in checks.as_request_ids(request_id):
             request = self._scheduler.abort_request(unfinished_id)
             if request is not None:
                 self._report([request])

@@ -85,6 +85,7 @@ class _TrackedRequest:
     failure: RequestError | None = None
 
 
+@dataclass(eq=False)
 class OutputProcessor:
     """Follows the output of every request from `add` until the report of its end.
 
@@ -95,19 +96,12 @@ class OutputProcessor:
         stream_interval: tokens that are reported together, after the first.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        max_model_len: int,
-        counters: EngineCounters | None = None,
-        stream_interval: int = 1,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._counters = EngineCounters() if counters is None else counters
-        self._stream_interval = stream_interval
-        self._requests: dict[str, _TrackedRequest] = {}
-        self._sequences: dict[int, _TrackedSequence] = {}
+    tokenizer: Tokenizer | None
+    _max_model_len: int
+    _counters: EngineCounters = field(default_factory=EngineCounters)
+    _stream_interval: int = 1
+    _requests: dict[str, _TrackedRequest] = field(default_factory=dict)
+    _sequences: dict[int, _TrackedSequence] = field(default_factory=dict)
 
     def add(self, request: Request) -> None:
         """Starts to follow a request.

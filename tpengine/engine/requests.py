@@ -20,7 +20,7 @@ from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.request_grammars import read_grammar
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import counted
-from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner, PromptInputs
+from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PromptInputs
 from tpengine.messages import SamplingRules
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import (
@@ -29,6 +29,7 @@ from tpengine.sampling_params import (
     SamplingParams,
     load_logits_processor,
 )
+from tpengine.scheduling.sequence import CheckedRequest
 
 _MAX_PICKLED_BYTES = 1 << 20
 """Of a request's logits processors. So a step can hold those of 256 new sequences."""
@@ -83,36 +84,11 @@ class GenerateRequest:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A request that this model can serve, with its prompt as ids.
-
-    Attributes:
-        prompt: the text, also that of messages; None where only ids were given.
-        params: the engine's own copy, checked.
-        rules: what ranks get of them.
-        end_token_ids: ids that end it: the model's (unless `ignore_eos`) and its `stop_token_ids`.
-        num_candidates: beam search: continuations of each beam to look at after every token.
-        adapter: its adapter, as its folder holds it now.
-        owner: the client that sent it.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    rules: SamplingRules
-    priority: int
-    end_token_ids: frozenset[int]
-    num_candidates: int
-    adapter: Adapter | None = None
-    owner: Owner = NO_OWNER
-
-
-def check_request_id(request_id: object, is_live: Callable[[str], bool]) -> None:
+def check_request_id(request_id: object, find: Callable[[str], object]) -> None:
     """Checks the id of a new request.
 
     Args:
-        is_live: whether an unfinished request has this id.
+        find: returns the unfinished request of an id, or None or False if there is none.
 
     Raises:
         InvalidPromptError: it is not a string, or empty.
@@ -122,7 +98,7 @@ def check_request_id(request_id: object, is_live: Callable[[str], bool]) -> None
         raise errors.InvalidPromptError.of_field(
             "request_id", f"must be a non-empty string, got {request_id!r}"
         )
-    if is_live(request_id):
+    if find(request_id):
         raise errors.DuplicateRequestError(
             f"request id {request_id!r} belongs to an unfinished request; choose another",
             field="request_id",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tpengine.errors import IllegalMoveError, RequestError
 from tpengine.inputs import NO_OWNER, Adapter, Owner
@@ -112,29 +112,39 @@ class Sequence:
         self.status = status
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One prompt with its sampling parameters and its sequences."""
+@dataclass(eq=False)
+class CheckedRequest:
+    """A request that this model can serve: one prompt as ids, with its sampling parameters."""
 
-    request_id: str
     prompt: str | None
+    """The text, also that of messages; None where only ids were given."""
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
+    """The engine's own copy, checked."""
     rules: SamplingRules
+    """What ranks get of them."""
+    priority: int = 0
+    end_token_ids: frozenset[int] = frozenset()
+    """Ids that end it: the model's, unless `ignore_eos`, and its `stop_token_ids`."""
+    num_candidates: int = 0
+    """Beam search: number of continuations of each beam that are compared after every token."""
+    adapter: Adapter | None = None
+    """As its folder held it when the request was checked."""
+    owner: Owner = NO_OWNER
+
+
+@dataclass(eq=False, kw_only=True)
+class Request(CheckedRequest):
+    """A request of an engine, with its sequences."""
+
+    request_id: str
     seed: int
     """Seed of its noise, fixed when it is added: the user's, or made of engine seed and arrival."""
     arrival_index: int
     sequences: list[Sequence]
     metrics: RequestMetrics
-    priority: int = 0
     error: RequestError | None = None
     """Why it was ignored or failed."""
-    end_token_ids: frozenset[int] = field(default_factory=frozenset)
-    """Ids that end it: the model's, unless `ignore_eos`, and its `stop_token_ids`."""
-    num_candidates: int = 0
-    """Beam search: number of continuations of each beam that are compared after every token."""
-    adapter: Adapter | None = None
-    owner: Owner = NO_OWNER
 
     @property
     def finished(self) -> bool:

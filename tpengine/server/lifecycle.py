@@ -379,32 +379,19 @@ def open_metrics_port(port: int, collector: Any) -> tuple[int, Callable[[], None
     Raises:
         ConfigError: the port is taken.
     """
-    from wsgiref.simple_server import WSGIRequestHandler, make_server
-
-    from prometheus_client import CollectorRegistry, make_wsgi_app
-    from prometheus_client.exposition import ThreadingWSGIServer
+    from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry(auto_describe=False)  # the engine may not be loaded yet
     registry.register(collector)
-    answer = make_wsgi_app(registry)
-
-    def app(environ: dict[str, Any], start_response: Any) -> Any:
-        # The plain text format for all: in OpenMetrics names would lose their colon.
-        return answer(environ | {"HTTP_ACCEPT": ""}, start_response)
-
-    class Silent(WSGIRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            """Leaves a scrape out of the log."""
-
     try:
-        server = make_server("127.0.0.1", port, app, ThreadingWSGIServer, Silent)
+        server, thread = start_http_server(port, "127.0.0.1", registry)
     except OSError as error:
         raise ConfigError(
             f"metrics_port = {port} cannot be had: {error}; choose another"
         ) from error
-
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
+    answer: Any = server.get_app()
+    # The plain text format for all: in OpenMetrics names would lose their colon.
+    server.set_app(lambda environ, start: answer(environ | {"HTTP_ACCEPT": ""}, start))
 
     def close() -> None:
         server.shutdown()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from tpengine.async_engine.mailbox import Mailbox
@@ -120,6 +121,7 @@ async def send_stream(
         finished = output.finished
 
 
+@dataclass(eq=False)
 class _TokenSender(Generic[Message]):
     """Sends outputs that have only tokens in the call that puts them into the mailbox.
 
@@ -132,18 +134,14 @@ class _TokenSender(Generic[Message]):
     tells when it has, and only now its time is bounded: a timer per token would cost all streams.
     """
 
-    def __init__(
-        self, mailbox: Mailbox, writer: StreamWriter[Message], write: Write[Message], write_s: float
-    ) -> None:
-        self._mailbox = mailbox
-        self._writer = writer
-        self._write = write
-        self._write_s = write_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._writing: Coroutine[Any, Any, None] | None = None
-        self._written: asyncio.Future[Any] | None = None
-        self._end: asyncio.Future[RequestOutput | BaseException]
-        self._end = asyncio.get_running_loop().create_future()
+    _mailbox: Mailbox
+    _writer: StreamWriter[Message]
+    _write: Write[Message]
+    _write_s: float
+    _timer: asyncio.TimerHandle | None = None
+    _writing: Coroutine[Any, Any, None] | None = None
+    _written: asyncio.Future[Any] | None = None
+    _end: asyncio.Future[RequestOutput | BaseException] = field(default_factory=asyncio.Future)
 
     async def send_tokens(self) -> RequestOutput:
         """Sends outputs while `StreamWriter.write_tokens` takes them; returns the first one that it
