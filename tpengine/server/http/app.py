@@ -123,9 +123,6 @@ async def _refuse(request: Request, error: HTTPException) -> NoReturn:
 
 
 def _server_routes(state: ServerState) -> list[Route]:
-    def names() -> list[str]:
-        return [*state.names, *state.adapters]
-
     def card(name: str) -> dict[str, Any]:
         length = state.loaded_engine().model_config.max_model_len
         about = {"owned_by": "tpengine", "root": state.model, "max_model_len": length}
@@ -148,7 +145,8 @@ def _server_routes(state: ServerState) -> list[Route]:
         return Response(state.metrics_text(), media_type=METRICS_TYPE)
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [card(name) for name in names()]})
+        cards = [card(name) for name in (*state.names, *state.adapters)]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
