@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
 
-from tpengine import errors
+from tpengine import errors, sampling_params
 from tpengine.checkpoint.adapter_files import AdapterChecks
 from tpengine.config import MAX_PRIORITY, EngineConfig, ModelConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
@@ -23,12 +23,7 @@ from tpengine.errors import counted
 from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PromptInputs
 from tpengine.messages import SamplingRules
 from tpengine.outputs import CompletionOutput, RequestOutput
-from tpengine.sampling_params import (
-    WHOLE_VOCABULARY,
-    LogitsProcessor,
-    SamplingParams,
-    load_logits_processor,
-)
+from tpengine.sampling_params import WHOLE_VOCABULARY, LogitsProcessor, SamplingParams
 from tpengine.scheduling.sequence import CheckedRequest
 
 _MAX_PICKLED_BYTES = 1 << 20
@@ -290,7 +285,7 @@ def sampling_rules(
     for name in ("logprobs", "prompt_logprobs"):
         rules[name] = _num_logprobs(name, rules[name], model)
     for processor in params.logits_processors or ():
-        load_logits_processor(processor)
+        sampling_params.load_logits_processor(processor)
     if params.logits_processors and not is_local:
         rules["logits_processors"] = _pickled(params.logits_processors)
     if params.bad_words and tokenizer is not None:

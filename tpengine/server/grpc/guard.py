@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    aclosing,
-    asynccontextmanager,
-    nullcontext,
-)
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -107,7 +101,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 if inspect.isawaitable(answers):  # the method writes its answers itself
                     await answers
                     return
-                async with aclosing(answers):
+                async with contextlib.aclosing(answers):
                     async for answer in answers:
                         await write_within(self._limits.write_s, context.write(answer))
 
@@ -116,12 +110,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return grpc.stream_unary_rpc_method_handler(unary, None, write)
         return grpc.stream_stream_rpc_method_handler(stream, None, write)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _enter(self, context: Any, is_health: bool) -> AsyncIterator[Call]:
         """Authenticates and counts a call while it is served; an error ends it with its status. A
         call of health needs no token and no place: no other client can take it."""
         call = Call(f"req-{uuid.uuid4().hex}")
-        place: AbstractContextManager[None] = nullcontext()
+        place: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         try:
             if not is_health:
                 call.client = identify_call(self._authenticator, context)
@@ -161,7 +155,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             MalformedRequestError: none arrived.
         """
         limits = self._limits
-        in_time: AbstractAsyncContextManager[object] = asyncio.timeout(limits.message_s)
+        in_time: contextlib.AbstractAsyncContextManager[object] = asyncio.timeout(limits.message_s)
         why = f"no request message came within {limits.message_s:g} s"
         if is_health:
             in_time = self._untrusted.message_of(address_of(context))
