@@ -87,7 +87,7 @@ def _add_command(command: CommandParser, module_name: str) -> None:
         if (error.name or "").partition(".")[0] not in _SERVING_PACKAGES:
             raise
         raise SystemExit(f"{error}; to serve, install tpengine with its extra serve") from None
-    command.description, title, examples = module.__doc__.partition("Examples:\n")
+    command.description, title, examples = (module.__doc__ or "").partition("Examples:\n")
     command.epilog = title + examples
     command.set_defaults(run=module.run, command=command)
     module.add_arguments(command)
