@@ -69,12 +69,6 @@ from tpengine.server.state import ServerState, State
 from tpengine.server.stream_sender import send_stream, write_within
 
 _DELTA, _FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
-_STATES = {
-    "running": pb.SERVER_STATE_RUNNING,
-    "recovering": pb.SERVER_STATE_RECOVERING,
-    "draining": pb.SERVER_STATE_DRAINING,
-    "dead": pb.SERVER_STATE_DEAD,
-}
 _LEDGER_FIELDS = [field.name for field in pb.MemoryLedger.DESCRIPTOR.fields]
 
 
@@ -211,12 +205,10 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         state = self._state
         message = pb.GetServerInfoResponse(
             version=tpengine.__version__,
-            state=pb.SERVER_STATE_LOADING,
+            state=_state(state.state.value),
             uptime_s=state.uptime_s,
             limits=_write_limits(state),
         )
-        if state.state is State.DRAINING:
-            message.state = pb.SERVER_STATE_DRAINING
         if state.engine is None:
             return message
         model = state.engine.llm_engine.get_model_config()
@@ -224,7 +216,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         message.limits.max_model_len = model.max_model_len
         stats = state.engine.stats()
         if state.state is State.RUNNING:
-            message.state = _STATES[stats.state]
+            message.state = _state(stats.state)
         message.epoch = stats.epoch
         message.recoveries = stats.recoveries
         message.block_size = stats.cache.block_size
@@ -326,6 +318,10 @@ async def abort_requests(state: ServerState, request_ids: Sequence[str]) -> bool
         stream.end(RequestAbortedError(f"request {stream.request_id!r} was aborted"))
         state.kept.drop(stream)  # also if it had ended before
     return any(await asyncio.gather(*map(engine.abort, engine_ids))) or bool(kept)
+
+
+def _state(name: str) -> Any:
+    return pb.ServerState.Value(f"SERVER_STATE_{name.upper()}")
 
 
 def _write_limits(state: ServerState) -> pb.ServerLimits:
