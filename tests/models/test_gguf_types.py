@@ -51,7 +51,7 @@ def marked(model_type: str) -> Any:
 @pytest.mark.parametrize("model_type", [marked(one) for one in MODELS])
 def test_types(model_type: str, tmp_path: Path) -> None:
     packages = third_party.gguf_packages()
-    python, source = third_party.llama_cpp()
+    python, source = third_party.llama_cpp("-O0")
     wide = {**WIDE, "intermediate_size": None} if model_type in ("bloom", "gpt2") else WIDE
     folder = make_model(model_type, tmp_path / "hf", **wide)
     vocab = {str(i): i for i in range(320)}  # Gemma's converter counts it

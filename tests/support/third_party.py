@@ -147,17 +147,19 @@ def smollm2() -> Path:
     return next(folder.glob("*/*.gguf"))
 
 
-def llama_cpp() -> tuple[str, str]:
-    """A Python that has `llama_cpp`, and the source of llama.cpp. Compiling takes minutes."""
-    folder = CACHE / "llama-cpp"
+def llama_cpp(level: str = "-O3") -> tuple[str, str]:
+    """A Python that has `llama_cpp`, and the source of llama.cpp. Compiling takes minutes, and a
+    third of them with `-O0` for C++, where only its quantizer is called, which is C."""
+    folder = CACHE / f"llama-cpp{level}"
     python = str(folder / "bin" / "python")
     venv = [sys.executable, "-m", "venv", "--without-pip", "."]
     sdist = ["--no-deps", "--no-binary", ":all:", _LLAMA_CPP]
+    flags = f"-Ccmake.define.CMAKE_CXX_FLAGS_RELEASE={level} -DNDEBUG"
     commands = [
         venv,
         [*_PIP, "download", *sdist, "-d", "sdist"],
         ["sh", "-c", "mkdir source && tar xzf sdist/*.tar.gz -C source --strip-components 1"],
-        [*_PIP, "--python", python, "install", "./source", *_WITHOUT_TOOLS],
+        [*_PIP, "--python", python, "install", "./source", *_WITHOUT_TOOLS, flags],
     ]
     _install(folder, _LLAMA_CPP, commands, patience_s=1800)
     return python, str(folder / "source" / "vendor" / "llama.cpp")
