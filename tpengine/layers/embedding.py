@@ -39,6 +39,7 @@ class VocabParallelEmbedding:
     ) -> None:
         self.scale = torch.tensor(scale, dtype=weights.dtype).item()
         self._parallel = parallel = weights.parallel
+        self.shape = vocab_size, hidden_size
         self.rows = -(-vocab_size // parallel.tp_size)
         self.start = parallel.tp_rank * self.rows
         self.weight: torch.Tensor | None = None

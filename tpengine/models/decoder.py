@@ -6,16 +6,16 @@ that comes next adds and normalises in one op.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 
+from tpengine.config import ModelConfig
 from tpengine.layers.activation import plain_activation
 from tpengine.layers.attention import AttentionMetadata, KVCache, LayerStep, SelfAttention
-from tpengine.layers.embedding import ParallelLMHead
+from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpengine.layers.norm import NoNorm, Norm
 from tpengine.layers.weights import Weights
@@ -99,21 +99,38 @@ class DecoderLayer:
         return norms.after_mlp.forward(self.mlp.forward(normed)), residual
 
 
-class Decoder(ABC):
+def make_head(
+    config: ModelConfig,
+    weights: Weights,
+    embedding: VocabParallelEmbedding,
+    name: str = "lm_head",
+    is_tied: bool = True,
+) -> ParallelLMHead:
+    """Makes the output head, with the table of the embedding if `tie_word_embeddings` says so.
+
+    Args:
+        is_tied: what a config.json without that field means.
+    """
+    is_tied = config.hf_config.get("tie_word_embeddings", is_tied)
+    return ParallelLMHead(weights, name, *embedding.shape, embedding if is_tied else None)
+
+
+class Decoder:
     """The whole model on one rank, see `registry.CausalLM`. A subclass builds its parts.
 
     Attributes:
+        embed_tokens: of the vocabulary.
         norm: of the last layer's output.
     """
 
     ignored_weights: ClassVar[tuple[str, ...]] = ()
     base_prefix: ClassVar[str]
     recordable: ClassVar[bool] = True
+    embed_tokens: VocabParallelEmbedding
     layers: Sequence[DecoderLayer]
     norm: Norm
     lm_head: ParallelLMHead
 
-    @abstractmethod
     def embed(
         self, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -122,6 +139,7 @@ class Decoder(ABC):
         Args:
             token_ids, positions: int32 `[num_tokens]`.
         """
+        return None, self.embed_tokens.forward(token_ids)
 
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata

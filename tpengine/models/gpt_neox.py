@@ -9,14 +9,14 @@ import torch
 
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention, LayerStep, SelfAttention
-from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import CheckpointTensor, Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP
+from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP, make_head
 from tpengine.models.llama import rotary_table
-from tpengine.models.registry import check_heads_fill_hidden_size, require
+from tpengine.models.registry import check_full_attention
 from tpengine.ops import fused_ops as fused
 
 
@@ -63,26 +63,18 @@ class GPTNeoXForCausalLM(Decoder):
     base_prefix = "gpt_neox."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        check_heads_fill_hidden_size(config)
-        require(config, "sliding_window", None, None)
+        check_full_attention(config)
         hf = config.hf_config
         sizes = config.vocab_size, hf["hidden_size"]
-        self.embed_in = VocabParallelEmbedding(weights, "gpt_neox.embed_in", *sizes)
+        self.embed_tokens = VocabParallelEmbedding(weights, "gpt_neox.embed_in", *sizes)
         table = rotary_table(config, weights, hf, partial=True)
         self.layers = [
             _layer(config, weights, f"gpt_neox.layers.{i}", table) for i in range(config.num_layers)
         ]
         name = "gpt_neox.final_layer_norm"
         self.norm = LayerNorm(weights, name, hf["hidden_size"], hf["layer_norm_eps"])
-        tied = self.embed_in if hf.get("tie_word_embeddings") else None
-        self.lm_head = ParallelLMHead(weights, "embed_out", *sizes, tied)
+        self.lm_head = make_head(config, weights, self.embed_tokens, "embed_out", is_tied=False)
         weights.convert = _renamed
-
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """See `Decoder.embed`."""
-        return None, self.embed_in.forward(token_ids)
 
 
 def _renamed(tensors: Iterator[CheckpointTensor]) -> Iterator[CheckpointTensor]:

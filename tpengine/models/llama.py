@@ -14,7 +14,7 @@ import torch
 from tpengine.config import ModelConfig
 from tpengine.layers.activation import GatedActivation
 from tpengine.layers.attention import Attention, SelfAttention
-from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import (
     MergedColumnParallelLinear,
@@ -24,7 +24,7 @@ from tpengine.layers.linear import (
 from tpengine.layers.norm import QKNorm, RMSNorm
 from tpengine.layers.rotary import build_cos_sin_cache, rope_parameters
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import MLP, Decoder, DecoderLayer, Norms
+from tpengine.models.decoder import MLP, Decoder, DecoderLayer, Norms, make_head
 from tpengine.models.registry import require, unsupported
 
 PRE_NORMS = (
@@ -173,17 +173,15 @@ class LlamaForCausalLM(Decoder):
     base_prefix = "model."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        hf = config.hf_config
         traits = self.traits(config)
-        sizes = config.vocab_size, hf["hidden_size"]
+        sizes = config.vocab_size, config.hf_config["hidden_size"]
         self.embed_tokens = VocabParallelEmbedding(
             weights, "model.embed_tokens", *sizes, traits.embedding_scale
         )
         tables = self.rotary_tables(config, weights, traits)
         self.layers = [self._layer(config, weights, i, x, traits) for i, x in enumerate(tables)]
         self.norm = _norm(config, weights, "model.norm", traits)
-        tied = self.embed_tokens if hf.get("tie_word_embeddings") else None
-        self.lm_head = ParallelLMHead(weights, "lm_head", *sizes, tied)
+        self.lm_head = make_head(config, weights, self.embed_tokens, is_tied=False)
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
@@ -237,9 +235,3 @@ class LlamaForCausalLM(Decoder):
         here one table for all layers."""
         table = rotary_table(config, weights, config.hf_config, traits.partial_rotary)
         return [table] * config.num_layers
-
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """See `Decoder.embed`."""
-        return None, self.embed_tokens.forward(token_ids)

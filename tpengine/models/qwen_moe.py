@@ -5,6 +5,8 @@ with experts. Some layers may have a plain MLP.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tpengine.config import ModelConfig
@@ -89,7 +91,4 @@ class Qwen3MoeForCausalLM(_QwenMoeForCausalLM):
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
         require(config, "mlp_bias", False, False)
-        bias = bool(config.hf_config.get("attention_bias"))
-        return LlamaTraits(
-            windows=uniform_window(config), qkv_bias=bias, o_bias=bias, qk_norm=QKNorm
-        )
+        return replace(cls.biases(config), windows=uniform_window(config), qk_norm=QKNorm)
