@@ -68,36 +68,25 @@ class Architecture:
     split_qkv: bool = False
 
 
-_GPT2 = {
-    "context_length": "n_positions",
-    "embedding_length": "n_embd",
+_SHORT_NAMES = {
     "block_count": "n_layer",
     "feed_forward_length": "n_inner",
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
+_GPT2 = _SHORT_NAMES | {"context_length": "n_positions", "embedding_length": "n_embd"}
 _CONV1D = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")
-_BLOOM = {
-    "context_length": "seq_length",
-    "feed_forward_length": "n_inner",
-    "block_count": "n_layer",
-    "attention.head_count": "n_head",
-    "attention.layer_norm_epsilon": "layer_norm_epsilon",
-}
+_BLOOM = _SHORT_NAMES | {"context_length": "seq_length"}
 _NUM_EXPERTS = {"expert_count": "num_experts"}
 _ATTENTION_BIAS = {"attn_output.bias": "attention_bias"}
+_BIASES = _ATTENTION_BIAS | {"ffn_up.bias": "mlp_bias"}
 ARCHITECTURES = {
     "bloom": Architecture("BloomForCausalLM", "bloom", _BLOOM, split_qkv=True),
     "gemma": Architecture("GemmaForCausalLM", "gemma", norm_offset=1.0),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", norm_offset=1.0),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", norm_offset=1.0),
     "gpt2": Architecture("GPT2LMHeadModel", "gpt2", _GPT2, transposed=_CONV1D),
-    "llama": Architecture(
-        "LlamaForCausalLM",
-        "llama",
-        flags=_ATTENTION_BIAS | {"ffn_up.bias": "mlp_bias"},
-        permuted=True,
-    ),
+    "llama": Architecture("LlamaForCausalLM", "llama", flags=_BIASES, permuted=True),
     "mixtral": Architecture("MixtralForCausalLM", "mixtral", permuted=True),
     "phi3": Architecture("Phi3ForCausalLM", "phi3"),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
