@@ -19,6 +19,7 @@ from tpengine.layers.device_values import upload
 from tpengine.messages import BlockMoves
 from tpengine.ops import huge_pages
 from tpengine.ops.cache_ops import (
+    copy_across,
     copy_blocks,
     copy_cache_blocks,
     kv_cache_shapes,
@@ -129,8 +130,8 @@ class LayerBlocks:
         """Copies blocks to the host and from it."""
         for pair, host_pair in zip(self.caches, self._host_caches, strict=True):
             for cache, host in zip(pair, host_pair, strict=True):
-                _copy_across(cache, host, moves.swap_outs)
-                _copy_across(host, cache, moves.swap_ins)
+                copy_across(cache, host, moves.swap_outs)
+                copy_across(host, cache, moves.swap_ins)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks within the cache."""
@@ -234,24 +235,3 @@ class LayerCaches(list[KVCache]):
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
             yield self[layer]
-
-
-def _copy_across(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copies blocks from one tensor to another, consecutive ones in one copy."""
-    for first_source, first_target, count in _runs(pairs):
-        target[first_target : first_target + count].copy_(
-            source[first_source : first_source + count], non_blocking=True
-        )
-
-
-def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Returns (source, target, count) of runs in which source and target both go up by one."""
-    runs: list[tuple[int, int, int]] = []
-    for source, target in pairs:
-        if runs:
-            first_source, first_target, count = runs[-1]
-            if (source, target) == (first_source + count, first_target + count):
-                runs[-1] = (first_source, first_target, count + 1)
-                continue
-        runs.append((source, target, 1))
-    return runs
