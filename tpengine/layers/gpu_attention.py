@@ -156,18 +156,10 @@ class VarlenBackend:
     ) -> Tensor:
         """See `PrefillBackend.forward`."""
         left = -1 if rule.window is None else rule.window - 1  # keys before the query's own
-        attended: Tensor = self._attend(
-            q,
-            k,
-            v,
-            chunks.query_start,
-            chunks.key_start,
-            max(chunks.query_lens),
-            max(chunks.key_lens),
-            scale=rule.scale,
-            window_size=(left, 0),
-            **self._options,
-        )
+        starts = chunks.query_start, chunks.key_start
+        longest = max(chunks.query_lens), max(chunks.key_lens)
+        options = {"scale": rule.scale, "window_size": (left, 0), **self._options}
+        attended: Tensor = self._attend(q, k, v, *starts, *longest, **options)
         return attended
 
 
@@ -198,13 +190,9 @@ class XformersBackend:
         if group > 1:  # [1, tokens, kv heads, heads of one, head_dim], K and V repeated by stride
             q = q.unflatten(1, (k.shape[1], group))
             k, v = (x.unsqueeze(2).expand(-1, -1, group, -1) for x in (k, v))
-        attended = self._attend(
-            q.unsqueeze(0),
-            k.unsqueeze(0),
-            v.unsqueeze(0),
-            attn_bias=chunks.masks[rule.window],
-            scale=rule.scale,
-        )[0]
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        mask = chunks.masks[rule.window]
+        attended = self._attend(q, k, v, attn_bias=mask, scale=rule.scale)[0]
         return attended.flatten(1, 2) if group > 1 else attended
 
     def _mask(self, chunks: Chunks, window: int | None, device: torch.device) -> Any:

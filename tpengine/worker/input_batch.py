@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,13 @@ class PromptRow:
     targets: npt.NDArray[np.int64]
     num_top: int
     filters: Filters | None = None
+
+
+_uploaded = attrgetter(
+    "token_ids", "positions", "slot_mapping", "block_table", "seq_lens", "query_start_loc"
+)
+"""Returns what a device gets of `StepArrays`; after the token ids in the order of
+`AttentionMetadata`."""
 
 
 class InputBatch:
@@ -141,27 +149,21 @@ class InputBatch:
         max_blocks = -(-int(seq_lens.max()) // self.block_size)
         if num_decodes == len(slots):
             token_slots, positions = slots, computed
-            chunk_start_loc = np.zeros(1, np.int32)
+            starts = np.zeros(1, np.int32)
         else:
             ends = np.cumsum(scheduled, dtype=np.int32)
             row_of_token = np.repeat(np.arange(len(slots)), scheduled)
             token_slots = slots[row_of_token]
             within_row = np.arange(ends[-1], dtype=np.int32) - (ends - scheduled)[row_of_token]
             positions = computed[row_of_token] + within_row
-            chunk_start_loc = np.zeros(len(slots) - num_decodes + 1, np.int32)
-            np.cumsum(scheduled[num_decodes:], out=chunk_start_loc[1:])
+            starts = np.zeros(len(slots) - num_decodes + 1, np.int32)
+            np.cumsum(scheduled[num_decodes:], out=starts[1:])
         token_ids = self.token_ids[token_slots, positions]
         block_ids = self.block_table[token_slots, positions // self.block_size]
         slot_mapping = block_ids * self.block_size + positions % self.block_size
+        table = self._kept_blocks(self.block_table[slots, :max_blocks], computed)
         return StepArrays(
-            token_ids,
-            positions,
-            slot_mapping,
-            self._kept_blocks(self.block_table[slots, :max_blocks], computed),
-            seq_lens,
-            chunk_start_loc,
-            num_decodes,
-            scheduled,
+            token_ids, positions, slot_mapping, table, seq_lens, starts, num_decodes, scheduled
         )
 
     def _kept_blocks(self, table: Int32, computed: Int32) -> Int32:
@@ -269,16 +271,5 @@ class InputBatch:
 def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[torch.Tensor, AttentionMetadata]:
     """Sends a step's arrays to the device; returns token ids, int32 `[num_tokens]`, and metadata
     without its `gpu` part."""
-    token_ids, positions, slot_mapping, block_table, seq_lens, starts = uploads.send(
-        [
-            arrays.token_ids,
-            arrays.positions,
-            arrays.slot_mapping,
-            arrays.block_table,
-            arrays.seq_lens,
-            arrays.query_start_loc,
-        ]
-    )
-    return token_ids, AttentionMetadata(
-        positions, slot_mapping, block_table, seq_lens, starts, arrays.num_decodes
-    )
+    token_ids, *tensors = uploads.send(_uploaded(arrays))
+    return token_ids, AttentionMetadata(*tensors, arrays.num_decodes)
