@@ -122,9 +122,9 @@ class Attention:
                 out_chunks, heads[decodes:], kv_cache, chunk_table, metadata.gpu, self.rule
             )
             return out
-        starts, lengths = metadata.query_start_loc, lengths[decodes:]
+        (k, v), starts, lengths = kv_cache, metadata.query_start_loc, lengths[decodes:]
         attention_ops.prefill_attention(
-            out_chunks, q[decodes:], *kv_cache, chunk_table, starts, lengths, *self.rule
+            out_chunks, q[decodes:], k, v, chunk_table, starts, lengths, *self.rule
         )
         return out
 

@@ -67,8 +67,7 @@ class PromptRow:
 _uploaded = attrgetter(
     "token_ids", "positions", "slot_mapping", "block_table", "seq_lens", "query_start_loc"
 )
-"""Returns what a device gets of `StepArrays`; after the token ids in the order of
-`AttentionMetadata`."""
+"""Returns what a device gets of `StepArrays`."""
 
 
 class InputBatch:
@@ -271,5 +270,6 @@ class InputBatch:
 def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[torch.Tensor, AttentionMetadata]:
     """Sends a step's arrays to the device; returns token ids, int32 `[num_tokens]`, and metadata
     without its `gpu` part."""
-    token_ids, *tensors = uploads.send(_uploaded(arrays))
-    return token_ids, AttentionMetadata(*tensors, arrays.num_decodes)
+    token_ids, positions, slots, table, seq_lens, starts = uploads.send(_uploaded(arrays))
+    num_decodes = arrays.num_decodes
+    return token_ids, AttentionMetadata(positions, slots, table, seq_lens, starts, num_decodes)

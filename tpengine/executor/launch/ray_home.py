@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import ray
 
@@ -70,13 +71,9 @@ class RayHome(Home):
         return self._placement is not None and not self._placement.is_borrowed
 
     def _placer(self, check: Callable[[], None]) -> Placer:
-        return Placer(
-            self._bundle,
-            self._config.parallel.tensor_parallel_size,
-            self._ray_config,
-            lambda node_ids: self._agents.silent(node_ids, check),
-            check,
-        )
+        size = self._config.parallel.tensor_parallel_size
+        find_silent = partial(self._agents.silent, check=check)
+        return Placer(self._bundle, size, self._ray_config, find_silent, check)
 
     def place(self, times: StartTimes, check: Callable[[], None]) -> None:
         check_at_start()
@@ -160,13 +157,9 @@ class RayHome(Home):
         spares: list[Spare | None] = [None] * len(placement.node_ids)
         if self._spare_devices is not None and self.may_use_spares:
             spares = self.spares.take(placement.node_ids)
-        self._launcher = RayLauncher(
-            placement,
-            self._bundle,
-            [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares],
-            self._spare_devices or [],
-            self._agents,
-        )
+        actors = [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares]
+        devices = self._spare_devices or []
+        self._launcher = RayLauncher(placement, self._bundle, actors, devices, self._agents)
         return self._launcher
 
     def _start_spare(self, node_id: str) -> ActorSpare | None:
