@@ -79,6 +79,8 @@ _CONV1D = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.w
 _BLOOM = _SHORT_NAMES | {"context_length": "seq_length"}
 _NUM_EXPERTS = {"expert_count": "num_experts"}
 _ATTENTION_BIAS = {"attn_output.bias": "attention_bias"}
+_EPSILON = {"attention.layer_norm_epsilon": "norm_epsilon"}
+_USE_BIAS = {"attn_output.bias": "use_bias"}
 _BIASES = _ATTENTION_BIAS | {"ffn_up.bias": "mlp_bias"}
 ARCHITECTURES = {
     "bloom": Architecture("BloomForCausalLM", "bloom", _BLOOM, split_qkv=True),
@@ -93,18 +95,9 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", _NUM_EXPERTS),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", flags=_ATTENTION_BIAS),
     "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        _NUM_EXPERTS,
-        constants={"norm_topk_prob": True},
-        flags=_ATTENTION_BIAS,
+        "Qwen3MoeForCausalLM", "qwen3_moe", _NUM_EXPERTS, {"norm_topk_prob": True}, _ATTENTION_BIAS
     ),
-    "starcoder2": Architecture(
-        "Starcoder2ForCausalLM",
-        "starcoder2",
-        {"attention.layer_norm_epsilon": "norm_epsilon"},
-        flags={"attn_output.bias": "use_bias"},
-    ),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", "starcoder2", _EPSILON, flags=_USE_BIAS),
 }
 """By `general.architecture`; a llama that has experts is a mixtral here."""
 

@@ -330,11 +330,11 @@ def _open_backend(name: str, shape: PrefillShape, device: torch.device) -> Prefi
     try:
         backend = BACKENDS[name]()
         worst = max(
-            _relative_error(backend, shape, window, device, query_lens, key_lens)
+            _relative_error(backend, shape, window, chunks)
             for window in shape.windows
-            for query_lens, key_lens in (
-                ([9, 3, 40], [9, 3, 40]),  # no context
-                ([9, 2, 40], [30, 19, 40]),
+            for chunks in (
+                make_chunks([9, 3, 40], [9, 3, 40], device),  # no context
+                make_chunks([9, 2, 40], [30, 19, 40], device),
             )
         )
     except ImportError as error:
@@ -348,15 +348,11 @@ def _open_backend(name: str, shape: PrefillShape, device: torch.device) -> Prefi
 
 
 def _relative_error(
-    backend: PrefillBackend,
-    shape: PrefillShape,
-    window: int | None,
-    device: torch.device,
-    query_lens: list[int],
-    key_lens: list[int],
+    backend: PrefillBackend, shape: PrefillShape, window: int | None, chunks: Chunks
 ) -> float:
     """Relative error of a backend against plain float32, on random rows of these lengths."""
-    gen = torch.Generator().manual_seed(0)
+    gen, device = torch.Generator().manual_seed(0), chunks.key_start.device
+    query_lens, key_lens = chunks.query_lens, chunks.key_lens
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     packed = torch.randn(sum(key_lens), heads + 2 * kv_heads, shape.head_dim, generator=gen)
     packed = packed.to(device, shape.dtype)
@@ -366,7 +362,6 @@ def _relative_error(
     # A window of 7 cuts every row; the real one is longer than these rows.
     window = None if window is None else min(window, 7)
     rule = AttentionRule(shape.head_dim**-0.5, slopes, window, shape.softcap)
-    chunks = make_chunks(query_lens, key_lens, device)
     with torch.inference_mode():
         attended = backend.forward(q, k, v, chunks, rule).float()
         rows = zip(q.split(query_lens), k.split(key_lens), v.split(key_lens), strict=True)

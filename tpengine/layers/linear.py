@@ -83,7 +83,8 @@ class Linear:
 
 
 class MergedColumnParallelLinear(Linear):
-    """Two or more column-parallel matrices with the same input, computed as one product.
+    """Matrices with the same input, one or more, whose outputs are divided over ranks; computed as
+    one product.
 
     Args:
         names: checkpoint prefixes, e.g. `...mlp.gate_proj`, `...mlp.up_proj`; the same one for each
@@ -104,20 +105,6 @@ class MergedColumnParallelLinear(Linear):
         super().__init__(weights, in_features, sum(shares), bias)
         starts = [parallel.tp_rank * share for share in shares]
         _declare_rows(self, weights, names, zip(shares, starts, total_out_features, strict=True))
-
-
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """A matrix whose outputs are divided over ranks."""
-
-    def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        in_features: int,
-        total_out_features: int,
-        bias: bool = False,
-    ) -> None:
-        super().__init__(weights, [name], in_features, [total_out_features], bias)
 
 
 class QKVParallelLinear(Linear):
@@ -146,6 +133,7 @@ class QKVParallelLinear(Linear):
         bias: bool = False,
     ) -> None:
         parallel = weights.parallel
+        self.head_dim = head_dim
         self.num_heads = parallel.divide(total_num_heads, "attention heads")
         if total_num_kv_heads >= parallel.tp_size:
             self.num_kv_heads = parallel.divide(total_num_kv_heads, "KV heads")

@@ -16,7 +16,7 @@ from tpengine.config import ModelConfig
 from tpengine.layers.activation import plain_activation
 from tpengine.layers.attention import AttentionMetadata, KVCache, LayerStep, SelfAttention
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from tpengine.layers.norm import NoNorm, Norm
 from tpengine.layers.weights import Weights
 
@@ -46,7 +46,7 @@ class PlainMLP:
         activation: str,
         bias: bool = True,
     ) -> None:
-        self.up = ColumnParallelLinear(weights, up, hidden_size, intermediate_size, bias)
+        self.up = MergedColumnParallelLinear(weights, [up], hidden_size, [intermediate_size], bias)
         self.activation = plain_activation(activation)
         self.down = RowParallelLinear(weights, down, intermediate_size, hidden_size, bias)
 

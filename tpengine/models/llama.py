@@ -110,7 +110,7 @@ def _attention(
     qk_norm: QKNorm | None = None
     if traits.qk_norm is not None:
         eps = config.hf_config["rms_norm_eps"]
-        qk_norm = traits.qk_norm(weights, prefix, qkv, head_dim, eps, traits.centered_norms)
+        qk_norm = traits.qk_norm(weights, prefix, qkv, eps, traits.centered_norms)
     scale = head_dim**-0.5 if traits.scale is None else traits.scale
     rule = AttentionRule(scale, window=traits.windows[layer], softcap=traits.softcap)
     attention = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, rule, cos_sin_cache)
