@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tpengine.layers.attention import AttentionMetadata
+from tpengine.layers.device_values import Int32, Int64
 from tpengine.layers.sampler import Filters, SamplingBatch, noise_keys
 from tpengine.messages import Fork, NewSequence, StepInput
 from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.transfers import Uploads
-
-Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -59,7 +57,7 @@ class PromptRow:
     row: int
     first_token: int
     first_position: int
-    targets: npt.NDArray[np.int64]
+    targets: Int64
     num_top: int
     filters: Filters | None = None
 
@@ -225,7 +223,7 @@ class InputBatch:
             parents = np.array(step.slots, np.int64)[step.sample_rows]
             self.num_computed_tokens[step.sample_slots] = self.num_computed_tokens[parents]
 
-    def append(self, step: StepInput, sampled: npt.NDArray[np.int64]) -> None:
+    def append(self, step: StepInput, sampled: Int64) -> None:
         """Appends the sampled ids, int64 `[num_samples]`, so that the next message need not contain
         them."""
         slots = np.array(step.sample_slots, np.int64)
