@@ -4,6 +4,7 @@ norm after the embeddings, and q, k and v fused head by head."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention, LayerStep, SelfAttention
@@ -12,7 +13,7 @@ from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP, make_head
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP, make_head
 from tpengine.models.registry import check_full_attention, require, unsupported
 
 
@@ -28,7 +29,7 @@ def alibi_slopes(total_num_heads: int) -> list[float]:
     return slopes + between
 
 
-def rank_alibi_slopes(weights: Weights, total_num_heads: int) -> torch.Tensor:
+def rank_alibi_slopes(weights: Weights, total_num_heads: int) -> Tensor:
     """Returns this rank's slopes, float32 `[num_heads]`."""
     num_heads = weights.parallel.divide(total_num_heads, "attention heads")
     start = weights.parallel.tp_rank * num_heads
@@ -36,9 +37,7 @@ def rank_alibi_slopes(weights: Weights, total_num_heads: int) -> torch.Tensor:
     return weights.table(torch.tensor(slopes, dtype=torch.float32, device=weights.device))
 
 
-def _attention(
-    config: ModelConfig, weights: Weights, prefix: str, slopes: torch.Tensor
-) -> SelfAttention:
+def _attention(config: ModelConfig, weights: Weights, prefix: str, slopes: Tensor) -> SelfAttention:
     hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
     sizes = hidden_size, config.total_num_heads, head_dim
     qkv = InterleavedQKVParallelLinear(weights, f"{prefix}.query_key_value", *sizes, bias=True)
@@ -52,9 +51,7 @@ class _AddsToNormed(DecoderLayer):
     """One layer that adds each half to its input after the norm
     (`apply_residual_connection_post_layernorm`)."""
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
         """See `DecoderLayer.forward`."""
         normed = self.norms.before_attention.add_forward(x, residual)
         attended = self.attention.forward(normed, step)
@@ -63,7 +60,7 @@ class _AddsToNormed(DecoderLayer):
 
 
 def _layer(
-    config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: torch.Tensor
+    config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: Tensor
 ) -> DecoderLayer:
     hf = config.hf_config
     size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
@@ -103,8 +100,6 @@ class BloomForCausalLM(Decoder):
         self.norm = LayerNorm(weights, "transformer.ln_f", size, eps)
         self.lm_head = make_head(config, weights, self.embed_tokens)
 
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""
         return None, self.embedding_norm.forward(self.embed_tokens.forward(token_ids))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.activation import plain_activation
@@ -20,11 +20,15 @@ from tpengine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from tpengine.layers.norm import NoNorm, Norm
 from tpengine.layers.weights import Weights
 
+Hidden = tuple[Tensor | None, Tensor]
+"""What stands between layers: x, or None if nothing is to be added, and the residual; both
+`[num_tokens, hidden_size]`."""
+
 
 class MLP(Protocol):
     """What follows the attention of a layer."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, hidden_size]` to the same shape, summed over ranks."""
 
 
@@ -50,7 +54,7 @@ class PlainMLP:
         self.activation = plain_activation(activation)
         self.down = RowParallelLinear(weights, down, intermediate_size, hidden_size, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, hidden_size]` to the same shape."""
         up = self.up.forward(x)
         self.activation(up)
@@ -78,9 +82,7 @@ class DecoderLayer:
     mlp: MLP
     norms: Norms
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
         """Adds x to `residual` in place, then computes the layer.
 
         Args:
@@ -131,9 +133,7 @@ class Decoder:
     norm: Norm
     lm_head: ParallelLMHead
 
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """Returns what the first layer takes: x and the residual, see `DecoderLayer.forward`.
 
         Args:
@@ -142,8 +142,8 @@ class Decoder:
         return None, self.embed_tokens.forward(token_ids)
 
     def forward(
-        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
         """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
         x, residual = self.embed(token_ids, metadata.positions)
         last = len(self.layers) - 1
@@ -152,6 +152,6 @@ class Decoder:
             x, residual = layer.forward(x, residual, step)
         return self.norm.add_forward(x, residual)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
         return self.lm_head.forward(hidden)

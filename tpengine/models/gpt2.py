@@ -3,7 +3,7 @@ layer, fused q, k and v, and an MLP without a gate."""
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention, SelfAttention
@@ -12,7 +12,7 @@ from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import QKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP, make_head
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP, make_head
 from tpengine.models.registry import check_full_attention
 
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
@@ -65,8 +65,6 @@ class GPT2LMHeadModel(Decoder):
         self.lm_head = make_head(config, weights, self.embed_tokens)
         weights.transpose(_TRANSPOSED)
 
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""
         return self.embed_positions.forward(positions), self.embed_tokens.forward(token_ids)

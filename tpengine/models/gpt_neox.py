@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention, LayerStep, SelfAttention
@@ -14,7 +14,7 @@ from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import CheckpointTensor, Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP, make_head
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP, make_head
 from tpengine.models.llama import rotary_table
 from tpengine.models.registry import check_full_attention
 from tpengine.ops import fused_ops as fused
@@ -23,9 +23,7 @@ from tpengine.ops import fused_ops as fused
 class _ParallelLayer(DecoderLayer):
     """One layer whose attention and MLP have the same input (`use_parallel_residual`)."""
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
         """See `DecoderLayer.forward`."""
         normed = self.norms.before_attention.add_forward(x, residual)
         attended = self.attention.forward(normed, step)
@@ -35,7 +33,7 @@ class _ParallelLayer(DecoderLayer):
         return self.mlp.forward(normed), residual
 
 
-def _layer(config: ModelConfig, weights: Weights, prefix: str, table: torch.Tensor) -> DecoderLayer:
+def _layer(config: ModelConfig, weights: Weights, prefix: str, table: Tensor) -> DecoderLayer:
     hf, heads, head_dim = config.hf_config, config.total_num_heads, config.head_dim
     size, bias = hf["hidden_size"], bool(hf.get("attention_bias", True))
     name = f"{prefix}.attention"

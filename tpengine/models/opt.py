@@ -4,7 +4,7 @@ layers."""
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import (
@@ -19,7 +19,7 @@ from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm, NoNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP, make_head
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP, make_head
 from tpengine.models.registry import check_full_attention
 from tpengine.ops import fused_ops as fused
 
@@ -40,9 +40,7 @@ def _attention(config: ModelConfig, weights: Weights, prefix: str) -> SelfAttent
 class _NormsAfter(DecoderLayer):
     """One layer that normalises after each sum (`do_layer_norm_before` is false)."""
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
         """See `DecoderLayer.forward`; the returned residual is the layer's whole output."""
         if x is not None:
             fused.accumulate(residual, x)
@@ -99,9 +97,7 @@ class OPTForCausalLM(Decoder):
             self.norm = LayerNorm(weights, f"{prefix}.final_layer_norm", hidden_size, affine=affine)
         self.lm_head = make_head(config, weights, self.embed_tokens)
 
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""
         tokens = self.embed_tokens.forward(token_ids)
         if self.project_in is not None:
@@ -109,8 +105,8 @@ class OPTForCausalLM(Decoder):
         return self.embed_positions.forward(positions), tokens
 
     def forward(
-        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
         """token_ids int32 `[num_tokens]` to hidden states `[num_wanted, word_embed_proj_dim]`."""
         hidden = super().forward(token_ids, kv_caches, metadata)
         return hidden if self.project_out is None else self.project_out.forward(hidden)

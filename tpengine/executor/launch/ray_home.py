@@ -8,7 +8,7 @@ rebuild is repeated until Ray answers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import ray
@@ -16,7 +16,7 @@ import ray
 from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, EngineError, GroupLostError
 from tpengine.executor.diagnosis import RankPlace
-from tpengine.executor.home import Home, StartTimes
+from tpengine.executor.home import Check, EndGroup, Home, StartTimes
 from tpengine.executor.launch.actors import ActorSpare, Agents, RayLauncher
 from tpengine.executor.launch.placement import (
     Placement,
@@ -70,12 +70,12 @@ class RayHome(Home):
         driver's own placement group it could give the bundle to another actor."""
         return self._placement is not None and not self._placement.is_borrowed
 
-    def _placer(self, check: Callable[[], None]) -> Placer:
+    def _placer(self, check: Check) -> Placer:
         size = self._config.parallel.tensor_parallel_size
         find_silent = partial(self._agents.silent, check=check)
         return Placer(self._bundle, size, self._ray_config, find_silent, check)
 
-    def place(self, times: StartTimes, check: Callable[[], None]) -> None:
+    def place(self, times: StartTimes, check: Check) -> None:
         check_at_start()
         with times.phase("placement"):
             self._placement = self._placer(check).place(set())
@@ -83,11 +83,7 @@ class RayHome(Home):
             logger.warning("no spare workers: the placement group is the driver's own")
 
     def replace(
-        self,
-        lost: Sequence[RankPlace],
-        end: Callable[[set[str]], None],
-        times: StartTimes,
-        check: Callable[[], None],
+        self, lost: Sequence[RankPlace], end: EndGroup, times: StartTimes, check: Check
     ) -> None:
         """Makes sure of bundles on nodes that answer; see `Home`."""
         self._places_before = lost or self._places_before
