@@ -27,6 +27,9 @@ class VocabParallelEmbedding:
 
     Args:
         scale: factor on the rows; rounded to the model's dtype, as transformers does.
+
+    Attributes:
+        shape: vocabulary and hidden size.
     """
 
     def __init__(
