@@ -13,7 +13,7 @@ from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP, make_head
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
 from tpengine.models.registry import check_full_attention, require, unsupported
 
 
@@ -98,7 +98,7 @@ class BloomForCausalLM(Decoder):
             _layer(config, weights, f"transformer.h.{i}", slopes) for i in range(config.num_layers)
         ]
         self.norm = LayerNorm(weights, "transformer.ln_f", size, eps)
-        self.lm_head = make_head(config, weights, self.embed_tokens)
+        self.lm_head = self.make_head(config, weights)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""

@@ -101,22 +101,6 @@ class DecoderLayer:
         return norms.after_mlp.forward(self.mlp.forward(normed)), residual
 
 
-def make_head(
-    config: ModelConfig,
-    weights: Weights,
-    embedding: VocabParallelEmbedding,
-    name: str = "lm_head",
-    is_tied: bool = True,
-) -> ParallelLMHead:
-    """Makes the output head, with the table of the embedding if `tie_word_embeddings` says so.
-
-    Args:
-        is_tied: what a config.json without that field means.
-    """
-    is_tied = config.hf_config.get("tie_word_embeddings", is_tied)
-    return ParallelLMHead(weights, name, *embedding.shape, embedding if is_tied else None)
-
-
 class Decoder:
     """The whole model on one rank, see `registry.CausalLM`. A subclass builds its parts.
 
@@ -151,6 +135,18 @@ class Decoder:
             step = LayerStep(kv_cache, metadata, metadata.wanted_rows if i == last else None)
             x, residual = layer.forward(x, residual, step)
         return self.norm.add_forward(x, residual)
+
+    def make_head(
+        self, config: ModelConfig, weights: Weights, name: str = "lm_head", is_tied: bool = True
+    ) -> ParallelLMHead:
+        """Makes the output head, with the table of `embed_tokens` if `tie_word_embeddings` says so.
+
+        Args:
+            is_tied: what a config.json without that field means.
+        """
+        is_tied = config.hf_config.get("tie_word_embeddings", is_tied)
+        tied = self.embed_tokens if is_tied else None
+        return ParallelLMHead(weights, name, *self.embed_tokens.shape, tied)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""

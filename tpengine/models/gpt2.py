@@ -12,7 +12,7 @@ from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import QKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP, make_head
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
 from tpengine.models.registry import check_full_attention
 
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
@@ -62,7 +62,7 @@ class GPT2LMHeadModel(Decoder):
         self.embed_positions = PositionEmbedding(weights, "transformer.wpe", num_positions, size)
         self.layers = [_layer(config, weights, i) for i in range(config.num_layers)]
         self.norm = LayerNorm(weights, "transformer.ln_f", size, hf["layer_norm_epsilon"])
-        self.lm_head = make_head(config, weights, self.embed_tokens)
+        self.lm_head = self.make_head(config, weights)
         weights.transpose(_TRANSPOSED)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:

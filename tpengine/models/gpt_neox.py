@@ -14,7 +14,7 @@ from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import CheckpointTensor, Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP, make_head
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
 from tpengine.models.llama import rotary_table
 from tpengine.models.registry import check_full_attention
 from tpengine.ops import fused_ops as fused
@@ -71,7 +71,7 @@ class GPTNeoXForCausalLM(Decoder):
         ]
         name = "gpt_neox.final_layer_norm"
         self.norm = LayerNorm(weights, name, hf["hidden_size"], hf["layer_norm_eps"])
-        self.lm_head = make_head(config, weights, self.embed_tokens, "embed_out", is_tied=False)
+        self.lm_head = self.make_head(config, weights, "embed_out", is_tied=False)
         weights.convert = _renamed
 
 

@@ -24,7 +24,7 @@ from tpengine.layers.linear import (
 from tpengine.layers.norm import QKNorm, RMSNorm
 from tpengine.layers.rotary import build_cos_sin_cache, rope_parameters
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import MLP, Decoder, DecoderLayer, Norms, make_head
+from tpengine.models.decoder import MLP, Decoder, DecoderLayer, Norms
 from tpengine.models.registry import require, unsupported
 
 PRE_NORMS = (
@@ -164,7 +164,7 @@ class LlamaForCausalLM(Decoder):
         tables = self.rotary_tables(blueprint)
         self.layers = [self._layer(blueprint, i, table) for i, table in enumerate(tables)]
         self.norm = _norm(blueprint, "model.norm")
-        self.lm_head = make_head(config, weights, self.embed_tokens, is_tied=False)
+        self.lm_head = self.make_head(config, weights, is_tied=False)
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:

@@ -19,7 +19,7 @@ from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm, NoNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP, make_head
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
 from tpengine.models.registry import check_full_attention
 from tpengine.ops import fused_ops as fused
 
@@ -95,7 +95,7 @@ class OPTForCausalLM(Decoder):
         if hf["do_layer_norm_before"] and not hf.get("_remove_final_layer_norm"):
             affine = hf["layer_norm_elementwise_affine"]
             self.norm = LayerNorm(weights, f"{prefix}.final_layer_norm", hidden_size, affine=affine)
-        self.lm_head = make_head(config, weights, self.embed_tokens)
+        self.lm_head = self.make_head(config, weights)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""
