@@ -12,8 +12,10 @@ from tpengine.config import SchedulerConfig
 from tpengine.messages import SamplingRules
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import BlockManager, Scheduler, StepDecisions
+from tpengine.scheduling.block_manager import BlockManager
+from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import Request, Sequence
+from tpengine.scheduling.step import StepDecisions
 
 PROMPT_TOKENS = 64
 BLOCK_SIZE = 16

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpengine import LLMEngine, RequestOutput
 from tpengine.config import LoRAConfig
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.layers.linear import ColumnParallelLinear
+from tpengine.layers.linear import MergedColumnParallelLinear
 from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import LoadedTensor, Weights
 from tpengine.ops.lora_ops import LoRARows, pack_part
@@ -38,7 +38,7 @@ def test_the_addition_is_that_of_a_plain_base(form: str) -> None:
     added = []
     for quantization in (None, form):
         weights = Weights(torch.float32, torch.device("cpu"), ParallelState(), quantization)
-        linear = ColumnParallelLinear(weights, "model.up", 96, 64)
+        linear = MergedColumnParallelLinear(weights, ["model.up"], 96, [64])
         layers = AdapterLayers(weights, "model.", LoRAConfig(2, 2, 8))
         assert layers.targets == {"model.up": (64, 96)}
         weights.read("model.up.weight", LoadedTensor(weight))

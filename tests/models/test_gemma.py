@@ -15,6 +15,7 @@ from tpengine.config import ModelConfig
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.weights import Weights
 from tpengine.models.gemma import Gemma3ForCausalLM, GemmaForCausalLM
+from tpengine.models.llama import Blueprint
 
 NAME = "gemma3_text-ropes"
 
@@ -35,7 +36,8 @@ def test_rotary_fields_of_transformers_4(subjects: Subjects) -> None:
     old["rope_scaling"] = full
 
     def tables(config: ModelConfig) -> list[torch.Tensor]:
-        return Gemma3ForCausalLM.rotary_tables(config, weights, Gemma3ForCausalLM.traits(config))
+        blueprint = Blueprint(config, weights, Gemma3ForCausalLM.traits(config))
+        return Gemma3ForCausalLM.rotary_tables(blueprint)
 
     new, found = tables(config), tables(replace(config, hf_config=old))
     assert not torch.equal(new[0], new[1])

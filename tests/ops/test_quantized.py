@@ -16,7 +16,8 @@ from tpengine.ops.quantized_ops import (
     ZERO_POINTS,
     QuantizedFormat,
     QuantizedWeight,
-    pack_quantized,
+    empty_quantized,
+    pack_quantized_into,
     per_output,
     quantize_weight,
 )
@@ -77,7 +78,8 @@ def make_case(form: QuantizedFormat, rows: int, outputs: int, dtype: torch.dtype
         offsets = torch.randint(0, 1 << form.bits, scales.shape, generator=gen).half()
     else:
         offsets = torch.randn(scales.shape, generator=gen).half()
-    packed = pack_quantized(q, scales, None if form.offsets == NO_OFFSETS else offsets, form)
+    packed = empty_quantized(*q.shape, form)
+    pack_quantized_into(packed, q, scales, None if form.offsets == NO_OFFSETS else offsets)
     weight = replace(packed, out_features=outputs, in_features=INPUTS)
     bias = torch.randn(outputs, generator=gen).to(dtype)
     return Case(x, q[:outputs, :INPUTS].long(), scales[:outputs], offsets[:outputs], bias, weight)

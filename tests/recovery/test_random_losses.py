@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tpengine import RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.engine import recovery
-from tpengine.scheduling import SchedulerOutput
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import SequenceStatus
+from tpengine.scheduling.step import SchedulerOutput
 
 from .client import Answer, Job, open_client, serve, summary
 from .conftest import MakeConfig

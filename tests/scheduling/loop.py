@@ -17,17 +17,12 @@ from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner
 from tpengine.messages import SamplingRules
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import (
-    POLICIES,
-    AllocStatus,
-    BlockManager,
-    Scheduler,
-    SchedulerOutput,
-    SchedulingPolicy,
-)
-from tpengine.scheduling.block_manager import NO_BLOCK
+from tpengine.scheduling.block_manager import NO_BLOCK, AllocStatus, BlockManager
 from tpengine.scheduling.fairness import FairShares
+from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
+from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
+from tpengine.scheduling.step import SchedulerOutput
 
 END_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 199))
 

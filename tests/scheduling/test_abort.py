@@ -6,8 +6,8 @@ from functools import partial
 
 from support.costs import count_work
 
-from tpengine.scheduling import StepDecisions
 from tpengine.scheduling.sequence import SequenceStatus
+from tpengine.scheduling.step import StepDecisions
 
 from .loop import Limits, Loop, make_request, statuses
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tpengine.errors import CacheSizeError, EngineError
-from tpengine.scheduling import AllocStatus, BlockManager
+from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.sequence import Request, Sequence
 
 from .loop import make_request

@@ -7,7 +7,7 @@ from support.small_llamas import MakeEngine
 
 from tpengine.config import MAX_PRIORITY
 from tpengine.errors import ConfigError, InvalidPriorityError
-from tpengine.scheduling import Priority
+from tpengine.scheduling.policy import Priority
 
 from .loop import Limits, Loop, make_request, plain, run_alone
 

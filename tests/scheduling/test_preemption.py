@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpengine.scheduling import FirstComeFirstServed
+from tpengine.scheduling.policy import FirstComeFirstServed
 from tpengine.scheduling.sequence import Request
 
 from .loop import Limits, Loop, sizes, statuses

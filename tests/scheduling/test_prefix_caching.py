@@ -10,7 +10,8 @@ from support.small_llamas import MakeEngine, run
 
 from tpengine.inputs import Owner
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import AllocStatus, BlockManager, block_pool
+from tpengine.scheduling import block_pool
+from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 from .loop import Limits, Loop, make_request

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tpengine.inputs import NO_OWNER, Owner
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import AllocStatus
+from tpengine.scheduling.block_manager import AllocStatus
 from tpengine.scheduling.sequence import Request
 
 from .fake_worker import generate_undisturbed

@@ -6,7 +6,7 @@ import pytest
 
 from tpengine.errors import EngineError
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling import StepDecisions
+from tpengine.scheduling.step import StepDecisions
 
 from .loop import END_TOKEN_IDS, Limits, Loop, make_request, sizes, statuses
 

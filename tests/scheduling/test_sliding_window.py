@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpengine.scheduling import BlockManager
-from tpengine.scheduling.block_manager import NO_BLOCK
+from tpengine.scheduling.block_manager import NO_BLOCK, BlockManager
 from tpengine.scheduling.sequence import Request, Sequence
 
 from .fake_worker import generate_undisturbed

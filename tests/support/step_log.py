@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from tpengine.scheduling import Scheduler, SchedulerOutput
+from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import SequenceStatus
+from tpengine.scheduling.step import SchedulerOutput
 
 
 @dataclass

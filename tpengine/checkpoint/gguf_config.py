@@ -68,54 +68,36 @@ class Architecture:
     split_qkv: bool = False
 
 
-_GPT2 = {
-    "context_length": "n_positions",
-    "embedding_length": "n_embd",
+_SHORT_NAMES = {
     "block_count": "n_layer",
     "feed_forward_length": "n_inner",
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
+_GPT2 = _SHORT_NAMES | {"context_length": "n_positions", "embedding_length": "n_embd"}
 _CONV1D = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")
-_BLOOM = {
-    "context_length": "seq_length",
-    "feed_forward_length": "n_inner",
-    "block_count": "n_layer",
-    "attention.head_count": "n_head",
-    "attention.layer_norm_epsilon": "layer_norm_epsilon",
-}
+_BLOOM = _SHORT_NAMES | {"context_length": "seq_length"}
 _NUM_EXPERTS = {"expert_count": "num_experts"}
 _ATTENTION_BIAS = {"attn_output.bias": "attention_bias"}
+_EPSILON = {"attention.layer_norm_epsilon": "norm_epsilon"}
+_USE_BIAS = {"attn_output.bias": "use_bias"}
+_BIASES = _ATTENTION_BIAS | {"ffn_up.bias": "mlp_bias"}
 ARCHITECTURES = {
     "bloom": Architecture("BloomForCausalLM", "bloom", _BLOOM, split_qkv=True),
     "gemma": Architecture("GemmaForCausalLM", "gemma", norm_offset=1.0),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", norm_offset=1.0),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", norm_offset=1.0),
     "gpt2": Architecture("GPT2LMHeadModel", "gpt2", _GPT2, transposed=_CONV1D),
-    "llama": Architecture(
-        "LlamaForCausalLM",
-        "llama",
-        flags=_ATTENTION_BIAS | {"ffn_up.bias": "mlp_bias"},
-        permuted=True,
-    ),
+    "llama": Architecture("LlamaForCausalLM", "llama", flags=_BIASES, permuted=True),
     "mixtral": Architecture("MixtralForCausalLM", "mixtral", permuted=True),
     "phi3": Architecture("Phi3ForCausalLM", "phi3"),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", _NUM_EXPERTS),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", flags=_ATTENTION_BIAS),
     "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        _NUM_EXPERTS,
-        constants={"norm_topk_prob": True},
-        flags=_ATTENTION_BIAS,
+        "Qwen3MoeForCausalLM", "qwen3_moe", _NUM_EXPERTS, {"norm_topk_prob": True}, _ATTENTION_BIAS
     ),
-    "starcoder2": Architecture(
-        "Starcoder2ForCausalLM",
-        "starcoder2",
-        {"attention.layer_norm_epsilon": "norm_epsilon"},
-        flags={"attn_output.bias": "use_bias"},
-    ),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", "starcoder2", _EPSILON, flags=_USE_BIAS),
 }
 """By `general.architecture`; a llama that has experts is a mixtral here."""
 

@@ -90,16 +90,14 @@ class _CheckpointReader:
         self._scheme = read_scheme(config.hf_config, config.model)
         self._weights = weights
         self._shards = weights.shards
-        self._repeats = weights.repeats
         self._repeated: dict[str, TensorSource] = {}
         self._model = model
         self._missing = set(weights.shards)
-        self._convert = weights.convert
         self._found_repeats: list[CheckpointTensor] = []
         self._problems: list[str] = []
 
     def run(self) -> None:
-        for tensor in self._convert(self._tensors()):
+        for tensor in self._weights.convert(self._tensors()):
             self._take(*tensor)
         for file, name, source in self._found_repeats:  # after the tensors that they repeat
             self._compare(file, name, source)
@@ -116,7 +114,7 @@ class _CheckpointReader:
             # The library is imported for such files only.
             from tpengine.checkpoint import gguf_weights
 
-            names = [*self._shards, *self._repeats]
+            names = [*self._shards, *self._weights.repeats]
             yield from gguf_weights.read_tensors(str(self._folder), names)
             return
         tensors = (
@@ -141,15 +139,15 @@ class _CheckpointReader:
                     self._weights.read(wanted, source)
                 except RangeError as error:
                     raise ModelLoadError(f"{name} in {file} cannot be packed: {error}") from None
-                if wanted in self._repeats.values():
+                if wanted in self._weights.repeats.values():
                     self._repeated[wanted] = source
-        elif name in self._repeats:
+        elif name in self._weights.repeats:
             self._found_repeats.append((file, name, source))
         elif not name.endswith(self._model.ignored_weights):
             self._problems.append(f"unexpected: {name} in {file}")
 
     def _compare(self, file: str, name: str, source: TensorSource) -> None:
-        original = self._repeats[name]
+        original = self._weights.repeats[name]
         first = self._repeated.get(original)
         if first is None or not self._fits(file, name, source, original):
             return

@@ -29,8 +29,6 @@ is read."""
 _HUB_DOUBLES = ["original/*", "consolidated*"]
 """Copies of the weights in other layouts, which some models have."""
 
-_BEFORE_GGUF = ("*.safetensors", "pytorch_model*.bin")
-"""Patterns of files of a folder that are taken instead of its GGUF file."""
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size",
@@ -77,7 +75,7 @@ class ModelFiles:
         if is_gguf(folder) and first_part(folder).is_file():
             return str(first_part(folder))
         if folder.is_dir():
-            before = (*_BEFORE_GGUF, *(["tokenizer*"] if self.what == "tokenizer" else []))
+            before = (*WEIGHT_FILES["auto"], *(["tokenizer*"] if self.what == "tokenizer" else []))
             has_others = any(next(folder.glob(pattern), None) for pattern in before)
             return str(folder if has_others else find_gguf(folder) or folder)
         is_hub_name = self.name.count("/") == 1 and not self.name.startswith(("/", ".", "~"))

@@ -95,7 +95,7 @@ def read_scheme(hf_config: Mapping[str, Any], folder: str) -> QuantizationScheme
     found = hf_config.get("quantization_config")
     if found is None:
         return None
-    return _Reader(_object(folder, "quantization_config", found), folder).read()
+    return _Reader(found, folder).read()
 
 
 def chosen_quantization(
@@ -120,12 +120,6 @@ def chosen_quantization(
     return None
 
 
-def _object(folder: str, field: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _refusal(folder, field, value, "a JSON object")
-    return value
-
-
 def _refusal(folder: str, field: str, value: object, supported: str) -> ConfigError:
     place = "config.json" if field == "quantization_config" else "the quantization_config"
     return ConfigError(
@@ -138,9 +132,9 @@ def _refusal(folder: str, field: str, value: object, supported: str) -> ConfigEr
 class _Reader:
     """Checks the fields of one `quantization_config`."""
 
-    def __init__(self, fields: Mapping[str, Any], folder: str) -> None:
-        self._fields = fields
+    def __init__(self, fields: object, folder: str) -> None:
         self._folder = folder
+        self._fields = self._object("quantization_config", fields)
 
     def read(self) -> QuantizationScheme:
         """See `read_scheme`."""
@@ -172,12 +166,9 @@ class _Reader:
                 bits.add(fields.get("bits") or max(bits))
                 sizes.add(self._group_size(fields.get("group_size", size)))
         formats = self._fields.get("checkpoint_format"), self._fields.get("format")
-        return QuantizationScheme(
-            method,
-            tuple(sorted(bits)),
-            tuple(sorted(sizes)),
-            is_less_one=method == "gptq" and "gptq_v2" not in formats,
-        )
+        is_less_one = method == "gptq" and "gptq_v2" not in formats
+        sorted_bits, sorted_sizes = tuple(sorted(bits)), tuple(sorted(sizes))
+        return QuantizationScheme(method, sorted_bits, sorted_sizes, is_less_one=is_less_one)
 
     def _fp8(self) -> QuantizationScheme:
         block = self._block("weight_block_size", self._fields.get("weight_block_size"))
@@ -200,12 +191,8 @@ class _Reader:
                 blocks.add(self._block(field, weights.get("block_structure")))
         if len(blocks) > 1:
             raise _refusal(self._folder, "block_structure", sorted(map(str, blocks)), "one size")
-        return QuantizationScheme(
-            "compressed-tensors",
-            tuple(sorted(bits)),
-            (0, *sorted(sizes)),
-            next(iter(blocks), None),
-        )
+        sorted_bits, block = tuple(sorted(bits)), next(iter(blocks), None)
+        return QuantizationScheme("compressed-tensors", sorted_bits, (0, *sorted(sizes)), block)
 
     def _check_group(self, name: str, group: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
         layout = group.get("format") or self._fields.get("format")
@@ -229,7 +216,9 @@ class _Reader:
         yield "actorder", (None, False, "group", "weight", "static", "dynamic")
 
     def _object(self, field: str, value: object) -> Mapping[str, Any]:
-        return _object(self._folder, field, value)
+        if not isinstance(value, Mapping):
+            raise _refusal(self._folder, field, value, "a JSON object")
+        return value
 
     def _group_size(self, size: object) -> int:
         if type(size) is not int or not (size == -1 or size > 0):

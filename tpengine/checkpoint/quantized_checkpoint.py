@@ -220,16 +220,11 @@ def _awq_or_gptq_weight(
     _expect("scales", factors, _SCALES, num_groups, outputs)
     _expect("qzeros", qzeros, _WORDS, num_groups, outputs * bits // 32)
     size = _group_size(inputs, num_groups, scheme)
-    return GroupedTensor(
-        (outputs, inputs),
-        bits,
-        size,
-        Words(qweight, bits, 1 if is_awq else 0, True, is_halved=is_awq),
-        Scales(factors, is_transposed=True),
-        Words(qzeros, bits, 1, True, is_halved=is_awq, is_less_one=scheme.is_less_one),
-        parts.take_groups("g_idx", inputs, size, num_groups),
-        is_transposed,
-    )
+    shape, scales = (outputs, inputs), Scales(factors, is_transposed=True)
+    numbers = Words(qweight, bits, 1 if is_awq else 0, True, is_halved=is_awq)
+    zeros = Words(qzeros, bits, 1, True, is_halved=is_awq, is_less_one=scheme.is_less_one)
+    groups = parts.take_groups("g_idx", inputs, size, num_groups)
+    return GroupedTensor(shape, bits, size, numbers, scales, zeros, groups, is_transposed)
 
 
 def _packed_weight(parts: _Parts, scheme: QuantizationScheme) -> GroupedTensor:

@@ -84,28 +84,28 @@ class SignedBytes:
         return self.source[rows, columns].contiguous().view(torch.uint8) ^ 128
 
 
+@dataclass(frozen=True, slots=True)
 class Column:
     """One number for each output, or one for all outputs, as a matrix `[outputs, 1]`.
 
-    Args:
+    Attributes:
         source: `[outputs]`, or a tensor of one number.
     """
 
-    def __init__(self, source: TensorSource, outputs: int) -> None:
-        self._source = source
-        self._shape = [outputs, 1]
+    source: TensorSource
+    outputs: int
 
     def get_shape(self) -> list[int]:
         """See `TensorSource`."""
-        return list(self._shape)
+        return [self.outputs, 1]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """See `TensorSource`."""
-        rows, columns = _part(index, self._shape)
-        if math.prod(self._source.get_shape()) == 1:
-            numbers = self._source[...].reshape(1, 1).expand(rows.stop - rows.start, 1)
+        rows, columns = _part(index, self.get_shape())
+        if math.prod(self.source.get_shape()) == 1:
+            numbers = self.source[...].reshape(1, 1).expand(rows.stop - rows.start, 1)
         else:
-            numbers = self._source[rows].unsqueeze(1)
+            numbers = self.source[rows].unsqueeze(1)
         return numbers[:, columns]
 
 
@@ -133,10 +133,11 @@ class Scales:
         return self.source[rows].float()
 
 
+@dataclass(eq=False)
 class GroupedTensor:
     """A weight in groups of 4 or 8 bits, see `layers.weights.QuantizedSource`.
 
-    Args:
+    Attributes:
         shape: outputs and inputs.
         group_size: neighbouring inputs with one scale.
         zeros: zero points; None: they are in the middle.
@@ -145,128 +146,117 @@ class GroupedTensor:
         is_transposed: whether the model has inputs before outputs.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        bits: int,
-        group_size: int,
-        numbers: Numbers,
-        scales: Scales,
-        zeros: Numbers | None,
-        groups: torch.Tensor | None = None,
-        is_transposed: bool = False,
-    ) -> None:
-        self._shape = shape
-        self._bits = bits
-        self._group_size = group_size
-        self._numbers = numbers
-        self._scales = scales
-        self._zeros = zeros
-        self._groups = groups
-        self._is_transposed = is_transposed
+    shape: tuple[int, int]
+    bits: int
+    group_size: int
+    numbers: Numbers
+    scales: Scales
+    zeros: Numbers | None
+    groups: torch.Tensor | None = None
+    is_transposed: bool = False
 
     def get_shape(self) -> list[int]:
         """The shape that the model knows."""
-        return list(self._shape[::-1] if self._is_transposed else self._shape)
+        return list(self.shape[::-1] if self.is_transposed else self.shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Returns rows `[a:b]`, or a part of their columns `[a:b, c:d]`, in float32."""
         first, second = _part(index, self.get_shape())
-        if self._is_transposed:
+        if self.is_transposed:
             return self._values(second, first).t()
         return self._values(first, second)
 
     def _values(self, outputs: slice, inputs: slice) -> torch.Tensor:
-        groups = self._groups
+        groups = self.groups
         groups = self._neighbours() if groups is None else groups
         groups = groups[inputs]
-        values = self._numbers.read(outputs, inputs).contiguous().float()
+        values = self.numbers.read(outputs, inputs).contiguous().float()
         values -= self._read_zeros(outputs)[:, groups] if self._is_asymmetric else self._middle
-        return values.mul_(self._scales.read(outputs)[:, groups])
+        return values.mul_(self.scales.read(outputs)[:, groups])
 
     def stored(self, rows: slice, columns: slice) -> StoredGroups | None:
         """See `layers.weights.QuantizedSource`.
 
         A border inside of a group cuts the groups of the part into smaller ones of equal scales.
         """
-        rows, columns = _part((rows, columns), self._shape)
-        size, order = _common_size(self._group_size, columns), None
-        if self._groups is not None:
-            order = self._order if columns == slice(0, self._shape[1]) else None
+        rows, columns = _part((rows, columns), self.shape)
+        size, order = _common_size(self.group_size, columns), None
+        if self.groups is not None:
+            order = self._order if columns == slice(0, self.shape[1]) else None
             size = None if order is None else size
         if size is None or not self._fits_halves:
             return None
-        groups = torch.arange(columns.start, columns.stop, size) // self._group_size
-        scales = self._scales.read(rows)[:, groups].half()
-        q = self._numbers.read(rows, columns)
+        groups = torch.arange(columns.start, columns.stop, size) // self.group_size
+        scales = self.scales.read(rows)[:, groups].half()
+        q = self.numbers.read(rows, columns)
         offsets = self._read_zeros(rows)[:, groups].half() if self._is_asymmetric else None
         kind = NO_OFFSETS if offsets is None else ZERO_POINTS
-        form = QuantizedFormat(self._bits, size, kind)
+        form = QuantizedFormat(self.bits, size, kind)
         return StoredGroups(q if order is None else q[:, order], scales, offsets, form, order)
 
     @property
     def _middle(self) -> int:
-        return 1 << (self._bits - 1)
+        return 1 << (self.bits - 1)
 
     def _neighbours(self) -> torch.Tensor:
-        return torch.arange(self._shape[1]) // self._group_size
+        return torch.arange(self.shape[1]) // self.group_size
 
     def _read_zeros(self, rows: slice) -> torch.Tensor:
-        assert self._zeros is not None
-        return self._zeros.read(rows, slice(0, self._scales.num_groups)).float()
+        assert self.zeros is not None
+        return self.zeros.read(rows, slice(0, self.scales.num_groups)).float()
 
     # All parts of a weight have one form, so these are of the whole weight.
 
     @cached_property
     def _is_asymmetric(self) -> bool:
         """Whether a zero point is not in the middle; a symmetric file may have zero points too."""
-        if self._zeros is None:
+        if self.zeros is None:
             return False
-        return bool((self._read_zeros(slice(0, self._shape[0])) != self._middle).any())
+        return bool((self._read_zeros(slice(0, self.shape[0])) != self._middle).any())
 
     @cached_property
     def _fits_halves(self) -> bool:
         """Whether float16 keeps all scales."""
-        scales = self._scales.read(slice(0, self._shape[0]))
+        scales = self.scales.read(slice(0, self.shape[0]))
         return torch.allclose(scales.half().float(), scales, rtol=_SCALE_ERROR, atol=0)
 
     @cached_property
     def _order(self) -> torch.Tensor | None:
         """The inputs in the order of their groups; None: these have not all `group_size` inputs."""
-        assert self._groups is not None
-        order = torch.argsort(self._groups, stable=True)
-        return order if torch.equal(self._groups[order], self._neighbours()) else None
+        assert self.groups is not None
+        order = torch.argsort(self.groups, stable=True)
+        return order if torch.equal(self.groups[order], self._neighbours()) else None
 
 
+@dataclass(frozen=True, slots=True)
 class BlockTensor:
     """A weight in fp8 with a scale for each block of outputs and inputs.
 
     It has no form in groups: fp8 numbers are not evenly spaced, so no integers with one scale equal
     them.
 
-    Args:
+    Attributes:
         source: float8 `[outputs, inputs]`.
         block: outputs and inputs of a block.
     """
 
-    def __init__(self, source: TensorSource, scales: Scales, block: tuple[int, int]) -> None:
-        self._source = source
-        self._scales = scales
-        self._block = block
+    source: TensorSource
+    scales: Scales
+    block: tuple[int, int]
 
     def get_shape(self) -> list[int]:
         """The shape that the model knows."""
-        return self._source.get_shape()
+        return self.source.get_shape()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Returns rows `[a:b]`, or a part of their columns `[a:b, c:d]`, in float32."""
         rows, columns = _part(index, self.get_shape())
-        outputs, inputs = self._block
+        outputs, inputs = self.block
         first = rows.start // outputs
-        scales = self._scales.read(slice(first, -(-rows.stop // outputs)))
+        scales = self.scales.read(slice(first, -(-rows.stop // outputs)))
         by_row = torch.arange(rows.start, rows.stop) // outputs - first
         by_column = torch.arange(columns.start, columns.stop) // inputs
-        return self._source[rows, columns].float().mul_(scales[by_row][:, by_column])
+        return self.source[rows, columns].float().mul_(scales[by_row][:, by_column])
 
     def stored(self, rows: slice, columns: slice) -> StoredGroups | None:
         """Returns None, see `layers.weights.QuantizedSource`."""

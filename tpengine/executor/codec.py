@@ -49,19 +49,9 @@ _MAX_ITEMS = 1 << 27
 _FIRST_ROWS = list(range(1024))
 _GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
     kind: attrgetter(*(field.name for field in dataclasses.fields(kind)))
-    for kind in (
-        AdapterLoad,
-        BlockMoves,
-        Candidates,
-        Fork,
-        NewSequence,
-        PromptLogprobs,
-        SamplingRules,
-        RowError,
-        TokenLogprobs,
-    )
+    for kind in vars(messages).values()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
-_OUTPUT_FIELDS = attrgetter(*(field.name for field in dataclasses.fields(StepOutput)))
 
 
 def _fields(value: Any) -> list[Any]:
@@ -142,7 +132,7 @@ def _all_rows(count: int) -> list[int]:
 
 
 def _plain_output(output: StepOutput) -> list[Any]:
-    step, token_ids, *rest, chosen_logprobs = _OUTPUT_FIELDS(output)
+    step, token_ids, *rest, chosen_logprobs = _GETTERS[StepOutput](output)
     return [step, _as_words(token_ids), *rest, chosen_logprobs.tobytes()]
 
 

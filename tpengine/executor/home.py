@@ -57,6 +57,10 @@ class StartTimes:
         self.appear_s = min(self.appear_s, patience_s)
 
 
+Check = Callable[[], None]
+"""Called during everything that may take long; an exception of it ends the wait."""
+EndGroup = Callable[[set[str]], None]
+"""Ends what is left of a group, except on these nodes, which do not answer."""
 Started = tuple[RankPlace, Sequence[Channel]]
 """A process: where it is, and its channels for steps and for heartbeats."""
 
@@ -68,7 +72,7 @@ class Launcher(Protocol):
     def agents(self) -> NodeAgents:
         """The agents of the ranks' nodes."""
 
-    def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
+    def start(self, epoch: int, timeout_s: float, check: Check) -> list[Started]:
         """Starts the processes and connects the driver with them; returns them in rank order.
 
         Args:
@@ -101,7 +105,7 @@ class Home:
     def check(self) -> None:
         """Raises EngineError if ranks can neither run nor be started here any more."""
 
-    def place(self, times: StartTimes, check: Callable[[], None]) -> None:
+    def place(self, times: StartTimes, check: Check) -> None:
         """Finds places for the first group.
 
         Args:
@@ -112,11 +116,7 @@ class Home:
         """
 
     def replace(
-        self,
-        lost: Sequence[RankPlace],
-        end: Callable[[set[str]], None],
-        times: StartTimes,
-        check: Callable[[], None],
+        self, lost: Sequence[RankPlace], end: EndGroup, times: StartTimes, check: Check
     ) -> None:
         """Makes sure of places for the next group.
 

@@ -104,7 +104,8 @@ class Attention:
         num_tokens, q_size = qkv.shape[0], self.num_heads * self.head_dim
         out = qkv.new_empty(num_tokens, q_size)
         out_heads = out.view(num_tokens, self.num_heads, self.head_dim)
-        q = qkv.view(num_tokens, -1, self.head_dim)[:, : self.num_heads]
+        heads = qkv.view(num_tokens, -1, self.head_dim)
+        q = heads[:, : self.num_heads]
         decodes = metadata.num_decodes
         table, lengths = metadata.block_table, metadata.seq_lens
         if decodes == lengths.shape[0]:
@@ -115,25 +116,15 @@ class Attention:
             self._decode(
                 out_heads[first], q[first], kv_cache, table[first], lengths[first], metadata.gpu
             )
+        out_chunks, chunk_table = out_heads[decodes:], table[decodes:]
         if metadata.gpu is not None:
             attend_chunks(
-                out_heads[decodes:],
-                qkv.view(num_tokens, -1, self.head_dim)[decodes:],
-                kv_cache,
-                table[decodes:],
-                metadata.gpu,
-                self.rule,
+                out_chunks, heads[decodes:], kv_cache, chunk_table, metadata.gpu, self.rule
             )
             return out
+        (k, v), starts, lengths = kv_cache, metadata.query_start_loc, lengths[decodes:]
         attention_ops.prefill_attention(
-            out_heads[decodes:],
-            q[decodes:],
-            kv_cache[0],
-            kv_cache[1],
-            table[decodes:],
-            metadata.query_start_loc,
-            lengths[decodes:],
-            *self.rule,
+            out_chunks, q[decodes:], k, v, chunk_table, starts, lengths, *self.rule
         )
         return out
 

@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 
 Array = npt.NDArray[Any]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 Answer = TypeVar("Answer")
 
 

@@ -27,6 +27,9 @@ class VocabParallelEmbedding:
 
     Args:
         scale: factor on the rows; rounded to the model's dtype, as transformers does.
+
+    Attributes:
+        shape: vocabulary and hidden size.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class VocabParallelEmbedding:
     ) -> None:
         self.scale = torch.tensor(scale, dtype=weights.dtype).item()
         self._parallel = parallel = weights.parallel
+        self.shape = vocab_size, hidden_size
         self.rows = -(-vocab_size // parallel.tp_size)
         self.start = parallel.tp_rank * self.rows
         self.weight: torch.Tensor | None = None

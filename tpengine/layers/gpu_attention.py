@@ -156,18 +156,10 @@ class VarlenBackend:
     ) -> Tensor:
         """See `PrefillBackend.forward`."""
         left = -1 if rule.window is None else rule.window - 1  # keys before the query's own
-        attended: Tensor = self._attend(
-            q,
-            k,
-            v,
-            chunks.query_start,
-            chunks.key_start,
-            max(chunks.query_lens),
-            max(chunks.key_lens),
-            scale=rule.scale,
-            window_size=(left, 0),
-            **self._options,
-        )
+        starts = chunks.query_start, chunks.key_start
+        longest = max(chunks.query_lens), max(chunks.key_lens)
+        options = {"scale": rule.scale, "window_size": (left, 0), **self._options}
+        attended: Tensor = self._attend(q, k, v, *starts, *longest, **options)
         return attended
 
 
@@ -198,13 +190,9 @@ class XformersBackend:
         if group > 1:  # [1, tokens, kv heads, heads of one, head_dim], K and V repeated by stride
             q = q.unflatten(1, (k.shape[1], group))
             k, v = (x.unsqueeze(2).expand(-1, -1, group, -1) for x in (k, v))
-        attended = self._attend(
-            q.unsqueeze(0),
-            k.unsqueeze(0),
-            v.unsqueeze(0),
-            attn_bias=chunks.masks[rule.window],
-            scale=rule.scale,
-        )[0]
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        mask = chunks.masks[rule.window]
+        attended = self._attend(q, k, v, attn_bias=mask, scale=rule.scale)[0]
         return attended.flatten(1, 2) if group > 1 else attended
 
     def _mask(self, chunks: Chunks, window: int | None, device: torch.device) -> Any:
@@ -342,11 +330,11 @@ def _open_backend(name: str, shape: PrefillShape, device: torch.device) -> Prefi
     try:
         backend = BACKENDS[name]()
         worst = max(
-            _relative_error(backend, shape, window, device, query_lens, key_lens)
+            _relative_error(backend, shape, window, chunks)
             for window in shape.windows
-            for query_lens, key_lens in (
-                ([9, 3, 40], [9, 3, 40]),  # no context
-                ([9, 2, 40], [30, 19, 40]),
+            for chunks in (
+                make_chunks([9, 3, 40], [9, 3, 40], device),  # no context
+                make_chunks([9, 2, 40], [30, 19, 40], device),
             )
         )
     except ImportError as error:
@@ -360,15 +348,11 @@ def _open_backend(name: str, shape: PrefillShape, device: torch.device) -> Prefi
 
 
 def _relative_error(
-    backend: PrefillBackend,
-    shape: PrefillShape,
-    window: int | None,
-    device: torch.device,
-    query_lens: list[int],
-    key_lens: list[int],
+    backend: PrefillBackend, shape: PrefillShape, window: int | None, chunks: Chunks
 ) -> float:
     """Relative error of a backend against plain float32, on random rows of these lengths."""
-    gen = torch.Generator().manual_seed(0)
+    gen, device = torch.Generator().manual_seed(0), chunks.key_start.device
+    query_lens, key_lens = chunks.query_lens, chunks.key_lens
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     packed = torch.randn(sum(key_lens), heads + 2 * kv_heads, shape.head_dim, generator=gen)
     packed = packed.to(device, shape.dtype)
@@ -378,7 +362,6 @@ def _relative_error(
     # A window of 7 cuts every row; the real one is longer than these rows.
     window = None if window is None else min(window, 7)
     rule = AttentionRule(shape.head_dim**-0.5, slopes, window, shape.softcap)
-    chunks = make_chunks(query_lens, key_lens, device)
     with torch.inference_mode():
         attended = backend.forward(q, k, v, chunks, rule).float()
         rows = zip(q.split(query_lens), k.split(key_lens), v.split(key_lens), strict=True)

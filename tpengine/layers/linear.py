@@ -9,7 +9,7 @@ rows, and a row's result does not depend on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -83,7 +83,8 @@ class Linear:
 
 
 class MergedColumnParallelLinear(Linear):
-    """Two or more column-parallel matrices with the same input, computed as one product.
+    """Matrices with the same input, one or more, whose outputs are divided over ranks; computed as
+    one product.
 
     Args:
         names: checkpoint prefixes, e.g. `...mlp.gate_proj`, `...mlp.up_proj`; the same one for each
@@ -100,27 +101,10 @@ class MergedColumnParallelLinear(Linear):
         bias: bool = False,
     ) -> None:
         parallel = weights.parallel
-        parts = [_padded_share(parallel, total) for total in total_out_features]
-        super().__init__(weights, in_features, sum(parts), bias)
-        offset = 0
-        for name, part, total in zip(names, parts, total_out_features, strict=True):
-            start = parallel.tp_rank * part
-            _declare_rows(self, weights, name, offset, part, start, total)
-            offset += part
-
-
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """A matrix whose outputs are divided over ranks."""
-
-    def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        in_features: int,
-        total_out_features: int,
-        bias: bool = False,
-    ) -> None:
-        super().__init__(weights, [name], in_features, [total_out_features], bias)
+        shares = [_padded_share(parallel, total) for total in total_out_features]
+        super().__init__(weights, in_features, sum(shares), bias)
+        starts = [parallel.tp_rank * share for share in shares]
+        _declare_rows(self, weights, names, zip(shares, starts, total_out_features, strict=True))
 
 
 class QKVParallelLinear(Linear):
@@ -149,6 +133,7 @@ class QKVParallelLinear(Linear):
         bias: bool = False,
     ) -> None:
         parallel = weights.parallel
+        self.head_dim = head_dim
         self.num_heads = parallel.divide(total_num_heads, "attention heads")
         if total_num_kv_heads >= parallel.tp_size:
             self.num_kv_heads = parallel.divide(total_num_kv_heads, "KV heads")
@@ -166,10 +151,7 @@ class QKVParallelLinear(Linear):
         kv_part = kv_size, first_kv_head * head_dim, total_num_kv_heads * head_dim
         q_part = q_size, parallel.tp_rank * q_size, total_num_heads * head_dim
         self.parts = q_part, kv_part, kv_part
-        offset = 0
-        for name, (rows, start, total) in zip(names, self.parts, strict=True):
-            _declare_rows(self, weights, name, offset, rows, start, total)
-            offset += rows
+        _declare_rows(self, weights, names, self.parts)
 
 
 class InterleavedQKVParallelLinear(Linear):
@@ -215,7 +197,7 @@ class ReplicatedLinear(Linear):
         self, weights: Weights, name: str, in_features: int, out_features: int, bias: bool = False
     ) -> None:
         super().__init__(weights, in_features, out_features, bias)
-        _declare_rows(self, weights, name, 0, out_features, 0, out_features)
+        _declare_rows(self, weights, [name], [(out_features, 0, out_features)])
 
 
 class RowParallelLinear(Linear):
@@ -266,10 +248,14 @@ def _padded_share(parallel: ParallelState, total: int) -> int:
 
 
 def _declare_rows(
-    linear: Linear, weights: Weights, name: str, offset: int, rows: int, start: int, total: int
+    linear: Linear, weights: Weights, names: Sequence[str], parts: Iterable[tuple[int, int, int]]
 ) -> None:
-    own, matrix = slice(offset, offset + rows), linear.matrix
-    shard = WeightShard(matrix.outline[own], 0, start, total, matrix=matrix)
-    weights.declare(f"{name}.weight", shard)
-    if linear.bias is not None:
-        weights.declare(f"{name}.bias", WeightShard(linear.bias[own], 0, start, total))
+    """Declares the rows of a layer, part after part; for `parts` see `QKVParallelLinear`."""
+    offset, matrix = 0, linear.matrix
+    for name, (rows, start, total) in zip(names, parts, strict=True):
+        own = slice(offset, offset + rows)
+        shard = WeightShard(matrix.outline[own], 0, start, total, matrix=matrix)
+        weights.declare(f"{name}.weight", shard)
+        if linear.bias is not None:
+            weights.declare(f"{name}.bias", WeightShard(linear.bias[own], 0, start, total))
+        offset += rows

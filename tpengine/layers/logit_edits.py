@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from tpengine.layers.device_values import Array, Pending, upload
+from tpengine.layers.device_values import Array, Int32, Int64, Pending, upload
 from tpengine.messages import RowError
 from tpengine.sampling_params import LoadedProcessor
 
@@ -105,7 +105,7 @@ class FilledMasks:
         errors: by index of the mask, why there is none.
     """
 
-    bits: npt.NDArray[np.int32]
+    bits: Int32
     errors: dict[int, RowError]
 
 
@@ -117,7 +117,7 @@ class TokenMasks:
         filling: makes the masks while the model runs.
     """
 
-    rows: npt.NDArray[np.int64]
+    rows: Int64
     filling: Future[FilledMasks]
 
 
@@ -319,9 +319,7 @@ class TokenCounts:
         """Whether no sequence is counted."""
         return len(self._free_rows) == len(self._bounds)
 
-    def write(
-        self, slot: int, prompt_ids: npt.NDArray[np.int32], output_ids: npt.NDArray[np.int32]
-    ) -> None:
+    def write(self, slot: int, prompt_ids: Int32, output_ids: Int32) -> None:
         """Sets a slot's row to the tokens of a sequence.
 
         Args:
@@ -341,12 +339,7 @@ class TokenCounts:
         self._num_ids[row] = len(ids)
         self._bounds[row] = len(ids)
 
-    def append(
-        self,
-        slots: npt.NDArray[np.int64],
-        token_ids: npt.NDArray[np.int64],
-        count_distinct: Callable[[int], int],
-    ) -> None:
+    def append(self, slots: Int64, token_ids: Int64, count_distinct: Callable[[int], int]) -> None:
         """Counts one more output token of each slot; slots without a row are skipped.
 
         Args:
@@ -389,7 +382,7 @@ class TokenCounts:
             self._bounds[row] = 0
             self._free_rows.append(row)
 
-    def gather(self, slots: npt.NDArray[np.int64]) -> CountedTokens:
+    def gather(self, slots: Int64) -> CountedTokens:
         """Returns the tokens of slots, each of which has a row."""
         rows = self._row_of_slot[slots]
         width = max(1, int(self._bounds[rows].max()))
@@ -418,10 +411,7 @@ class TokenCounts:
         self._free_rows = list(range(num_rows + more - 1, num_rows - 1, -1))
 
     def _room_for_one_more(
-        self,
-        slots: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-        count_distinct: Callable[[int], int],
+        self, slots: Int64, rows: Int64, count_distinct: Callable[[int], int]
     ) -> int:
         """Makes sure that each row has a free column; returns the width that covers all rows."""
         width = self._ids.shape[1]

@@ -220,13 +220,9 @@ class _Place:
         if shard.split:
             strides = [stride // in_features for stride in target.stride()[:-1]]
             order = torch.arange(num_outputs).as_strided(sizes, strides).flatten().argsort()
-        return cls(
-            outputs=ranges[0],
-            inputs=slice(ranges[1].start, ranges[1].stop),
-            target=range(first, first + num_outputs),
-            order=order,
-            is_transposed=shard.is_transposed,
-        )
+        inputs = slice(ranges[1].start, ranges[1].stop)
+        rows = range(first, first + num_outputs)
+        return cls(ranges[0], inputs, rows, order, shard.is_transposed)
 
     @property
     def is_empty(self) -> bool:

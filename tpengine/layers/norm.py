@@ -95,20 +95,14 @@ class QKNorm:
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        prefix: str,
-        qkv: QKVParallelLinear,
-        head_dim: int,
-        eps: float,
-        centered: bool = False,
+        self, weights: Weights, prefix: str, qkv: QKVParallelLinear, eps: float, centered: bool
     ) -> None:
-        self.q_weight = norm_weight(weights, f"{prefix}.q_norm", head_dim, centered)
-        self.k_weight = norm_weight(weights, f"{prefix}.k_norm", head_dim, centered)
+        self.q_weight = norm_weight(weights, f"{prefix}.q_norm", qkv.head_dim, centered)
+        self.k_weight = norm_weight(weights, f"{prefix}.k_norm", qkv.head_dim, centered)
         self.eps = eps
         self._num_heads = qkv.num_heads
         self._end = qkv.num_heads + qkv.num_kv_heads
-        self._head_dim = head_dim
+        self._head_dim = qkv.head_dim
 
     def forward(self, qkv: torch.Tensor) -> None:
         """qkv `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, normalised in place."""
@@ -123,13 +117,7 @@ class WholeQKNorm(QKNorm):
     head element has a weight of its own, and the mean square is that of all ranks."""
 
     def __init__(
-        self,
-        weights: Weights,
-        prefix: str,
-        qkv: QKVParallelLinear,
-        head_dim: int,
-        eps: float,
-        centered: bool = False,
+        self, weights: Weights, prefix: str, qkv: QKVParallelLinear, eps: float, centered: bool
     ) -> None:
         assert not centered
         self.eps = eps

@@ -4,16 +4,17 @@ norm after the embeddings, and q, k and v fused head by head."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention, LayerStep, SelfAttention
-from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP
-from tpengine.models.registry import check_heads_fill_hidden_size, require, unsupported
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
+from tpengine.models.registry import check_full_attention, require, unsupported
 
 
 def alibi_slopes(total_num_heads: int) -> list[float]:
@@ -28,7 +29,7 @@ def alibi_slopes(total_num_heads: int) -> list[float]:
     return slopes + between
 
 
-def rank_alibi_slopes(weights: Weights, total_num_heads: int) -> torch.Tensor:
+def rank_alibi_slopes(weights: Weights, total_num_heads: int) -> Tensor:
     """Returns this rank's slopes, float32 `[num_heads]`."""
     num_heads = weights.parallel.divide(total_num_heads, "attention heads")
     start = weights.parallel.tp_rank * num_heads
@@ -36,18 +37,10 @@ def rank_alibi_slopes(weights: Weights, total_num_heads: int) -> torch.Tensor:
     return weights.table(torch.tensor(slopes, dtype=torch.float32, device=weights.device))
 
 
-def _attention(
-    config: ModelConfig, weights: Weights, prefix: str, slopes: torch.Tensor
-) -> SelfAttention:
+def _attention(config: ModelConfig, weights: Weights, prefix: str, slopes: Tensor) -> SelfAttention:
     hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
-    qkv = InterleavedQKVParallelLinear(
-        weights,
-        f"{prefix}.query_key_value",
-        hidden_size,
-        config.total_num_heads,
-        head_dim,
-        bias=True,
-    )
+    sizes = hidden_size, config.total_num_heads, head_dim
+    qkv = InterleavedQKVParallelLinear(weights, f"{prefix}.query_key_value", *sizes, bias=True)
     out = RowParallelLinear(weights, f"{prefix}.dense", hidden_size, hidden_size, bias=True)
     heads = qkv.num_heads
     rule = AttentionRule(head_dim**-0.5, slopes)
@@ -58,9 +51,7 @@ class _AddsToNormed(DecoderLayer):
     """One layer that adds each half to its input after the norm
     (`apply_residual_connection_post_layernorm`)."""
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
         """See `DecoderLayer.forward`."""
         normed = self.norms.before_attention.add_forward(x, residual)
         attended = self.attention.forward(normed, step)
@@ -69,7 +60,7 @@ class _AddsToNormed(DecoderLayer):
 
 
 def _layer(
-    config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: torch.Tensor
+    config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: Tensor
 ) -> DecoderLayer:
     hf = config.hf_config
     size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
@@ -91,31 +82,24 @@ class BloomForCausalLM(Decoder):
     base_prefix = "transformer."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        check_heads_fill_hidden_size(config)
-        require(config, "sliding_window", None, None)
+        check_full_attention(config)
         hf = config.hf_config
         size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
         require(config, "n_inner", 4 * size, 4 * size)
         if hf.get("slow_but_exact") and int(hf.get("pretraining_tp") or 1) > 1:
             raise unsupported(config, "slow_but_exact", True, "False with pretraining_tp above 1")
-        self.word_embeddings = VocabParallelEmbedding(
+        self.embed_tokens = VocabParallelEmbedding(
             weights, "transformer.word_embeddings", config.vocab_size, size
         )
-        self.word_embeddings_layernorm = LayerNorm(
-            weights, "transformer.word_embeddings_layernorm", size, eps
-        )
+        name = "transformer.word_embeddings_layernorm"
+        self.embedding_norm = LayerNorm(weights, name, size, eps)
         slopes = rank_alibi_slopes(weights, config.total_num_heads)
         self.layers = [
             _layer(config, weights, f"transformer.h.{i}", slopes) for i in range(config.num_layers)
         ]
         self.norm = LayerNorm(weights, "transformer.ln_f", size, eps)
-        tied = bool(hf.get("tie_word_embeddings", True))
-        self.lm_head = ParallelLMHead(
-            weights, "lm_head", config.vocab_size, size, self.word_embeddings if tied else None
-        )
+        self.lm_head = self.make_head(config, weights)
 
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""
-        return None, self.word_embeddings_layernorm.forward(self.word_embeddings.forward(token_ids))
+        return None, self.embedding_norm.forward(self.embed_tokens.forward(token_ids))

@@ -6,25 +6,29 @@ that comes next adds and normalises in one op.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import torch
+from torch import Tensor
 
+from tpengine.config import ModelConfig
 from tpengine.layers.activation import plain_activation
 from tpengine.layers.attention import AttentionMetadata, KVCache, LayerStep, SelfAttention
-from tpengine.layers.embedding import ParallelLMHead
-from tpengine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from tpengine.layers.norm import NoNorm, Norm
 from tpengine.layers.weights import Weights
+
+Hidden = tuple[Tensor | None, Tensor]
+"""What stands between layers: x, or None if nothing is to be added, and the residual; both
+`[num_tokens, hidden_size]`."""
 
 
 class MLP(Protocol):
     """What follows the attention of a layer."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, hidden_size]` to the same shape, summed over ranks."""
 
 
@@ -46,11 +50,11 @@ class PlainMLP:
         activation: str,
         bias: bool = True,
     ) -> None:
-        self.up = ColumnParallelLinear(weights, up, hidden_size, intermediate_size, bias)
+        self.up = MergedColumnParallelLinear(weights, [up], hidden_size, [intermediate_size], bias)
         self.activation = plain_activation(activation)
         self.down = RowParallelLinear(weights, down, intermediate_size, hidden_size, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, hidden_size]` to the same shape."""
         up = self.up.forward(x)
         self.activation(up)
@@ -78,9 +82,7 @@ class DecoderLayer:
     mlp: MLP
     norms: Norms
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
         """Adds x to `residual` in place, then computes the layer.
 
         Args:
@@ -99,33 +101,33 @@ class DecoderLayer:
         return norms.after_mlp.forward(self.mlp.forward(normed)), residual
 
 
-class Decoder(ABC):
+class Decoder:
     """The whole model on one rank, see `registry.CausalLM`. A subclass builds its parts.
 
     Attributes:
+        embed_tokens: of the vocabulary.
         norm: of the last layer's output.
     """
 
     ignored_weights: ClassVar[tuple[str, ...]] = ()
     base_prefix: ClassVar[str]
     recordable: ClassVar[bool] = True
+    embed_tokens: VocabParallelEmbedding
     layers: Sequence[DecoderLayer]
     norm: Norm
     lm_head: ParallelLMHead
 
-    @abstractmethod
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """Returns what the first layer takes: x and the residual, see `DecoderLayer.forward`.
 
         Args:
             token_ids, positions: int32 `[num_tokens]`.
         """
+        return None, self.embed_tokens.forward(token_ids)
 
     def forward(
-        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
         """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
         x, residual = self.embed(token_ids, metadata.positions)
         last = len(self.layers) - 1
@@ -134,6 +136,18 @@ class Decoder(ABC):
             x, residual = layer.forward(x, residual, step)
         return self.norm.add_forward(x, residual)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def make_head(
+        self, config: ModelConfig, weights: Weights, name: str = "lm_head", is_tied: bool = True
+    ) -> ParallelLMHead:
+        """Makes the output head, with the table of `embed_tokens` if `tie_word_embeddings` says so.
+
+        Args:
+            is_tied: what a config.json without that field means.
+        """
+        is_tied = config.hf_config.get("tie_word_embeddings", is_tied)
+        tied = self.embed_tokens if is_tied else None
+        return ParallelLMHead(weights, name, *self.embed_tokens.shape, tied)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
         return self.lm_head.forward(hidden)

@@ -18,7 +18,7 @@ import torch
 from tpengine.config import ModelConfig
 from tpengine.layers.norm import QKNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.llama import LlamaForCausalLM, LlamaTraits, rotary_table
+from tpengine.models.llama import Blueprint, LlamaForCausalLM, LlamaTraits, rotary_table
 from tpengine.models.registry import layer_windows, require, unsupported
 
 _FOUR_NORMS = (
@@ -82,10 +82,9 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         return replace(super().traits(config), qk_norm=QKNorm)
 
     @classmethod
-    def rotary_tables(
-        cls, config: ModelConfig, weights: Weights, traits: LlamaTraits
-    ) -> Sequence[torch.Tensor | None]:
+    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[torch.Tensor | None]:
         """See `LlamaForCausalLM.rotary_tables`; one table with a window and one without."""
+        config, weights, traits = blueprint
         tables = {
             kind: rotary_table(config, weights, _rotary_fields(config, kind))
             for kind in ("full_attention", "sliding_attention")

@@ -3,21 +3,17 @@ layer, fused q, k and v, and an MLP without a gate."""
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention, SelfAttention
-from tpengine.layers.embedding import (
-    ParallelLMHead,
-    PositionEmbedding,
-    VocabParallelEmbedding,
-)
+from tpengine.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import QKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP
-from tpengine.models.registry import check_heads_fill_hidden_size, require
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
+from tpengine.models.registry import check_full_attention
 
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 """Endings of the matrices that the checkpoint has as `[in, out]`."""
@@ -57,24 +53,18 @@ class GPT2LMHeadModel(Decoder):
     base_prefix = "transformer."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        check_heads_fill_hidden_size(config)
-        require(config, "sliding_window", None, None)
+        check_full_attention(config)
         hf = config.hf_config
         size = hf["hidden_size"]
-        self.wte = VocabParallelEmbedding(weights, "transformer.wte", config.vocab_size, size)
-        self.wpe = PositionEmbedding(
-            weights, "transformer.wpe", hf["max_position_embeddings"], size
-        )
+        sizes = config.vocab_size, size
+        self.embed_tokens = VocabParallelEmbedding(weights, "transformer.wte", *sizes)
+        num_positions = hf["max_position_embeddings"]
+        self.embed_positions = PositionEmbedding(weights, "transformer.wpe", num_positions, size)
         self.layers = [_layer(config, weights, i) for i in range(config.num_layers)]
         self.norm = LayerNorm(weights, "transformer.ln_f", size, hf["layer_norm_epsilon"])
-        tied = bool(hf.get("tie_word_embeddings", True))
-        self.lm_head = ParallelLMHead(
-            weights, "lm_head", config.vocab_size, size, self.wte if tied else None
-        )
+        self.lm_head = self.make_head(config, weights)
         weights.transpose(_TRANSPOSED)
 
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""
-        return self.wpe.forward(positions), self.wte.forward(token_ids)
+        return self.embed_positions.forward(positions), self.embed_tokens.forward(token_ids)

@@ -5,27 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention, LayerStep, SelfAttention
-from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import CheckpointTensor, Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
 from tpengine.models.llama import rotary_table
-from tpengine.models.registry import check_heads_fill_hidden_size, require
+from tpengine.models.registry import check_full_attention
 from tpengine.ops import fused_ops as fused
 
 
 class _ParallelLayer(DecoderLayer):
     """One layer whose attention and MLP have the same input (`use_parallel_residual`)."""
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
         """See `DecoderLayer.forward`."""
         normed = self.norms.before_attention.add_forward(x, residual)
         attended = self.attention.forward(normed, step)
@@ -35,7 +33,7 @@ class _ParallelLayer(DecoderLayer):
         return self.mlp.forward(normed), residual
 
 
-def _layer(config: ModelConfig, weights: Weights, prefix: str, table: torch.Tensor) -> DecoderLayer:
+def _layer(config: ModelConfig, weights: Weights, prefix: str, table: Tensor) -> DecoderLayer:
     hf, heads, head_dim = config.hf_config, config.total_num_heads, config.head_dim
     size, bias = hf["hidden_size"], bool(hf.get("attention_bias", True))
     name = f"{prefix}.attention"
@@ -63,26 +61,18 @@ class GPTNeoXForCausalLM(Decoder):
     base_prefix = "gpt_neox."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        check_heads_fill_hidden_size(config)
-        require(config, "sliding_window", None, None)
+        check_full_attention(config)
         hf = config.hf_config
         sizes = config.vocab_size, hf["hidden_size"]
-        self.embed_in = VocabParallelEmbedding(weights, "gpt_neox.embed_in", *sizes)
+        self.embed_tokens = VocabParallelEmbedding(weights, "gpt_neox.embed_in", *sizes)
         table = rotary_table(config, weights, hf, partial=True)
         self.layers = [
             _layer(config, weights, f"gpt_neox.layers.{i}", table) for i in range(config.num_layers)
         ]
         name = "gpt_neox.final_layer_norm"
         self.norm = LayerNorm(weights, name, hf["hidden_size"], hf["layer_norm_eps"])
-        tied = self.embed_in if hf.get("tie_word_embeddings") else None
-        self.lm_head = ParallelLMHead(weights, "embed_out", *sizes, tied)
+        self.lm_head = self.make_head(config, weights, "embed_out", is_tied=False)
         weights.convert = _renamed
-
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """See `Decoder.embed`."""
-        return None, self.embed_in.forward(token_ids)
 
 
 def _renamed(tensors: Iterator[CheckpointTensor]) -> Iterator[CheckpointTensor]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tpengine.config import ModelConfig
 from tpengine.layers.activation import GatedActivation
 from tpengine.layers.attention import Attention, SelfAttention
-from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import (
     MergedColumnParallelLinear,
@@ -90,34 +90,29 @@ def rotary_table(
     )
 
 
+class Blueprint(NamedTuple):
+    """What the parts of a model on one rank are built from."""
+
+    config: ModelConfig
+    weights: Weights
+    traits: LlamaTraits
+
+
 def _attention(
-    config: ModelConfig,
-    weights: Weights,
-    prefix: str,
-    cos_sin_cache: torch.Tensor | None,
-    traits: LlamaTraits,
-    window: int | None,
+    blueprint: Blueprint, layer: int, cos_sin_cache: torch.Tensor | None
 ) -> SelfAttention:
-    hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
-    total_num_heads = config.total_num_heads
-    qkv = QKVParallelLinear(
-        weights,
-        [f"{prefix}.{'qkv' if traits.fused else name}_proj" for name in "qkv"],
-        hidden_size,
-        total_num_heads,
-        config.total_num_kv_heads,
-        head_dim,
-        traits.qkv_bias,
-    )
-    out = RowParallelLinear(
-        weights, f"{prefix}.o_proj", total_num_heads * head_dim, hidden_size, traits.o_bias
-    )
+    config, weights, traits = blueprint
+    prefix, size = f"model.layers.{layer}.self_attn", config.hf_config["hidden_size"]
+    head_dim, heads, kv_heads = config.head_dim, config.total_num_heads, config.total_num_kv_heads
+    names = [f"{prefix}.{'qkv' if traits.fused else name}_proj" for name in "qkv"]
+    qkv = QKVParallelLinear(weights, names, size, heads, kv_heads, head_dim, traits.qkv_bias)
+    out = RowParallelLinear(weights, f"{prefix}.o_proj", heads * head_dim, size, traits.o_bias)
     qk_norm: QKNorm | None = None
     if traits.qk_norm is not None:
         eps = config.hf_config["rms_norm_eps"]
-        qk_norm = traits.qk_norm(weights, prefix, qkv, head_dim, eps, traits.centered_norms)
+        qk_norm = traits.qk_norm(weights, prefix, qkv, eps, traits.centered_norms)
     scale = head_dim**-0.5 if traits.scale is None else traits.scale
-    rule = AttentionRule(scale, window=window, softcap=traits.softcap)
+    rule = AttentionRule(scale, window=traits.windows[layer], softcap=traits.softcap)
     attention = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, rule, cos_sin_cache)
     return SelfAttention(qkv, attention, out, qk_norm)
 
@@ -125,28 +120,16 @@ def _attention(
 class LlamaMLP:
     """`down(act(gate(x)) * up(x))`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        prefix: str,
-        traits: LlamaTraits,
-        intermediate_size: int | None = None,
-    ) -> None:
+    def __init__(self, blueprint: Blueprint, prefix: str, size: int | None = None) -> None:
+        config, weights, traits = blueprint
         hf, bias = config.hf_config, traits.mlp_bias
-        hidden_size = hf["hidden_size"]
-        intermediate_size = intermediate_size or hf["intermediate_size"]
+        hidden_size, size = hf["hidden_size"], size or hf["intermediate_size"]
         names = ["gate_up_proj"] * 2 if traits.fused else ["gate_proj", "up_proj"]
+        names = [f"{prefix}.{name}" for name in names]
         self.gate_up_proj = MergedColumnParallelLinear(
-            weights,
-            [f"{prefix}.{name}" for name in names],
-            hidden_size,
-            [intermediate_size] * 2,
-            bias,
+            weights, names, hidden_size, [size] * 2, bias
         )
-        self.down_proj = RowParallelLinear(
-            weights, f"{prefix}.down_proj", intermediate_size, hidden_size, bias
-        )
+        self.down_proj = RowParallelLinear(weights, f"{prefix}.down_proj", size, hidden_size, bias)
         self.activation = GatedActivation(traits.activation or hf["hidden_act"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,12 +141,13 @@ class LlamaMLP:
         return self.down_proj.partial_forward(self.activation.forward(self.gate_up_proj.forward(x)))
 
 
-def _norm(config: ModelConfig, weights: Weights, name: str, traits: LlamaTraits) -> RMSNorm:
+def _norm(blueprint: Blueprint, name: str) -> RMSNorm:
     """A norm of the residual, which is kept divided by `residual_scale`: what is added to it needs
     no factor, and its norm is the same if eps is divided by the square."""
-    hf = config.hf_config
-    eps = hf["rms_norm_eps"] / traits.residual_scale**2
-    return RMSNorm(weights, name, hf["hidden_size"], eps, traits.centered_norms)
+    config, weights, traits = blueprint
+    eps = config.hf_config["rms_norm_eps"] / traits.residual_scale**2
+    size = config.hf_config["hidden_size"]
+    return RMSNorm(weights, name, size, eps, traits.centered_norms)
 
 
 class LlamaForCausalLM(Decoder):
@@ -173,17 +157,14 @@ class LlamaForCausalLM(Decoder):
     base_prefix = "model."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        hf = config.hf_config
-        traits = self.traits(config)
-        sizes = config.vocab_size, hf["hidden_size"]
-        self.embed_tokens = VocabParallelEmbedding(
-            weights, "model.embed_tokens", *sizes, traits.embedding_scale
-        )
-        tables = self.rotary_tables(config, weights, traits)
-        self.layers = [self._layer(config, weights, i, x, traits) for i, x in enumerate(tables)]
-        self.norm = _norm(config, weights, "model.norm", traits)
-        tied = self.embed_tokens if hf.get("tie_word_embeddings") else None
-        self.lm_head = ParallelLMHead(weights, "lm_head", *sizes, tied)
+        blueprint = Blueprint(config, weights, self.traits(config))
+        sizes = config.vocab_size, config.hf_config["hidden_size"]
+        scale = blueprint.traits.embedding_scale
+        self.embed_tokens = VocabParallelEmbedding(weights, "model.embed_tokens", *sizes, scale)
+        tables = self.rotary_tables(blueprint)
+        self.layers = [self._layer(blueprint, i, table) for i, table in enumerate(tables)]
+        self.norm = _norm(blueprint, "model.norm")
+        self.lm_head = self.make_head(config, weights, is_tied=False)
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
@@ -207,39 +188,25 @@ class LlamaForCausalLM(Decoder):
         )
 
     def _layer(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        layer: int,
-        cos_sin_cache: torch.Tensor | None,
-        traits: LlamaTraits,
+        self, blueprint: Blueprint, layer: int, cos_sin_cache: torch.Tensor | None
     ) -> DecoderLayer:
-        prefix, window = f"model.layers.{layer}", traits.windows[layer]
-        name = f"{prefix}.self_attn"
-        attention = _attention(config, weights, name, cos_sin_cache, traits, window)
-        mlp = self.make_mlp(config, weights, layer, traits)
-        norms = {place: f"{prefix}.{name}" for place, name in traits.norms}
-        made = {place: _norm(config, weights, name, traits) for place, name in norms.items()}
-        return DecoderLayer(attention, mlp, Norms(**made))
+        attention = _attention(blueprint, layer, cos_sin_cache)
+        mlp = self.make_mlp(blueprint, layer)
+        norms = {
+            place: _norm(blueprint, f"model.layers.{layer}.{name}")
+            for place, name in blueprint.traits.norms
+        }
+        return DecoderLayer(attention, mlp, Norms(**norms))
 
     @classmethod
-    def make_mlp(
-        cls, config: ModelConfig, weights: Weights, layer: int, traits: LlamaTraits
-    ) -> MLP:
+    def make_mlp(cls, blueprint: Blueprint, layer: int) -> MLP:
         """Builds what stands after the attention of a layer."""
-        return LlamaMLP(config, weights, f"model.layers.{layer}.mlp", traits)
+        return LlamaMLP(blueprint, f"model.layers.{layer}.mlp")
 
     @classmethod
-    def rotary_tables(
-        cls, config: ModelConfig, weights: Weights, traits: LlamaTraits
-    ) -> Sequence[torch.Tensor | None]:
+    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[torch.Tensor | None]:
         """Returns each layer's table of cosines and sines, None for a layer that does not rotate;
         here one table for all layers."""
+        config, weights, traits = blueprint
         table = rotary_table(config, weights, config.hf_config, traits.partial_rotary)
         return [table] * config.num_layers
-
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """See `Decoder.embed`."""
-        return None, self.embed_tokens.forward(token_ids)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tpengine.config import ModelConfig
 from tpengine.layers.moe import Experts, ExpertTraits
-from tpengine.layers.weights import Weights
 from tpengine.models.decoder import MLP
-from tpengine.models.llama import LlamaTraits
+from tpengine.models.llama import Blueprint
 from tpengine.models.mistral import MistralForCausalLM
 from tpengine.models.registry import require
 
@@ -20,12 +18,10 @@ class ExpertMLP:
         traits: of the experts.
     """
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, prefix: str, traits: ExpertTraits
-    ) -> None:
-        require(config, "hidden_act", "silu", "silu", "swish")
-        self._parallel = weights.parallel
-        self.experts = Experts(weights, prefix, traits)
+    def __init__(self, blueprint: Blueprint, prefix: str, traits: ExpertTraits) -> None:
+        require(blueprint.config, "hidden_act", "silu", "silu", "swish")
+        self._parallel = blueprint.weights.parallel
+        self.experts = Experts(blueprint.weights, prefix, traits)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_tokens, hidden_size]` to the same shape."""
@@ -38,11 +34,9 @@ class MixtralForCausalLM(MistralForCausalLM):
     own_fields = ("num_experts", "num_local_experts")
 
     @classmethod
-    def make_mlp(
-        cls, config: ModelConfig, weights: Weights, layer: int, traits: LlamaTraits
-    ) -> MLP:
+    def make_mlp(cls, blueprint: Blueprint, layer: int) -> MLP:
         """See `LlamaForCausalLM.make_mlp`."""
-        hf = config.hf_config
+        hf = blueprint.config.hf_config
         experts = ExpertTraits(
             num_experts=hf["num_local_experts"],
             top_k=hf["num_experts_per_tok"],
@@ -51,5 +45,4 @@ class MixtralForCausalLM(MistralForCausalLM):
             normalize=True,
             names=("w1", "w3", "w2"),
         )
-        prefix = f"model.layers.{layer}.block_sparse_moe"
-        return ExpertMLP(config, weights, prefix, experts)
+        return ExpertMLP(blueprint, f"model.layers.{layer}.block_sparse_moe", experts)

@@ -4,7 +4,7 @@ layers."""
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import (
@@ -14,17 +14,13 @@ from tpengine.layers.attention import (
     LayerStep,
     SelfAttention,
 )
-from tpengine.layers.embedding import (
-    ParallelLMHead,
-    PositionEmbedding,
-    VocabParallelEmbedding,
-)
+from tpengine.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm, NoNorm
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import Decoder, DecoderLayer, Norms, PlainMLP
-from tpengine.models.registry import check_heads_fill_hidden_size, require
+from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
+from tpengine.models.registry import check_full_attention
 from tpengine.ops import fused_ops as fused
 
 _POSITION_OFFSET = 2
@@ -44,9 +40,7 @@ def _attention(config: ModelConfig, weights: Weights, prefix: str) -> SelfAttent
 class _NormsAfter(DecoderLayer):
     """One layer that normalises after each sum (`do_layer_norm_before` is false)."""
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
         """See `DecoderLayer.forward`; the returned residual is the layer's whole output."""
         if x is not None:
             fused.accumulate(residual, x)
@@ -77,30 +71,21 @@ class OPTForCausalLM(Decoder):
     base_prefix = "model."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        check_heads_fill_hidden_size(config)
-        require(config, "sliding_window", None, None)
+        check_full_attention(config)
         hf, prefix = config.hf_config, "model.decoder"
         hidden_size = hf["hidden_size"]
         embed_dim = hf.get("word_embed_proj_dim") or hidden_size
         self.embed_tokens = VocabParallelEmbedding(
             weights, f"{prefix}.embed_tokens", config.vocab_size, embed_dim
         )
-        self.embed_positions = PositionEmbedding(
-            weights,
-            f"{prefix}.embed_positions",
-            hf["max_position_embeddings"],
-            hidden_size,
-            _POSITION_OFFSET,
-        )
+        table = hf["max_position_embeddings"], hidden_size, _POSITION_OFFSET
+        self.embed_positions = PositionEmbedding(weights, f"{prefix}.embed_positions", *table)
         self.project_in: ReplicatedLinear | None = None
         self.project_out: ReplicatedLinear | None = None
         if embed_dim != hidden_size:
-            self.project_in = ReplicatedLinear(
-                weights, f"{prefix}.project_in", embed_dim, hidden_size
-            )
-            self.project_out = ReplicatedLinear(
-                weights, f"{prefix}.project_out", hidden_size, embed_dim
-            )
+            inward, outward = f"{prefix}.project_in", f"{prefix}.project_out"
+            self.project_in = ReplicatedLinear(weights, inward, embed_dim, hidden_size)
+            self.project_out = ReplicatedLinear(weights, outward, hidden_size, embed_dim)
         self.layers = [
             _layer(config, weights, f"{prefix}.layers.{i}") for i in range(config.num_layers)
         ]
@@ -110,14 +95,9 @@ class OPTForCausalLM(Decoder):
         if hf["do_layer_norm_before"] and not hf.get("_remove_final_layer_norm"):
             affine = hf["layer_norm_elementwise_affine"]
             self.norm = LayerNorm(weights, f"{prefix}.final_layer_norm", hidden_size, affine=affine)
-        tied = bool(hf.get("tie_word_embeddings", True))
-        self.lm_head = ParallelLMHead(
-            weights, "lm_head", config.vocab_size, embed_dim, self.embed_tokens if tied else None
-        )
+        self.lm_head = self.make_head(config, weights)
 
-    def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""
         tokens = self.embed_tokens.forward(token_ids)
         if self.project_in is not None:
@@ -125,8 +105,8 @@ class OPTForCausalLM(Decoder):
         return self.embed_positions.forward(positions), tokens
 
     def forward(
-        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
         """token_ids int32 `[num_tokens]` to hidden states `[num_wanted, word_embed_proj_dim]`."""
         hidden = super().forward(token_ids, kv_caches, metadata)
         return hidden if self.project_out is None else self.project_out.forward(hidden)

@@ -5,6 +5,8 @@ Llama with normalised query and key heads, and a head_dim that is independent of
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tpengine.config import ModelConfig
 from tpengine.layers.norm import QKNorm
 from tpengine.models.llama import LlamaForCausalLM, LlamaTraits
@@ -32,7 +34,4 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
         require(config, "mlp_bias", False, False)
-        bias = bool(config.hf_config.get("attention_bias"))
-        return LlamaTraits(
-            windows=layer_windows(config), qkv_bias=bias, o_bias=bias, qk_norm=QKNorm
-        )
+        return replace(cls.biases(config), windows=layer_windows(config), qk_norm=QKNorm)

@@ -5,14 +5,15 @@ with experts. Some layers may have a plain MLP.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tpengine.config import ModelConfig
 from tpengine.layers.moe import ExpertTraits, Router
 from tpengine.layers.norm import QKNorm
-from tpengine.layers.weights import Weights
 from tpengine.models.decoder import MLP
-from tpengine.models.llama import LlamaForCausalLM, LlamaMLP, LlamaTraits
+from tpengine.models.llama import Blueprint, LlamaForCausalLM, LlamaMLP, LlamaTraits
 from tpengine.models.mixtral import ExpertMLP
 from tpengine.models.registry import layer_windows, require, uniform_window
 from tpengine.ops.fused_ops import add_gated
@@ -21,15 +22,13 @@ from tpengine.ops.fused_ops import add_gated
 class SharedExpertMLP(ExpertMLP):
     """Experts, and one that every token goes to, weighed by a sigmoid."""
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, prefix: str, traits: ExpertTraits
-    ) -> None:
-        super().__init__(config, weights, prefix, traits)
-        size = config.hf_config["shared_expert_intermediate_size"]
-        plain = LlamaTraits(windows=())
-        self.shared_expert = LlamaMLP(config, weights, f"{prefix}.shared_expert", plain, size)
+    def __init__(self, blueprint: Blueprint, prefix: str, traits: ExpertTraits) -> None:
+        super().__init__(blueprint, prefix, traits)
+        size = blueprint.config.hf_config["shared_expert_intermediate_size"]
+        plain = blueprint._replace(traits=LlamaTraits(windows=()))
+        self.shared_expert = LlamaMLP(plain, f"{prefix}.shared_expert", size)
         gate = f"{prefix}.shared_expert_gate"
-        self.shared_expert_gate = Router(weights, gate, traits.hidden_size, 1)
+        self.shared_expert_gate = Router(blueprint.weights, gate, traits.hidden_size, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `ExpertMLP.forward`."""
@@ -45,15 +44,13 @@ class _QwenMoeForCausalLM(LlamaForCausalLM):
     expert_mlp = ExpertMLP
 
     @classmethod
-    def make_mlp(
-        cls, config: ModelConfig, weights: Weights, layer: int, traits: LlamaTraits
-    ) -> MLP:
+    def make_mlp(cls, blueprint: Blueprint, layer: int) -> MLP:
         """See `LlamaForCausalLM.make_mlp`."""
-        hf = config.hf_config
+        hf = blueprint.config.hf_config
         is_dense = layer in (hf.get("mlp_only_layers") or ())
         num_experts = hf.get("num_experts") or hf.get("num_local_experts")
         if is_dense or not num_experts or (layer + 1) % (hf.get("decoder_sparse_step") or 1):
-            return super().make_mlp(config, weights, layer, traits)
+            return super().make_mlp(blueprint, layer)
         experts = ExpertTraits(
             num_experts=num_experts,
             top_k=hf["num_experts_per_tok"],
@@ -61,7 +58,7 @@ class _QwenMoeForCausalLM(LlamaForCausalLM):
             intermediate_size=hf["moe_intermediate_size"],
             normalize=bool(hf.get("norm_topk_prob")),
         )
-        return cls.expert_mlp(config, weights, f"model.layers.{layer}.mlp", experts)
+        return cls.expert_mlp(blueprint, f"model.layers.{layer}.mlp", experts)
 
 
 class Qwen2MoeForCausalLM(_QwenMoeForCausalLM):
@@ -89,7 +86,4 @@ class Qwen3MoeForCausalLM(_QwenMoeForCausalLM):
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
         require(config, "mlp_bias", False, False)
-        bias = bool(config.hf_config.get("attention_bias"))
-        return LlamaTraits(
-            windows=uniform_window(config), qkv_bias=bias, o_bias=bias, qk_norm=QKNorm
-        )
+        return replace(cls.biases(config), windows=uniform_window(config), qk_norm=QKNorm)

@@ -131,15 +131,17 @@ def unsupported(config: ModelConfig, field: str, value: object, supported: str) 
     )
 
 
-def check_heads_fill_hidden_size(config: ModelConfig) -> None:
-    """Checks that heads divide the hidden size, for families without a field `head_dim`.
+def check_full_attention(config: ModelConfig) -> None:
+    """Checks that heads divide the hidden size, for families without a field `head_dim`, and that
+    no layer has a window.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it is not so.
     """
     hidden_size, heads = config.hf_config["hidden_size"], config.total_num_heads
     if config.head_dim * heads != hidden_size:
         raise unsupported(config, "hidden_size", hidden_size, f"multiples of {heads} heads")
+    require(config, "sliding_window", None, None)
 
 
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from tpengine.config import ModelConfig
-from tpengine.layers.weights import Weights
-from tpengine.models.llama import LlamaForCausalLM, LlamaTraits
+from tpengine.models.llama import Blueprint, LlamaForCausalLM, LlamaTraits
 from tpengine.models.registry import layer_windows, unsupported
 
 
@@ -23,13 +22,12 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
         return replace(cls.biases(config), windows=layer_windows(config))
 
     @classmethod
-    def rotary_tables(
-        cls, config: ModelConfig, weights: Weights, traits: LlamaTraits
-    ) -> Sequence[torch.Tensor | None]:
+    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[torch.Tensor | None]:
         """See `LlamaForCausalLM.rotary_tables`."""
+        config = blueprint.config
         rotates = config.hf_config["no_rope_layers"]
         if len(rotates) < config.num_layers:
             lengths = f"lists of {config.num_layers} numbers"
             raise unsupported(config, "no_rope_layers", rotates, lengths)
-        tables = super().rotary_tables(config, weights, traits)
+        tables = super().rotary_tables(blueprint)
         return [table if is_one else None for table, is_one in zip(tables, rotates, strict=False)]

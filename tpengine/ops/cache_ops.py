@@ -80,8 +80,7 @@ def swap_out(
     for part in _parts(pairs, staging.shape[0]):
         packed = staging[: len(part)]
         pack_blocks(packed, cache, _upload([block for block, _ in part], cache.device))
-        for first, target, count in _runs([target for _, target in part]):
-            host[target : target + count].copy_(packed[first : first + count], non_blocking=True)
+        copy_across(packed, host, [(index, target) for index, (_, target) in enumerate(part)])
 
 
 def swap_in(
@@ -96,8 +95,7 @@ def swap_in(
     pairs = sorted(block_pairs)
     for part in _parts(pairs, staging.shape[0]):
         packed = staging[: len(part)]
-        for first, source, count in _runs([source for source, _ in part]):
-            packed[first : first + count].copy_(host[source : source + count], non_blocking=True)
+        copy_across(host, packed, [(source, index) for index, (source, _) in enumerate(part)])
         unpack_blocks(cache, packed, _upload([block for _, block in part], cache.device))
 
 
@@ -105,15 +103,24 @@ def _parts(pairs: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]
     return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
 
-def _runs(blocks: list[int]) -> list[tuple[int, int, int]]:
-    """Finds runs of consecutive block ids; each is (index, first block, count)."""
+def copy_across(source: Tensor, target: Tensor, pairs: list[tuple[int, int]]) -> None:
+    """Copies blocks from one tensor to another, consecutive ones in one copy."""
+    for first_source, first_target, count in _runs(pairs):
+        target[first_target : first_target + count].copy_(
+            source[first_source : first_source + count], non_blocking=True
+        )
+
+
+def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Returns (source, target, count) of runs in which source and target both go up by one."""
     runs: list[tuple[int, int, int]] = []
-    for index, block in enumerate(blocks):
-        if runs and block == runs[-1][1] + runs[-1][2]:
-            first, start, count = runs[-1]
-            runs[-1] = (first, start, count + 1)
-        else:
-            runs.append((index, block, 1))
+    for source, target in pairs:
+        if runs:
+            first_source, first_target, count = runs[-1]
+            if (source, target) == (first_source + count, first_target + count):
+                runs[-1] = (first_source, first_target, count + 1)
+                continue
+        runs.append((source, target, 1))
     return runs
 
 

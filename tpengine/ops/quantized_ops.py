@@ -70,30 +70,18 @@ class QuantizedWeight:
         return QuantizedWeight(packed.flatten(), self.format, stop - start, self.in_features)
 
 
-def pack_quantized(
-    q: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    form: QuantizedFormat,
-    arena: HugePageArena | None = None,
-) -> QuantizedWeight:
-    """Packs a weight that is quantised already.
-
-    Args:
-        q: uint8 `[out_features, in_features]`, 0 to 15 or 255.
-        scales: float16 `[out_features, num_groups]`.
-        offsets: float16, of the same shape, or None; see `QuantizedFormat.offsets`.
-        arena: memory for the result; None: torch allocates it.
-    """
-    weight = empty_quantized(q.shape[0], q.shape[1], form, arena)
-    pack_quantized_into(weight, q, scales, offsets)
-    return weight
-
-
 def pack_quantized_into(
     weight: QuantizedWeight, q: Tensor, scales: Tensor, offsets: Tensor | None
 ) -> None:
-    """See `pack_quantized`. Columns and groups that are missing at the end of each row are zero."""
+    """Packs a weight that is quantised already. Columns and groups that are missing at the end of
+    each row are zero.
+
+    Args:
+        weight: from `empty_quantized`; written.
+        q: uint8 `[out_features, in_features]`, 0 to 15 or 255.
+        scales: float16 `[out_features, num_groups]`.
+        offsets: float16, of the same shape, or None; see `QuantizedFormat.offsets`.
+    """
     form = weight.format
     missing = (0, form.num_groups(weight.in_features) - scales.shape[1])
     scales = F.pad(scales, missing)
@@ -130,7 +118,7 @@ def quantize_weight_into(result: QuantizedWeight, weight: Tensor) -> None:
 def empty_quantized(
     outputs: int, inputs: int, form: QuantizedFormat, arena: HugePageArena | None = None
 ) -> QuantizedWeight:
-    """Allocates an uninitialised weight `[outputs, inputs]`; `arena` as in `pack_quantized`."""
+    """Allocates an uninitialised weight `[outputs, inputs]`; `arena` as in `quantize_weight`."""
     tail = LINEAR_PANEL * 2 * (1 if form.offsets == NO_OFFSETS else 2)
     group_bytes = LINEAR_PANEL * form.group_size * form.bits // 8 + tail
     count = -(-outputs // LINEAR_PANEL) * form.num_groups(inputs) * group_bytes

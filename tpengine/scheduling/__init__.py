@@ -8,20 +8,3 @@ Where to look:
     policy: the order of requests.
     step: the data of a step; which sequences of a request it takes.
 """
-
-from tpengine.scheduling.block_manager import AllocStatus, BlockManager
-from tpengine.scheduling.policy import POLICIES, FirstComeFirstServed, Priority, SchedulingPolicy
-from tpengine.scheduling.scheduler import Scheduler
-from tpengine.scheduling.step import SchedulerOutput, StepDecisions
-
-__all__ = [
-    "POLICIES",
-    "AllocStatus",
-    "BlockManager",
-    "FirstComeFirstServed",
-    "Priority",
-    "Scheduler",
-    "SchedulerOutput",
-    "SchedulingPolicy",
-    "StepDecisions",
-]

@@ -278,14 +278,7 @@ class BlockManager:
         pairs: dict[int, int] = {}
         for sequence in request.unfinished_sequences:
             table = self._computed_blocks(sequence)
-            host_table = [NO_BLOCK] * table.count(NO_BLOCK)
-            for block in _held(table):
-                if block in pairs:
-                    self.host.share(pairs[block])
-                else:
-                    (pairs[block],) = self.host.take(1)
-                host_table.append(pairs[block])
-            self._host_tables[sequence.seq_id] = host_table
+            self._host_tables[sequence.seq_id] = _moved(table, self.host, pairs)
         for sequence in request.unfinished_sequences:
             self._drop_table(sequence)
         return list(pairs.items())
@@ -308,15 +301,9 @@ class BlockManager:
         pairs: dict[int, int] = {}
         for sequence in request.unfinished_sequences:
             host_table = self._host_tables.pop(sequence.seq_id)
-            table = [NO_BLOCK] * host_table.count(NO_BLOCK)
+            self._tables[sequence.seq_id] = _moved(host_table, self.device, pairs)
             for block in _held(host_table):
-                if block in pairs:
-                    self.device.share(pairs[block])
-                else:
-                    (pairs[block],) = self.device.take(1)
-                table.append(pairs[block])
                 self.host.release(block)
-            self._tables[sequence.seq_id] = table
         return list(pairs.items())
 
     def free(self, sequence: Sequence) -> None:
@@ -485,3 +472,19 @@ def most_held_blocks(num_kept_tokens: int, max_step_tokens: int, block_size: int
 def _held(table: list[int]) -> list[int]:
     """The blocks of a table without those that were given back."""
     return table[table.count(NO_BLOCK) :]
+
+
+def _moved(table: list[int], pool: BlockPool, pairs: dict[int, int]) -> list[int]:
+    """Returns a table in blocks of another pool.
+
+    Args:
+        pairs: block of that pool for each block that was moved before; more are added.
+    """
+    moved = [NO_BLOCK] * table.count(NO_BLOCK)
+    for block in _held(table):
+        if block in pairs:
+            pool.share(pairs[block])
+        else:
+            (pairs[block],) = pool.take(1)
+        moved.append(pairs[block])
+    return moved

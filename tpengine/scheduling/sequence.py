@@ -38,7 +38,7 @@ _ENDS_OF_ALL = (
 )
 """Ends that all unfinished sequences of a request have together, at any time."""
 
-LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+LEGAL_MOVES = dict.fromkeys(SequenceStatus, frozenset[SequenceStatus]()) | {
     SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, *_ENDS_OF_ALL}),
     SequenceStatus.RUNNING: frozenset(
         {
@@ -50,18 +50,11 @@ LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
         }
     ),
     SequenceStatus.SWAPPED: frozenset(
-        {
-            SequenceStatus.RUNNING,
-            SequenceStatus.WAITING,  # its host blocks are lost: recompute
-            *_ENDS_OF_ALL,
-        }
+        # To WAITING when its host blocks are lost: recompute.
+        {SequenceStatus.RUNNING, SequenceStatus.WAITING, *_ENDS_OF_ALL}
     ),
-    SequenceStatus.FINISHED_STOPPED: frozenset(),
-    SequenceStatus.FINISHED_LENGTH: frozenset(),
-    SequenceStatus.FINISHED_ABORTED: frozenset(),
-    SequenceStatus.FINISHED_IGNORED: frozenset(),
-    SequenceStatus.FINISHED_FAILED: frozenset(),
 }
+"""By status; from a final one there is none."""
 
 
 @dataclass(slots=True, eq=False)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from tpengine.errors import InvalidSamplingParamsError
+from tpengine.layers.device_values import Int32, Int64
 from tpengine.layers.logit_edits import FilledMasks, TokenMasks
 from tpengine.messages import NewSequence, RowError
 from tpengine.structured.grammars import Vocabulary, reason
@@ -91,12 +91,7 @@ class GrammarSlots:
         """Removes a slot's grammar."""
         self._followed.pop(slot, None)
 
-    def begin_masks(
-        self,
-        slots: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int32],
-        token_ids: npt.NDArray[np.int32],
-    ) -> TokenMasks | None:
+    def begin_masks(self, slots: Int64, positions: Int32, token_ids: Int32) -> TokenMasks | None:
         """Begins to make the masks of one step's samples; None: none follows a grammar. See
         `SamplingSlots.gather` for the arguments."""
         rows, work = [], []

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -15,11 +14,10 @@ from safetensors.torch import load
 from tpengine.checkpoint.adapter_files import read_adapter
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import InvalidAdapterError
+from tpengine.layers.device_values import Int32
 from tpengine.layers.lora import AdapterLayers, HostAdapter
 from tpengine.logger import init_logger
 from tpengine.messages import AdapterLoad
-
-Int32 = npt.NDArray[np.int32]
 
 logger = init_logger(__name__)
 

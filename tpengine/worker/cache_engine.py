@@ -17,14 +17,7 @@ import torch
 from tpengine.layers.attention import KVCache
 from tpengine.layers.device_values import upload
 from tpengine.messages import BlockMoves
-from tpengine.ops import huge_pages
-from tpengine.ops.cache_ops import (
-    copy_blocks,
-    copy_cache_blocks,
-    kv_cache_shapes,
-    swap_in,
-    swap_out,
-)
+from tpengine.ops import cache_ops, huge_pages
 
 _STAGING_BYTES = 64 << 20
 """Of a copy to or from the host: large enough for the bus to reach its full speed."""
@@ -44,7 +37,7 @@ def block_bytes(
     head_dim: int,
 ) -> int:
     """Returns the bytes of one block over all layers, K and V."""
-    shapes = kv_cache_shapes(device.type, dtype, 1, block_size, num_kv_heads, head_dim)
+    shapes = cache_ops.kv_cache_shapes(device.type, dtype, 1, block_size, num_kv_heads, head_dim)
     return num_layers * dtype.itemsize * sum(math.prod(shape) for shape in shapes)
 
 
@@ -74,7 +67,7 @@ class CacheEngine:
         head_dim: int,
         num_host_blocks: int = 0,
     ) -> None:
-        k_shape, v_shape = kv_cache_shapes(
+        k_shape, v_shape = cache_ops.kv_cache_shapes(
             device.type, dtype, num_blocks, block_size, num_kv_heads, head_dim
         )
         self._device = device
@@ -129,14 +122,14 @@ class LayerBlocks:
         """Copies blocks to the host and from it."""
         for pair, host_pair in zip(self.caches, self._host_caches, strict=True):
             for cache, host in zip(pair, host_pair, strict=True):
-                _copy_across(cache, host, moves.swap_outs)
-                _copy_across(host, cache, moves.swap_ins)
+                cache_ops.copy_across(cache, host, moves.swap_outs)
+                cache_ops.copy_across(host, cache, moves.swap_ins)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks within the cache."""
         sources_and_targets = torch.tensor(pairs, dtype=torch.int64)
         for k_cache, v_cache in self.caches:
-            copy_blocks(k_cache, v_cache, sources_and_targets)
+            cache_ops.copy_blocks(k_cache, v_cache, sources_and_targets)
 
 
 class PooledBlocks:
@@ -195,14 +188,16 @@ class PooledBlocks:
             piece, place = divmod(host_block, self._piece_blocks)
             ins[piece].append((place, block))
         for piece, pairs in outs.items():
-            swap_out(self._host[piece], self._pool, pairs, self._staging)
+            cache_ops.swap_out(self._host[piece], self._pool, pairs, self._staging)
         for piece, pairs in ins.items():
-            swap_in(self._pool, self._host[piece], pairs, self._staging)
+            cache_ops.swap_in(self._pool, self._host[piece], pairs, self._staging)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks within the cache, after the swaps of the same step."""
         self.caches.wait()
-        copy_cache_blocks(self._pool, upload(np.array(pairs, np.int64), self._pool.device))
+        cache_ops.copy_cache_blocks(
+            self._pool, upload(np.array(pairs, np.int64), self._pool.device)
+        )
 
 
 def staged_blocks(block_bytes: int, num_host_blocks: int) -> int:
@@ -234,24 +229,3 @@ class LayerCaches(list[KVCache]):
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
             yield self[layer]
-
-
-def _copy_across(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copies blocks from one tensor to another, consecutive ones in one copy."""
-    for first_source, first_target, count in _runs(pairs):
-        target[first_target : first_target + count].copy_(
-            source[first_source : first_source + count], non_blocking=True
-        )
-
-
-def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Returns (source, target, count) of runs in which source and target both go up by one."""
-    runs: list[tuple[int, int, int]] = []
-    for source, target in pairs:
-        if runs:
-            first_source, first_target, count = runs[-1]
-            if (source, target) == (first_source + count, first_target + count):
-                runs[-1] = (first_source, first_target, count + 1)
-                continue
-        runs.append((source, target, 1))
-    return runs

@@ -19,11 +19,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpengine.layers.attention import AttentionMetadata
+from tpengine.layers.device_values import Int32
 from tpengine.layers.lora import AdapterLayers
 from tpengine.logger import init_logger
 from tpengine.ops.lora_ops import LoRARows
 from tpengine.ops.recording import Recording
-from tpengine.worker.input_batch import Int32, StepArrays
+from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.transfers import Uploads
 
 logger = init_logger(__name__)

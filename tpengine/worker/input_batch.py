@@ -9,18 +9,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tpengine.layers.attention import AttentionMetadata
+from tpengine.layers.device_values import Int32, Int64
 from tpengine.layers.sampler import Filters, SamplingBatch, noise_keys
 from tpengine.messages import Fork, NewSequence, StepInput
 from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.transfers import Uploads
-
-Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -58,9 +57,15 @@ class PromptRow:
     row: int
     first_token: int
     first_position: int
-    targets: npt.NDArray[np.int64]
+    targets: Int64
     num_top: int
     filters: Filters | None = None
+
+
+_uploaded = attrgetter(
+    "token_ids", "positions", "slot_mapping", "block_table", "seq_lens", "query_start_loc"
+)
+"""Returns what a device gets of `StepArrays`."""
 
 
 class InputBatch:
@@ -141,27 +146,21 @@ class InputBatch:
         max_blocks = -(-int(seq_lens.max()) // self.block_size)
         if num_decodes == len(slots):
             token_slots, positions = slots, computed
-            chunk_start_loc = np.zeros(1, np.int32)
+            starts = np.zeros(1, np.int32)
         else:
             ends = np.cumsum(scheduled, dtype=np.int32)
             row_of_token = np.repeat(np.arange(len(slots)), scheduled)
             token_slots = slots[row_of_token]
             within_row = np.arange(ends[-1], dtype=np.int32) - (ends - scheduled)[row_of_token]
             positions = computed[row_of_token] + within_row
-            chunk_start_loc = np.zeros(len(slots) - num_decodes + 1, np.int32)
-            np.cumsum(scheduled[num_decodes:], out=chunk_start_loc[1:])
+            starts = np.zeros(len(slots) - num_decodes + 1, np.int32)
+            np.cumsum(scheduled[num_decodes:], out=starts[1:])
         token_ids = self.token_ids[token_slots, positions]
         block_ids = self.block_table[token_slots, positions // self.block_size]
         slot_mapping = block_ids * self.block_size + positions % self.block_size
+        table = self._kept_blocks(self.block_table[slots, :max_blocks], computed)
         return StepArrays(
-            token_ids,
-            positions,
-            slot_mapping,
-            self._kept_blocks(self.block_table[slots, :max_blocks], computed),
-            seq_lens,
-            chunk_start_loc,
-            num_decodes,
-            scheduled,
+            token_ids, positions, slot_mapping, table, seq_lens, starts, num_decodes, scheduled
         )
 
     def _kept_blocks(self, table: Int32, computed: Int32) -> Int32:
@@ -224,7 +223,7 @@ class InputBatch:
             parents = np.array(step.slots, np.int64)[step.sample_rows]
             self.num_computed_tokens[step.sample_slots] = self.num_computed_tokens[parents]
 
-    def append(self, step: StepInput, sampled: npt.NDArray[np.int64]) -> None:
+    def append(self, step: StepInput, sampled: Int64) -> None:
         """Appends the sampled ids, int64 `[num_samples]`, so that the next message need not contain
         them."""
         slots = np.array(step.sample_slots, np.int64)
@@ -269,16 +268,6 @@ class InputBatch:
 def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[torch.Tensor, AttentionMetadata]:
     """Sends a step's arrays to the device; returns token ids, int32 `[num_tokens]`, and metadata
     without its `gpu` part."""
-    token_ids, positions, slot_mapping, block_table, seq_lens, starts = uploads.send(
-        [
-            arrays.token_ids,
-            arrays.positions,
-            arrays.slot_mapping,
-            arrays.block_table,
-            arrays.seq_lens,
-            arrays.query_start_loc,
-        ]
-    )
-    return token_ids, AttentionMetadata(
-        positions, slot_mapping, block_table, seq_lens, starts, arrays.num_decodes
-    )
+    token_ids, positions, slots, table, seq_lens, starts = uploads.send(_uploaded(arrays))
+    num_decodes = arrays.num_decodes
+    return token_ids, AttentionMetadata(positions, slots, table, seq_lens, starts, num_decodes)

@@ -138,13 +138,8 @@ class ModelRunner:
         most, vocab_size = config.model.max_logprobs, config.model.vocab_size
         self._max_logprobs = vocab_size if most == -1 else min(most, vocab_size)
         limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len
-        self._batch = InputBatch(
-            *limits,
-            config.cache.block_size,
-            self.uploads,
-            num_kept_tokens=config.num_kept_tokens,
-            processed=self._processed,
-        )
+        block_size, num_kept = config.cache.block_size, config.num_kept_tokens
+        self._batch = InputBatch(*limits, block_size, self.uploads, num_kept, self._processed)
 
     def use_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Takes the vocabulary that grammars need; before the first sequence with one."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tpengine.layers.device_values import upload
+from tpengine.layers.device_values import Int32, Int64, upload
 from tpengine.layers.logit_edits import (
     AllowedTokens,
     Entries,
@@ -32,8 +32,6 @@ from tpengine.structured.masks import GrammarSlots
 
 _NO_LOGPROBS = -1
 _ID_BYTES = 4
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 
 class SamplingSlots:

@@ -97,15 +97,9 @@ class RayWorker(Rank):
             devices = tuple(str(device) for ids in accelerators for device in ids)
         elif devices:
             envs.set_visible_gpus(devices)
-        self.place = RankPlace(
-            context.get_node_id(),
-            ray.util.get_node_ip_address(),
-            socket.gethostname(),
-            devices,
-            os.getpid(),
-            host.start_ticks(os.getpid()) or 0,
-            own_error_log(),
-        )
+        machine = context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname()
+        process = os.getpid(), host.start_ticks(os.getpid()) or 0
+        self.place = RankPlace(*machine, devices, *process, own_error_log())
         return self.place
 
     def connect(

@@ -8,14 +8,15 @@ rebuild is repeated until Ray answers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import ray
 
 from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, EngineError, GroupLostError
 from tpengine.executor.diagnosis import RankPlace
-from tpengine.executor.home import Home, StartTimes
+from tpengine.executor.home import Check, EndGroup, Home, StartTimes
 from tpengine.executor.launch.actors import ActorSpare, Agents, RayLauncher
 from tpengine.executor.launch.placement import (
     Placement,
@@ -69,16 +70,12 @@ class RayHome(Home):
         driver's own placement group it could give the bundle to another actor."""
         return self._placement is not None and not self._placement.is_borrowed
 
-    def _placer(self, check: Callable[[], None]) -> Placer:
-        return Placer(
-            self._bundle,
-            self._config.parallel.tensor_parallel_size,
-            self._ray_config,
-            lambda node_ids: self._agents.silent(node_ids, check),
-            check,
-        )
+    def _placer(self, check: Check) -> Placer:
+        size = self._config.parallel.tensor_parallel_size
+        find_silent = partial(self._agents.silent, check=check)
+        return Placer(self._bundle, size, self._ray_config, find_silent, check)
 
-    def place(self, times: StartTimes, check: Callable[[], None]) -> None:
+    def place(self, times: StartTimes, check: Check) -> None:
         check_at_start()
         with times.phase("placement"):
             self._placement = self._placer(check).place(set())
@@ -86,11 +83,7 @@ class RayHome(Home):
             logger.warning("no spare workers: the placement group is the driver's own")
 
     def replace(
-        self,
-        lost: Sequence[RankPlace],
-        end: Callable[[set[str]], None],
-        times: StartTimes,
-        check: Callable[[], None],
+        self, lost: Sequence[RankPlace], end: EndGroup, times: StartTimes, check: Check
     ) -> None:
         """Makes sure of bundles on nodes that answer; see `Home`."""
         self._places_before = lost or self._places_before
@@ -160,13 +153,9 @@ class RayHome(Home):
         spares: list[Spare | None] = [None] * len(placement.node_ids)
         if self._spare_devices is not None and self.may_use_spares:
             spares = self.spares.take(placement.node_ids)
-        self._launcher = RayLauncher(
-            placement,
-            self._bundle,
-            [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares],
-            self._spare_devices or [],
-            self._agents,
-        )
+        actors = [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares]
+        devices = self._spare_devices or []
+        self._launcher = RayLauncher(placement, self._bundle, actors, devices, self._agents)
         return self._launcher
 
     def _start_spare(self, node_id: str) -> ActorSpare | None:

@@ -18,8 +18,8 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tpengine.layers.linear import (
-    ColumnParallelLinear,
     Linear,
+    MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
@@ -70,11 +70,11 @@ class LinearInPlace(nn.Module):
             self._rank_in = parallel.divide(self.in_features, "inputs of a linear layer")
 
     def allocate(self, weights: Weights, name: str) -> None:
-        sizes = (self.in_features, self.out_features, self._has_bias)
+        inputs, outputs, bias = sizes = self.in_features, self.out_features, self._has_bias
         if self._is_transposed:
             self._linear = _TransposedLinear(weights, name, *sizes)
         elif self.style in ("colwise", "gather"):
-            self._linear = ColumnParallelLinear(weights, name, *sizes)
+            self._linear = MergedColumnParallelLinear(weights, [name], inputs, [outputs], bias)
         elif self.style in ("rowwise", "split"):
             self._linear = RowParallelLinear(weights, name, *sizes)
         else:

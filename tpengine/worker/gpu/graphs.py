@@ -217,15 +217,9 @@ class DecodeGraphs:
     def _run(self, size: int) -> torch.Tensor:
         columns = self._columns[: _NUM_COLUMNS * size].view(_NUM_COLUMNS, size)
         token_ids, positions, slots, seq_lens = columns
-        metadata = AttentionMetadata(
-            positions=positions,
-            slot_mapping=slots,
-            block_table=self._block_table[:size],
-            seq_lens=seq_lens,
-            query_start_loc=self._no_chunks,
-            num_decodes=size,
-            gpu=self._make_batch(),
-        )
+        table = self._block_table[:size]
+        metadata = AttentionMetadata(positions, slots, table, seq_lens, self._no_chunks, size)
+        metadata.gpu = self._make_batch()
         return self._forward(token_ids, metadata)
 
 

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tpengine.layers.attention import keep_rows
+from tpengine.layers.device_values import Int64
 from tpengine.messages import StepInput, StepOutput
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.transfers import end_of_work
@@ -51,7 +51,7 @@ class Division:
 
     slots: list[int]
     num_scheduled_tokens: list[int]
-    source: npt.NDArray[np.int64] | None
+    source: Int64 | None
 
 
 class RunAhead:
