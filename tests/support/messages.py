@@ -11,12 +11,12 @@ import pytest
 
 @contextmanager
 def refused(
-    kind: type[Exception] | tuple[type[Exception], ...], *words: str
+    kind: type[Exception] | tuple[type[Exception], ...], words: str
 ) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """Expects an error whose message has all of these words."""
+    """Expects an error whose message has all of these words, as in "a limit | what to change"."""
     with pytest.raises(kind) as raised:
         yield raised
-    missing = [word for word in words if word not in str(raised.value)]
+    missing = [word for word in words.split(" | ") if word not in str(raised.value)]
     assert not missing, str(raised.value)
 
 
