@@ -16,11 +16,7 @@ from support.zoo import PLAIN
 from transformers import BatchEncoding
 
 from tpengine import LLM, SamplingParams
-from tpengine.errors import (
-    InvalidPromptError,
-    InvalidSamplingParamsError,
-    RequestError,
-)
+from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError, RequestError
 
 
 @pytest.fixture(scope="module")

@@ -34,10 +34,7 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-TAG = {
-    "structures": [{"begin": "<f=1>", "schema": {"const": 5}, "end": "</f>"}],
-    "triggers": ["<"],
-}
+TAG = {"structures": [{"begin": "<f=1>", "schema": {"const": 5}, "end": "</f>"}], "triggers": ["<"]}
 CHAIN = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(6000)), "a6000: /[a&&b]/"])
 """Rules so deep that the library needs more stack than a thread has, and that allow no text."""
 

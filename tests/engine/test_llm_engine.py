@@ -289,8 +289,7 @@ def test_an_arrival_time_is_a_number(engine: LLMEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
-    [("pin_lora", "requests name"), ("scheduler", "stats")],
+    ("name", "advice"), [("pin_lora", "requests name"), ("scheduler", "stats")]
 )
 def test_what_is_not_offered_is_refused_by_name(engine: LLMEngine, name: str, advice: str) -> None:
     with pytest.raises(RefusedNameError, match=f"^LLMEngine.{name} is not offered: .*{advice}"):

@@ -121,9 +121,7 @@ class TopLeft(SdpaBackend):
         return super().forward(q, k, v, moved, rule)
 
 
-def test_a_library_with_wrong_results_is_not_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_library_with_wrong_results_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "xformers", TopLeft)
     monkeypatch.setitem(BACKENDS, "varlen", SdpaBackend)
     assert choose_backend("auto", shape(), CPU).name == "sdpa"

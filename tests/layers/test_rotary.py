@@ -47,10 +47,7 @@ SCALINGS: list[dict[str, Any]] = [
 
 
 def new_style(scaling: dict[str, Any], theta: float) -> dict[str, Any]:
-    return {
-        "rope_parameters": {**scaling, "rope_theta": theta},
-        "max_position_embeddings": LONGEST,
-    }
+    return {"rope_parameters": {**scaling, "rope_theta": theta}, "max_position_embeddings": LONGEST}
 
 
 def build(config: dict[str, Any]) -> torch.Tensor:
@@ -75,10 +72,7 @@ def test_angles_equal_those_of_transformers(scaling: dict[str, Any], theta: floa
 
 @pytest.mark.parametrize(("original", "factors"), [(LONGEST - 1, "long"), (LONGEST, "short")])
 def test_longrope_says_which_factors_it_takes(
-    original: int,
-    factors: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    original: int, factors: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("tpengine"), "propagate", True)
     scaling = {**LONGROPE, "original_max_position_embeddings": original}

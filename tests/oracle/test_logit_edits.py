@@ -100,10 +100,7 @@ def _requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
             found.append((prompt, SamplingParams(**common, **values), answer))
     for length in LENGTHS:
         for values, edit in (
-            (
-                {"frequency_penalty": 0.7, "presence_penalty": 1.1},
-                _count(length, 0.7, 1.1),
-            ),
+            ({"frequency_penalty": 0.7, "presence_penalty": 1.1}, _count(length, 0.7, 1.1)),
             ({"frequency_penalty": -1.5}, _count(length, -1.5, 0.0)),
             ({"logits_processors": "support.logits_processors:forbid_last"}, _not_last(length)),
         ):

@@ -93,8 +93,7 @@ def test_what_was_given_back_is_not_swapped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_forgotten", "num_computed", "num_shared"),
-    [(0, 20, 2), (1, 20, 2), (2, 12, 2), (3, 0, 0)],
+    ("num_forgotten", "num_computed", "num_shared"), [(0, 20, 2), (1, 20, 2), (2, 12, 2), (3, 0, 0)]
 )
 def test_a_hit_needs_the_blocks_of_its_window_only(
     num_forgotten: int, num_computed: int, num_shared: int
