@@ -229,24 +229,6 @@ def test_a_processor_keeps_logits_of_its_own() -> None:
     assert all(row.untyped_storage().nbytes() == row.nbytes for row in logits_processors.kept)
 
 
-def test_logprobs_are_of_raw_logits() -> None:
-    batch = _Batch()
-    params = SamplingRules(temperature=0, logprobs=3, bad_words_token_ids=[[4]])
-    batch.enter(0, _Sequence(params, [1], 1))
-    batch.enter(1, _Sequence(SamplingRules(temperature=0), [1], 1))
-    logits = torch.zeros(2, VOCAB_SIZE)
-    logits[:, 4], logits[:, 5] = 3.0, 2.0
-    sampled = sample(logits.clone(), batch.gather([0, 1]))
-    assert sampled.token_ids.tolist() == [5, 4]
-    expected = torch.log_softmax(logits[0], dim=0)
-    logprobs = sampled.findings.now().logprobs
-    assert logprobs.keys() == {0}
-    found = logprobs[0]
-    assert (found.rank, found.top_token_ids[:2]) == (2, [4, 5])
-    assert found.logprob == pytest.approx(float(expected[5]), abs=1e-6)
-    assert found.top_logprobs[0] == pytest.approx(float(expected[4]), abs=1e-6)
-
-
 def test_bias_is_not_rounded_to_the_models_dtype() -> None:
     batch = _Batch()
     batch.enter(0, _Sequence(SamplingRules(temperature=0, logit_bias={9: 0.02}), [1], 1))

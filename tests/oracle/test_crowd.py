@@ -8,8 +8,6 @@ from support.models import ModelShop
 from support.step_log import log_steps
 from support.zoo import PLAIN
 
-from tpengine import SamplingParams
-
 LENGTHS = (1, 5, 12, 16, 23, 32, 47, 64, 90, 121, 160, 200, 255, 31, 40, 50) * 4
 
 
@@ -31,20 +29,3 @@ def test_sixty_four_at_once(models: ModelShop, engine_args: dict[str, int], min_
     assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
     assert log.max_rows >= min_rows
     assert (log.num_partial_chunks > 0) == engine_args.get("enable_chunked_prefill", True)
-
-
-def test_greedy_beside_sampled(models: ModelShop) -> None:
-    folder, oracle, prompts = models.problem(PLAIN, LENGTHS, seed=2)
-    sampled = [
-        SamplingParams(temperature=1.5, max_tokens=64, ignore_eos=True, logprobs=2),
-        SamplingParams(temperature=1.0, top_p=0.8, top_k=40, max_tokens=40, ignore_eos=True),
-        SamplingParams(temperature=0.7, min_p=0.05, max_tokens=64, min_tokens=9),
-    ]
-    params = [greedy() if i % 2 == 0 else sampled[i // 2 % 3] for i in range(64)]
-    with log_steps() as log, open_llm(folder, max_num_batched_tokens=256) as llm:
-        outputs = generate(llm, prompts, params)
-    expected = [answer.token_ids for answer in oracle.answers(prompts)]
-    assert ids(outputs)[::2] == expected[::2]
-    differ = [i for i in range(1, 64, 2) if ids(outputs)[i] != expected[i]]
-    assert len(differ) > 25, "the neighbours were to be sampled"
-    assert log.max_rows == 64
