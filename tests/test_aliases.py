@@ -7,13 +7,13 @@ import inspect
 import json
 import multiprocessing
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.imports import imported
+from support.programs import python
 
 import tpengine
 from tpengine import inputs
@@ -65,9 +65,7 @@ assert llm.EngineArgs is llm_engine.EngineArgs
 
 
 def test_classes_of_the_roof_are_those_that_everything_imports() -> None:
-    command = [sys.executable, "-c", IN_THEIR_PLACES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    python("-c", IN_THEIR_PLACES)
 
 
 def test_all_names_at_once() -> None:
@@ -145,9 +143,7 @@ def test_objects_reach_other_processes() -> None:
 
 @pytest.mark.parametrize("module", ["api_server", "openai.api_server"])
 def test_a_server_of_vllm_is_refused(module: str) -> None:
-    command = [sys.executable, "-m", f"tpengine.entrypoints.{module}", "--model", "a"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
+    done = python("-m", f"tpengine.entrypoints.{module}", "--model", "a", code=1)
     assert "is no program; `tpengine serve --http-port 8000` serves" in done.stderr
     assert "Traceback" not in done.stderr
 

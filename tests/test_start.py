@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.gguf_files import write_embedded_gguf
+from support.programs import python
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -18,7 +17,6 @@ from tpengine.checkpoint.model_files import ModelFields
 from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import load_tokenizer
 
-TIMEOUT_S = 120
 HEAVY = [
     "grpc",
     "huggingface_hub.inference",
@@ -66,10 +64,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_modules_of_a_start(words: list[str], is_gguf: bool, gguf_file: str) -> None:
     model = ["--model", gguf_file] if is_gguf else []
-    command = [sys.executable, "-c", COMMAND, *words, *SMALL, *model]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert child.returncode == 0, child.stderr
-    imported = set(child.stderr.splitlines())
+    imported = set(python("-c", COMMAND, *words, *SMALL, *model).stderr.splitlines())
     assert "torch" in imported
     assert "transformers" in imported
     assert [name for name in HEAVY if name in imported] == []

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from lora.test_doors import over_grpc, over_http
 from support import llama_cpp_tools, third_party, train_adapter
 from support.engines import generate, greedy, ids, open_llm
+from support.programs import python
 from support.server_process import ServerProcess
 from support.step_log import log_steps
 
@@ -81,17 +80,9 @@ def file_fixture() -> Path:
 
 def run_beside_gguf(script: Any, *args: object) -> None:
     """Runs a program of `tests/support` where transformers reads GGUF files."""
-    subprocess.run(
-        [sys.executable, script.__file__, *map(str, args)],
-        env={
-            "PYTHONPATH": third_party.gguf_packages(),
-            "OMP_NUM_THREADS": "2",
-            "OMP_WAIT_POLICY": "passive",  # threads that spin take other programs' cores
-        },
-        check=True,
-        timeout=300,
-        capture_output=True,
-    )
+    # Threads that spin take other programs' cores.
+    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+    python(script.__file__, *args, PYTHONPATH=third_party.gguf_packages(), **threads)
 
 
 @pytest.fixture(name="expected", scope="module")
@@ -148,16 +139,8 @@ def test_sizes_that_cannot_share_its_heads_are_refused(file: Path) -> None:
 
 
 def test_a_piped_message_is_answered(file: Path) -> None:
-    command = [sys.executable, "-m", "tpengine", "chat", "--model", str(file)]
-    done = subprocess.run(
-        [*command, "--temperature", "0", "--max-tokens", "16"],
-        input="What is the capital of France? Answer with one word.\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["-m", "tpengine", "chat", "--model", file, "--temperature", 0, "--max-tokens", 16]
+    done = python(*words, stdin="What is the capital of France? Answer with one word.\n")
     assert "Paris" in done.stdout
     assert done.stderr.count("tokens/s") == 1
 
