@@ -30,6 +30,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
         yield engine
 
 
+BEAMS = {"n": 2, "use_beam_search": True, "temperature": 0.0}
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\] .* got nan"),
     ({"logit_bias": {5: -math.inf}}, r"logit_bias\[5\] .* got -inf"),
@@ -59,18 +60,18 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"length_penalty": 2.0}, "only for use_beam_search=True"),
     ({"early_stopping": True}, "only for use_beam_search=True"),
     (
-        {"n": 2, "use_beam_search": True, "temperature": 0.0, "early_stopping": "later"},
-        "early_stopping must be one of False, True, 'never', got 'later'",
+        {**BEAMS, "early_stopping": "later"},
+        "early_stopping must be one of False, True, 'never', got 'later'"
     ),
     (
-        {"n": 2, "use_beam_search": True, "temperature": 0.0, "top_p": 0.5},
-        "beam search needs top_p = 1.0, got 0.5",
+        {**BEAMS, "top_p": 0.5},
+        "beam search needs top_p = 1.0, got 0.5"
     ),
-    ({"n": 2, "use_beam_search": True, "temperature": 0.0, "stop": "x"}, "beam search needs stop"),
+    ({**BEAMS, "stop": "x"}, "beam search needs stop"),
     (
-        {"n": 2, "use_beam_search": True, "temperature": 0.0, "length_penalty": float("nan")},
-        "length_penalty must be at",
-    ),
+        {**BEAMS, "length_penalty": float("nan")},
+        "length_penalty must be at"
+    )
 ]
 
 
@@ -90,12 +91,12 @@ UNFIT_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"logits_processors": "no_such_module:f"}, "no_such_module:f' cannot be imported: Module"),
     (
         {"logits_processors": "support.logits_processors:absent"},
-        "cannot be imported: AttributeError",
+        "cannot be imported: AttributeError"
     ),
     ({"logits_processors": "support.logits_processors:NOT_A_FUNCTION"}, "is a int, not a function"),
     ({"logits_processors": "support.logits_processors:one_argument"}, r"must take \(output_ids"),
     ({"logits_processors": [len]}, r"'len' must take \(output_ids"),
-    ({"logits_processors": "broken_processors:f"}, "cannot be imported: ZeroDivisionError"),
+    ({"logits_processors": "broken_processors:f"}, "cannot be imported: ZeroDivisionError")
 ]
 
 

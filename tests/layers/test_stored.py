@@ -42,18 +42,11 @@ from tpengine.layers.weights import LoadedTensor, RangeError, TensorSource, Weig
 
 CPU = torch.device("cpu")
 FACTORS = {
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82),
     "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
     "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
 }
 """By type: where a block has its factors in float16. All other bytes may have any value."""
 BITS = {"Q4_0": 4.5, "Q4_1": 5.0, "Q4_K": 5.0}

@@ -188,12 +188,6 @@ def test_tensors_of_a_weight_lie_in_two_files(copied: Any) -> None:
     assert engine_ids(folder, [prompt], dtype="float32") == [expected]
 
 
-def test_transformers_code_runs_them_too() -> None:
-    prompt, expected = next(answers(ROOT / "awq"))
-    found = engine_ids(ROOT / "awq", [prompt], dtype="float32", model_impl="transformers")
-    assert found == [expected]
-
-
 def test_what_older_tools_write_beside_the_weights(
     copied: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -303,6 +297,14 @@ def with_own_numbers(
     return paths
 
 
+def assert_ids_alike(*folders: Path) -> None:
+    """On one rank, on two, and on transformers' code."""
+    for tp_size, model_impl in ((1, "auto"), (2, "auto"), (1, "transformers")):
+        args = {"dtype": "float32", "num_tokens": 16, "model_impl": model_impl}
+        one, other = (engine_ids(f, [[5, 9, 33, 70]], tp_size, **args) for f in folders)
+        assert one == other
+
+
 def test_experts_are_dequantised(
     subjects: Subjects, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,14 +320,9 @@ def test_experts_are_dequantised(
     change = json.loads((ROOT / "w8a8" / "config.json").read_text())["quantization_config"]
     folder = subjects.folder(BY_NAME["mixtral-odd"])
     plain, quantized = with_own_numbers(folder, tmp_path, change, quantize)
-    ways: Any = (1, {}), (2, {}), (1, {"model_impl": "transformers"})
-    for tp_size, args in ways:
-        args = {"dtype": "float32", "num_tokens": 16, **args}
-        expected = engine_ids(plain, [[5, 9, 33, 70]], tp_size, **args)
-        with caplog.at_level("INFO", "tpengine"):
-            assert engine_ids(quantized, [[5, 9, 33, 70]], tp_size, **args) == expected
-        assert "(dequantised to float32)" in caplog.text
-        caplog.clear()
+    with caplog.at_level("INFO", "tpengine"):
+        assert_ids_alike(plain, quantized)
+    assert caplog.text.count("(dequantised to float32)") == 3
 
 
 def to_gptq(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -353,11 +350,7 @@ def test_conv1d_weights(subjects: Subjects, tmp_path: Path) -> None:
     change = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     folder = subjects.folder(BY_NAME["gpt2-untied-unscaled"])
     plain, quantized = with_own_numbers(folder, tmp_path, change, quantize)
-    ways: Any = (1, {}), (2, {}), (1, {"model_impl": "transformers"})
-    for tp_size, args in ways:
-        args = {"dtype": "float32", "num_tokens": 16, **args}
-        expected = engine_ids(plain, [[5, 9, 33, 70]], tp_size, **args)
-        assert engine_ids(quantized, [[5, 9, 33, 70]], tp_size, **args) == expected
+    assert_ids_alike(plain, quantized)
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     for key, layer in model.named_modules():
         if ".c_" in key:
