@@ -8,18 +8,13 @@ import numpy as np
 import pytest
 import torch
 from support.byte_llama import END_TOKEN_ID, VOCAB_SIZE, make_engine, run
+from support.edited_logits import edited
 from support.step_log import log_steps
-from transformers import (
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from tpengine import LLMEngine, SamplingParams
 from tpengine.layers.sampler import noise_keys, uniform_noise
 from tpengine.ops.fused_ops import sample_tokens
 
-REPETITION, FREQUENCY, PRESENCE = 1.4, 0.8, 0.5
 BIAS = {7: 1.5, 90: -4.0, 201: 1.0}
 NUM_TOKENS = 20
 TEMPERATURE = 0.9
@@ -40,31 +35,21 @@ def _bad_words(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def _expected(
-    oracle: Any, prompt: list[int], output: list[int], words: list[list[int]], seed: int, index: int
+    oracle: Any, prompt: list[int], output: list[int], params: SamplingParams, index: int
 ) -> list[int]:
     """Returns the expected id of each position of an output, given the ids before it."""
     ids = [*prompt, *output]
     with torch.inference_mode():
         logits = oracle(torch.tensor([ids])).logits[0]
-    bias = SequenceBiasLogitsProcessor({(i,): value for i, value in BIAS.items()})
-    bans, penalty = NoBadWordsLogitsProcessor(words), RepetitionPenaltyLogitsProcessor(REPETITION)
-    chosen = torch.empty(1, dtype=torch.int64)
-    found = []
-    for position in range(len(prompt), len(ids)):
-        before = torch.tensor([ids[:position]])
-        scores = logits[position - 1][None].clone()
-        for processor in (bias, bans, penalty):
-            scores = processor(before, scores)
-        for token_id in set(ids[len(prompt) : position]):
-            count = ids[len(prompt) : position].count(token_id)
-            scores[0, token_id] -= FREQUENCY * count + PRESENCE
-        key = np.array([noise_keys(seed, index)], np.uint64)
-        noise = torch.from_numpy(uniform_noise(key, np.array([position], np.int32)))
-        one = [torch.tensor([value]) for value in (TEMPERATURE, 0, 0.95, 0.0)]
-        one[1] = one[1].int()
-        sample_tokens(chosen, scores, *one, noise)
-        found.append(int(chosen))
-    return found
+    places = range(len(prompt), len(ids))
+    rows = [edited(params, ids[:place], len(prompt), logits[place - 1]) for place in places]
+    keys = np.full(len(output), noise_keys(params.seed, index), np.uint64)
+    noise = torch.from_numpy(uniform_noise(keys, np.array(places, np.int32)))
+    fields = (torch.full((len(output),), value) for value in (TEMPERATURE, 0, 0.95, 0.0))
+    temperature, top_k, top_p, min_p = fields
+    chosen = torch.empty(len(output), dtype=torch.int64)
+    sample_tokens(chosen, torch.stack(rows).float(), temperature, top_k.int(), top_p, min_p, noise)
+    return chosen.tolist()
 
 
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
@@ -78,9 +63,9 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
             seed=seed,
             temperature=TEMPERATURE,
             top_p=0.95,
-            repetition_penalty=REPETITION,
-            frequency_penalty=FREQUENCY,
-            presence_penalty=PRESENCE,
+            repetition_penalty=1.4,
+            frequency_penalty=0.8,
+            presence_penalty=0.5,
             logit_bias=BIAS,
             bad_words_token_ids=words,
             max_tokens=NUM_TOKENS,
@@ -95,11 +80,11 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
         outputs = run(engine, list(zip(prompts, params, strict=True)))
     assert (log.num_swapped > 0) is (mode == "swap")
     assert (log.num_preemptions > 0) is (mode is not None)
-    for seed, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+    for own, prompt, output in zip(params, prompts, outputs, strict=True):
         found = [list(completion.token_ids) for completion in output.outputs]
         assert len({tuple(ids) for ids in found}) == 3
         for index, ids in enumerate(found):
-            assert ids == _expected(oracle, prompt, ids, words, seed, index)
+            assert ids == _expected(oracle, prompt, ids, own, index)
 
 
 @pytest.mark.parametrize(
