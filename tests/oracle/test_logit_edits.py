@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import logits_processors
-from support.byte_llama import VOCAB_SIZE, clear_prompts, greedy, make_engine, run
+from support.byte_llama import VOCAB_SIZE, Edit, clear_prompts, greedy, make_engine, run
 from support.edited_logits import edited
 from support.step_log import log_steps
 
@@ -28,6 +28,16 @@ def _banned_words(oracle: Any) -> list[list[int]]:
     return words
 
 
+def _edit_of(params: SamplingParams, num_prompt_tokens: int) -> Edit:
+    def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        row = edited(params, ids, num_prompt_tokens, logits)
+        if params.logits_processors:
+            row = logits_processors.forbid_last(ids[num_prompt_tokens:], row)
+        return row
+
+    return edit
+
+
 def _requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
     """Returns (prompt, parameters, expected ids) of every case and length."""
     words = _banned_words(oracle)
@@ -45,13 +55,7 @@ def _requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
     found = []
     for values, length in itertools.product(cases, LENGTHS):
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **values)
-
-        def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            row = edited(params, ids, length, logits)  # noqa: B023
-            if params.logits_processors:  # noqa: B023
-                row = logits_processors.forbid_last(ids[length:], row)  # noqa: B023
-            return row
-
+        edit = _edit_of(params, length)
         ((prompt, answer),) = clear_prompts(oracle, [length], NUM_TOKENS, edit, length)
         found.append((prompt, params, answer))
     return found
