@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 from support.gguf_files import write_embedded_gguf
 from support.programs import python
+from support.tokenizers import load
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-from tpengine.checkpoint.model_files import ModelFields
-from tpengine.config import ModelConfig
-from tpengine.engine.tokenizer import load_tokenizer
 
 HEAVY = [
     "grpc",
@@ -151,11 +148,7 @@ def test_a_tokenizer_is_that_of_auto_tokenizer(
     written = json.loads(path.read_text()) | {"tokenizer_class": kind, **options}
     path.write_text(json.dumps(written))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    folder = str(tmp_path)
-    config = ModelConfig(
-        folder, folder, "auto", False, ModelFields(), "auto", 512, 0, "auto", frozenset()
-    )
-    tokenizer = load_tokenizer(config)
+    tokenizer = load(tmp_path)
     assert tokenizer is not None
     expected = AutoTokenizer.from_pretrained(tmp_path)
     assert type(tokenizer.hf) is type(expected)

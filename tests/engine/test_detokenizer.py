@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tokenizers import stream_all
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -94,23 +95,6 @@ def oracle(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: boo
     options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
     before = tokenizer.hf.decode(prompt, **options)
     return str(tokenizer.hf.decode(prompt + output, **options)[len(before) :])
-
-
-def stream_all(
-    detokenizer: Detokenizer, token_ids: Sequence[int]
-) -> tuple[str, list[str], str | None]:
-    """Returns the final text, the deltas, and the stop."""
-    deltas = []
-    for token_id in token_ids:
-        stop = detokenizer.append(token_id)
-        deltas.append(detokenizer.take_delta())
-        assert "".join(deltas) == detokenizer.text
-        if stop is not None:
-            break
-    detokenizer.finish()
-    deltas.append(detokenizer.take_delta())
-    assert "".join(deltas) == detokenizer.text
-    return detokenizer.text, deltas, detokenizer.stopped_by
 
 
 def valid_runs(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bool:

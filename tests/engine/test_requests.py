@@ -61,17 +61,11 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"early_stopping": True}, "only for use_beam_search=True"),
     (
         {**BEAMS, "early_stopping": "later"},
-        "early_stopping must be one of False, True, 'never', got 'later'"
+        "early_stopping must be one of False, True, 'never', got 'later'",
     ),
-    (
-        {**BEAMS, "top_p": 0.5},
-        "beam search needs top_p = 1.0, got 0.5"
-    ),
+    ({**BEAMS, "top_p": 0.5}, "beam search needs top_p = 1.0, got 0.5"),
     ({**BEAMS, "stop": "x"}, "beam search needs stop"),
-    (
-        {**BEAMS, "length_penalty": float("nan")},
-        "length_penalty must be at"
-    )
+    ({**BEAMS, "length_penalty": float("nan")}, "length_penalty must be at"),
 ]
 
 
@@ -91,12 +85,12 @@ UNFIT_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"logits_processors": "no_such_module:f"}, "no_such_module:f' cannot be imported: Module"),
     (
         {"logits_processors": "support.logits_processors:absent"},
-        "cannot be imported: AttributeError"
+        "cannot be imported: AttributeError",
     ),
     ({"logits_processors": "support.logits_processors:NOT_A_FUNCTION"}, "is a int, not a function"),
     ({"logits_processors": "support.logits_processors:one_argument"}, r"must take \(output_ids"),
     ({"logits_processors": [len]}, r"'len' must take \(output_ids"),
-    ({"logits_processors": "broken_processors:f"}, "cannot be imported: ZeroDivisionError")
+    ({"logits_processors": "broken_processors:f"}, "cannot be imported: ZeroDivisionError"),
 ]
 
 
