@@ -25,38 +25,8 @@ pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
 NUM_TOKENS = 24
 MOST_LOST = 0.01
 """Of perplexity, as stored against float32."""
-QUESTIONS = """\
-What is the capital of Portugal?
-How many days are in a week?
-Name three animals that live in the sea.
-Why is snow white?
-Write a sentence about a blue bicycle.
-What is 12 times 12?
-Translate "thank you" into Italian.
-How do I make a cup of tea?
-What does a compiler do?
-Give me a title for a story about a lost key.
-Who painted the Mona Lisa?
-Which is heavier, a kilogram of iron or a kilogram of wool?
-Write a Python function that returns the larger of two numbers.
-Was ist ein Apfelbaum?
-Où se trouve la gare ?
-Explain rain to a child of 5 years.
-List the seasons of the year.
-What should I pack for 3 days in the mountains?
-Is a tomato a fruit?
-Say "hello" in capital letters.""".splitlines()
-TEXTS = """\
-The train left the station at 7:45, and nobody noticed that
-Dear Sir or Madam, I am writing to ask
-def factorial(n):
-Once upon a time, in a village by a river,
-The three states of matter are
-1, 2, 3, 5, 8, 13,
-Water boils at 100 degrees because
-In the year 1969, two men
-A good night's sleep is important for
-{"name": "Anna", "age":""".splitlines()
+PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "prompts.json").read_text())
+QUESTIONS, TEXTS = PROMPTS["questions"], PROMPTS["texts"]
 CONVERSATIONS = [[{"role": "user", "content": question}] for question in QUESTIONS]
 CONVERSATIONS[0].insert(0, {"role": "system", "content": "You answer in one word."})
 CONVERSATIONS[1] += [

@@ -87,34 +87,25 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
             assert ids == _expected(oracle, prompt, ids, own, index)
 
 
-@pytest.mark.parametrize(
-    ("values", "in_transformers"),
-    [
-        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
-        (
-            {"logit_bias": BIAS, "min_tokens": 8},
-            {"sequence_bias": {(i,): v for i, v in BIAS.items()}, "min_new_tokens": 8},
-        ),
-        ({"bad_words_token_ids": "words"}, {"bad_words_ids": "words"}),
-    ],
-    ids=["repetition", "bias and min_tokens", "bad words"],
-)
+@pytest.mark.parametrize("kind", ["repetition", "bias and min_tokens", "bad words"])
 @pytest.mark.parametrize("num_beams", [2, 4])
 def test_beams_equal_transformers(
-    engine: LLMEngine,
-    oracle: Any,
-    values: dict[str, Any],
-    in_transformers: dict[str, Any],
-    num_beams: int,
+    engine: LLMEngine, oracle: Any, kind: str, num_beams: int
 ) -> None:
     prompts = _prompts([4, 20, 40])
-    common: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "use_beam_search": True}
-    common |= {"n": num_beams, "best_of": num_beams}
+    common = {"temperature": 0.0, "max_tokens": 12, "use_beam_search": True, "n": num_beams}
     plain = run(engine, [(prompt, SamplingParams(**common)) for prompt in prompts])
     said = [list(output.outputs[0].token_ids) for output in plain]
     words = [piece for ids in said for piece in (ids[1:2], ids[3:5], ids[6:9])]
-    for mapping in (values := dict(values), in_transformers := dict(in_transformers)):
-        mapping.update({name: words for name, value in mapping.items() if value == "words"})
+    sequence_bias = {(i,): value for i, value in BIAS.items()}
+    values, in_transformers = {
+        "repetition": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        "bias and min_tokens": (
+            {"logit_bias": BIAS, "min_tokens": 8},
+            {"sequence_bias": sequence_bias, "min_new_tokens": 8},
+        ),
+        "bad words": ({"bad_words_token_ids": words}, {"bad_words_ids": words}),
+    }[kind]
     params = SamplingParams(**common, **values)
     outputs = run(engine, [(prompt, params) for prompt in prompts])
     changed = 0
