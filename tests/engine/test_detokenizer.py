@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tokenizers import stream_all
+from support.tokenizers import SPECIALS, metaspace, stream_all
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tpengine.engine.detokenizer import ByteStream, Detokenizer, WindowStream, open_stream
@@ -45,48 +44,17 @@ def byte_level_tokenizer() -> Tokenizer:
     return _wrap(backend, ["<|end|>", "<|im start|>"], ["é", "two words", "日"])
 
 
-def _metaspace_backend(byte_tokens: bool) -> Backend:
-    trained = Backend(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=260, show_progress=False))
-    model = json.loads(trained.to_str())["model"]
-    tokens = ["<unk>", "<s>", "</s>"]
-    if byte_tokens:
-        tokens += [f"<0x{byte:02X}>" for byte in range(256)]
-    tokens += sorted(model["vocab"], key=model["vocab"].get)
-    if "▁" not in tokens:
-        tokens.append("▁")
-    return Backend(
-        models.BPE(
-            vocab={token: token_id for token_id, token in enumerate(tokens)},
-            merges=[tuple(merge) for merge in model["merges"]],
-            unk_token="<unk>",
-            byte_fallback=byte_tokens,
-        )
-    )
-
-
 def byte_fallback_tokenizer(strips: bool) -> Tokenizer:
-    backend = _metaspace_backend(byte_tokens=True)
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    stages: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(stages + ([decoders.Strip(" ", 1, 0)] if strips else []))
-    return _wrap(backend, ["<unk>", "<s>", "</s>"], ["new word"])
-
-
-def metaspace_tokenizer() -> Tokenizer:
-    backend = _metaspace_backend(byte_tokens=False)
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    return _wrap(backend, ["<unk>", "<s>", "</s>"], [])
+    backend = metaspace()
+    if strips:
+        backend.decoder = decoders.Sequence([backend.decoder, decoders.Strip(" ", 1, 0)])
+    return _wrap(backend, SPECIALS, ["new word"])
 
 
 BYTE_LEVEL = byte_level_tokenizer()
 STRIPPING = byte_fallback_tokenizer(strips=True)
 UNSTRIPPING = byte_fallback_tokenizer(strips=False)
-METASPACE = metaspace_tokenizer()
+METASPACE = _wrap(metaspace(byte_tokens=False), SPECIALS, [])
 SLOW = Tokenizer(ByT5Tokenizer())
 BYTE_TOKENIZERS = [BYTE_LEVEL, STRIPPING, UNSTRIPPING]
 
