@@ -92,7 +92,7 @@ def test_streams_are_chosen_by_the_decoder() -> None:
         assert isinstance(open_stream(tokenizer, [], True), WindowStream)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(ids_of(BYTE_LEVEL), ids_of(BYTE_LEVEL), st.booleans())
 def test_byte_level_equals_decode_of_the_whole(
     prompt: list[int], output: list[int], skip: bool
@@ -106,7 +106,7 @@ def test_byte_level_equals_decode_of_the_whole(
 
 
 @pytest.mark.parametrize("tokenizer", [STRIPPING, UNSTRIPPING])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_byte_fallback_equals_decode_of_the_whole(tokenizer: Tokenizer, data: Any) -> None:
     prompt = [i for i in data.draw(ids_of(tokenizer)) if valid_runs(tokenizer, [i])]
@@ -126,7 +126,7 @@ def test_byte_fallback_equals_decode_of_the_whole(tokenizer: Tokenizer, data: An
     assert stream_all(detokenizer, output)[0] == oracle(tokenizer, prompt, output, skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(3, 258), max_size=10))
 def test_invalid_byte_fallback_runs_keep_their_valid_characters(output: list[int]) -> None:
     expected = bytes(token_id - 3 for token_id in output).decode("utf-8", "replace")
@@ -134,7 +134,7 @@ def test_invalid_byte_fallback_runs_keep_their_valid_characters(output: list[int
     assert text == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids_of(METASPACE), ids_of(METASPACE, 30), st.booleans())
 def test_window_equals_decode_of_the_whole(
     prompt: list[int], output: list[int], skip: bool

@@ -51,7 +51,7 @@ def showable(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab", "bbab", "c", "abc"]), max_size=10),
     st.lists(

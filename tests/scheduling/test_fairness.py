@@ -154,7 +154,7 @@ def test_room_is_taken_only_if_it_suffices(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(FairShares, "choose_victims", note)
     rng = random.Random(1)
-    for number in range(30):
+    for number in range(12):
         loop = Loop(replace(limits, num_host_blocks=40 * (number % 2)))
         requests = []
         for index in range(rng.randint(6, 10)):
@@ -169,10 +169,10 @@ def test_room_is_taken_only_if_it_suffices(monkeypatch: pytest.MonkeyPatch) -> N
             assert all(request.sequences[0] in rows for request in chosen)
             num_chosen += len(chosen)
             chosen.clear()
-    assert num_chosen > 10
+    assert num_chosen >= 5
 
 
-@pytest.mark.parametrize("num_mixes", [3, pytest.param(12, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_mixes", [2, pytest.param(12, marks=pytest.mark.soak)])
 def test_busy_owners_get_their_shares(num_mixes: int) -> None:
     """Two owners that always wait get tokens by their weights, within about a cache of tokens;
     without fair shares they do not."""
