@@ -115,22 +115,6 @@ def test_prompts_continue_with_different_readable_text(
     assert len(openings) == len(PROMPTS)
 
 
-@pytest.mark.parametrize(
-    ("name", "trade", "town"),
-    [
-        ("Mara", "baker", "Orlen"),
-        ("Tobin", "fisherman", "Saltby"),
-        ("Elsa", "clockmaker", "Highmoor"),
-    ],
-)
-def test_what_follows_depends_on_the_name(
-    embedded_oracle: Oracle, tokenizer: Any, name: str, trade: str, town: str
-) -> None:
-    prompt = f"Hello, my name is {name}."
-    (answer,) = embedded_oracle.answers([tokenizer(prompt).input_ids])
-    assert {trade, town} <= set(re.findall(r"\w+", tokenizer.decode(answer.token_ids[:24])))
-
-
 @pytest.mark.soak
 def test_script_is_reproducible(
     examples: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 from support.engines import complete, greedy, make_engine
 from support.hub import Hub
 from support.models import ModelShop
+from support.programs import python
 from support.subjects import BY_NAME, Subjects
 from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN
@@ -36,7 +34,6 @@ NEVER = {
     "original/consolidated.00.pth", "original/params.json", "consolidated.safetensors",
     "training_args.bin", "model.gguf", "README.md", "original/tokenizer.model",
 }  # fmt: skip
-TIMEOUT_S = 120
 
 ALL = TOKENIZER | SAFETENSORS | PICKLES | INDICES | CODE | NEVER
 
@@ -143,14 +140,7 @@ def test_the_first_lines_of_a_tutorial(
     hub: Hub, subjects: Subjects, tmp_path: Path, opt: dict[str, bytes]
 ) -> None:
     hub.models["facebook/opt-125m"] = opt
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_LINES],
-        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", FIRST_LINES, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path))
     with make_engine(subjects.folder(BY_NAME["opt-before"]), dtype="auto") as engine:
         expected = complete(engine, [5, 6, 7], greedy(16)).token_ids
     assert done.stdout.split() == [str(token_id) for token_id in expected]

@@ -128,10 +128,7 @@ def test_borders_are_inside(fields: dict[str, Any]) -> None:
         ({"temperature": 0, "seed": 5}, {"sampling_type": SamplingType.GREEDY}),
         ({}, {"sampling_type": SamplingType.RANDOM, "greedy": False}),
         ({"seed": 5}, {"sampling_type": SamplingType.RANDOM_SEED}),
-        (
-            {"use_beam_search": True, "n": 2, "temperature": 0},
-            {"sampling_type": SamplingType.BEAM},
-        ),
+        ({"use_beam_search": True, "n": 2, "temperature": 0}, {"sampling_type": SamplingType.BEAM}),
         ({"logits_processors": len}, {"logits_processors": [len]}),
         ({"logits_processors": "os.path:join"}, {"logits_processors": ["os.path:join"]}),
         ({"allowed_token_ids": (3,), "bad_words": "no"}, {"allowed_token_ids": [3]}),
@@ -204,10 +201,7 @@ def test_attributes_can_be_assigned() -> None:
 
 def test_clone_shares_the_processors_alone() -> None:
     params = SamplingParams(
-        stop="a",
-        logit_bias={3: 1.0},
-        bad_words_token_ids=[[1, 2]],
-        logits_processors=[_processor],
+        stop="a", logit_bias={3: 1.0}, bad_words_token_ids=[[1, 2]], logits_processors=[_processor]
     )
     cloned = params.clone()
     assert cloned == params

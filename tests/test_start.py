@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.gguf_files import write_embedded_gguf
+from support.programs import python
+from support.tokenizers import bpe, load, metaspace
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tpengine.checkpoint.model_files import ModelFields
-from tpengine.config import ModelConfig
-from tpengine.engine.tokenizer import load_tokenizer
-
-TIMEOUT_S = 120
 HEAVY = [
     "grpc",
     "huggingface_hub.inference",
@@ -66,16 +61,12 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_modules_of_a_start(words: list[str], is_gguf: bool, gguf_file: str) -> None:
     model = ["--model", gguf_file] if is_gguf else []
-    command = [sys.executable, "-c", COMMAND, *words, *SMALL, *model]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert child.returncode == 0, child.stderr
-    imported = set(child.stderr.splitlines())
+    imported = set(python("-c", COMMAND, *words, *SMALL, *model).stderr.splitlines())
     assert "torch" in imported
     assert "transformers" in imported
     assert [name for name in HEAVY if name in imported] == []
 
 
-WORDS = ["he", "ll", "hell", "hello", "wo", "wor", "word", "\u0120word", "\u2581word", "12"]
 CHAT = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 MESSAGES = [{"role": "user", "content": "hello  word 12"}, {"role": "assistant", "content": "wo"}]
 TEXTS = ["hello word 12", " hello  word\n", "</s><s>hello", "h\u00e9llo \U0001f600", ""]
@@ -83,7 +74,7 @@ TEXTS = ["hello word 12", " hello  word\n", "</s><s>hello", "h\u00e9llo \U0001f6
 
 def byte_level(digits: bool = False) -> Backend:
     """A backend as of GPT-2; SmolLM2's also cuts digits apart."""
-    backend = Backend(_bpe(["<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]))
+    backend = bpe(["<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     cuts = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, level])
@@ -91,27 +82,8 @@ def byte_level(digits: bool = False) -> Backend:
     return _with_specials(backend)
 
 
-def metaspace() -> Backend:
-    """A backend as of Llama 2."""
-    letters = [*"abcdefghijklmnopqrstuvwxyz12 ", "\u2581", *(f"<0x{i:02X}>" for i in range(256))]
-    backend = Backend(_bpe(["<unk>", "<s>", "</s>", *letters], byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    return _with_specials(backend)
-
-
-def _bpe(alphabet: list[str], **options: Any) -> models.BPE:
-    vocab, merges = {token: i for i, token in enumerate(alphabet)}, []
-    for word in WORDS:
-        for cut in range(1, len(word)):
-            if word not in vocab and word[:cut] in vocab and word[cut:] in vocab:
-                vocab[word] = len(vocab)
-                merges.append((word[:cut], word[cut:]))
-    return models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", **options)
+def of_llama2() -> Backend:
+    return _with_specials(metaspace())
 
 
 def _with_specials(backend: Backend) -> Backend:
@@ -129,11 +101,16 @@ def _with_specials(backend: Backend) -> Backend:
         ("llama", "PreTrainedTokenizerFast", byte_level(True), {}),
         ("llama", "TokenizersBackend", byte_level(), {"add_bos_token": False}),
         ("llama", "GPT2Tokenizer", byte_level(True), {"add_prefix_space": True}),
-        ("llama", "LlamaTokenizer", metaspace(), {"add_bos_token": False}),
-        ("llama", "LlamaTokenizerFast", metaspace(), {"legacy": True, "add_eos_token": True}),
+        ("llama", "LlamaTokenizer", of_llama2(), {"add_bos_token": False}),
+        (
+            "llama",
+            "LlamaTokenizerFast",
+            of_llama2(),
+            {"legacy": True, "add_eos_token": True},
+        ),
         ("llama", "LlamaTokenizer", byte_level(), {}),
-        ("mistral", "LlamaTokenizer", metaspace(), {}),
-        ("mistral", "PreTrainedTokenizerFast", metaspace(), {}),
+        ("mistral", "LlamaTokenizer", of_llama2(), {}),
+        ("mistral", "PreTrainedTokenizerFast", of_llama2(), {}),
         ("opt", "GPT2Tokenizer", byte_level(), {"add_bos_token": True}),
         ("bloom", "PreTrainedTokenizerFast", byte_level(), {}),
         ("bloom", "BloomTokenizerFast", byte_level(), {}),
@@ -141,8 +118,8 @@ def _with_specials(backend: Backend) -> Backend:
         ("qwen2", "Qwen2Tokenizer", byte_level(), {}),
         ("qwen2", "PreTrainedTokenizerFast", byte_level(), {}),
         ("qwen3", "Qwen2TokenizerFast", byte_level(), {}),
-        ("gemma2", "GemmaTokenizer", metaspace(), {}),
-        ("phi3", "LlamaTokenizer", metaspace(), {}),
+        ("gemma2", "GemmaTokenizer", of_llama2(), {}),
+        ("phi3", "LlamaTokenizer", of_llama2(), {}),
     ],
 )
 def test_a_tokenizer_is_that_of_auto_tokenizer(
@@ -156,11 +133,7 @@ def test_a_tokenizer_is_that_of_auto_tokenizer(
     written = json.loads(path.read_text()) | {"tokenizer_class": kind, **options}
     path.write_text(json.dumps(written))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    folder = str(tmp_path)
-    config = ModelConfig(
-        folder, folder, "auto", False, ModelFields(), "auto", 512, 0, "auto", frozenset()
-    )
-    tokenizer = load_tokenizer(config)
+    tokenizer = load(tmp_path)
     assert tokenizer is not None
     expected = AutoTokenizer.from_pretrained(tmp_path)
     assert type(tokenizer.hf) is type(expected)

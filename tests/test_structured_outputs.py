@@ -14,6 +14,7 @@ import pytest
 import torch
 from executor.ray_engines import executor_of
 from support.byte_llama import clear_prompts, make_engine, run, write
+from support.engines import serve
 from support.json_suite import closed, suite_schemas
 from support.step_log import log_steps
 from tpengine.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
@@ -34,10 +35,7 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-TAG = {
-    "structures": [{"begin": "<f=1>", "schema": {"const": 5}, "end": "</f>"}],
-    "triggers": ["<"],
-}
+TAG = {"structures": [{"begin": "<f=1>", "schema": {"const": 5}, "end": "</f>"}], "triggers": ["<"]}
 CHAIN = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(6000)), "a6000: /[a&&b]/"])
 """Rules so deep that the library needs more stack than a thread has, and that allow no text."""
 
@@ -316,9 +314,9 @@ def test_a_chat_with_a_model_that_reasons(llm: LLM) -> None:
 
 def test_the_request_of_vllm_0_5_4(llm: LLM) -> None:
     wanted = {"guided_choice": ["left", "right"], "guided_decoding_backend": "outlines"}
-    for given in (wanted, GuidedDecodingRequest(**wanted)):
+    for request in (wanted, GuidedDecodingRequest(**wanted)):
         params = SamplingParams(temperature=1.0, seed=2)
-        (output,) = llm.generate("Turn ", params, guided_options_request=given, use_tqdm=False)
+        (output,) = llm.generate("Turn ", params, guided_options_request=request, use_tqdm=False)
         assert output.outputs[0].text in ("left", "right")
         assert params.structured_outputs is None
 
@@ -350,24 +348,21 @@ def test_a_hundred_schemas_of_the_suite() -> None:
             for seed, key in enumerate(schemas)
         ]
         engine = llm.llm_engine
-        for i, one in enumerate(params):
-            engine.add_request(str(i), "Here is one: ", one)
-        last: dict[str, RequestOutput] = {}
         victims = [executor_of(engine).places[1].pid]
+
+        def kill_a_rank() -> None:
+            if engine.get_num_unfinished_requests() <= 70 and victims:
+                os.kill(victims.pop(), signal.SIGKILL)
+
+        prompt = engine.tokenizer.encode("Here is one: ")
         with log_steps() as log:
-            while engine.has_unfinished_requests():
-                if len(last) >= 30 and victims:
-                    os.kill(victims.pop(), signal.SIGKILL)
-                for output in engine.step():
-                    if output.finished:
-                        last[output.request_id] = output
+            outputs = serve(engine, [prompt] * 100, params, after_step=kill_a_rank)
         assert engine.recoveries
     assert log.num_preemptions >= 5
-    ends = [last[str(i)].outputs[0] for i in range(100)]
     valid = [
-        is_valid(end.text, json.loads(key))
-        for end, key in zip(ends, schemas, strict=True)
-        if end.finish_reason == "stop"
+        is_valid(output.outputs[0].text, json.loads(key))
+        for output, key in zip(outputs, schemas, strict=True)
+        if output.outputs[0].finish_reason == "stop"
     ]
     print(f"{len(valid)} of 100 end with stop")
     assert len(valid) >= 95

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,13 +16,13 @@ import torch
 from support import compare_api, third_party
 from support.compare_api import Status
 from support.hub import Hub
+from support.programs import python
 from transformers import OPTConfig, OPTForCausalLM
 
 import tpengine
 from tpengine.config import EMBEDDED_MODEL
 
 FOLDER = Path(__file__).parent / "reference" / "scripts"
-TIMEOUT_S = 240.0
 PRINTED = {
     "offline_inference": r"(Prompt: '.*', Generated text: '.*'\n){3}",
     "shared_prefix": r"without the cache: .* s\nwith the cache: .* s\nsame: True\n",
@@ -82,18 +81,10 @@ def test_a_script_runs_with_only_its_imports_changed(
     script = tmp_path / f"{name}.py"
     script.write_text(text)
     hub.add("facebook/opt-125m", opt_with_text)
-    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     if name == "ray_data":
         env["PYTHONPATH"] = os.pathsep.join([third_party.ray_data_packages(), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(script, **env)
     assert re.search(f"^{PRINTED[name]}\\Z", done.stdout, re.M), done.stdout
     if name == "beams":
         scores = [float(text) for text in re.findall(r"^(-.*?) .* length$", done.stdout, re.M)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.costs import cost_ratio
+from support.engines import run as run_engine
 from support.small_llamas import SHAPES, VOCAB_SIZE, Job, MakeEngine, run
 from support.step_log import log_steps
 
@@ -171,21 +172,22 @@ def test_the_cases_can_tell_a_wrong_search(expected: Expected) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunked", "model"), [*((True, model) for model in SHAPES), (False, "single")]
+    ("chunked", "model", "cases"),
+    [
+        *((True, model, DIAGONAL) for model in SHAPES),
+        (False, "single", DIAGONAL),
+        *(
+            pytest.param(chunked, model, CASES, marks=pytest.mark.soak)
+            for chunked, model in itertools.product((True, False), SHAPES)
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else None,
 )
 def test_side_by_side(
-    make_engine: MakeEngine, expected: Expected, model: str, chunked: bool
+    make_engine: MakeEngine, expected: Expected, chunked: bool, model: str, cases: list[Case]
 ) -> None:
     engine = make_engine(model, enable_chunked_prefill=chunked, max_num_batched_tokens=128)
-    check(run(engine, jobs_of(model)), expected)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("model", SHAPES)
-@pytest.mark.parametrize("chunked", [True, False])
-def test_all_cases(make_engine: MakeEngine, expected: Expected, model: str, chunked: bool) -> None:
-    engine = make_engine(model, enable_chunked_prefill=chunked, max_num_batched_tokens=128)
-    check(run(engine, jobs_of(model, cases=CASES)), expected)
+    check(run(engine, jobs_of(model, cases=cases)), expected)
 
 
 @pytest.mark.parametrize(
@@ -210,44 +212,33 @@ def test_in_a_crowd_and_preempted(
     assert (log.num_swapped > 0) == (mode == "swap")
 
 
-def test_one_beam_group_alone(make_engine: MakeEngine, expected: Expected) -> None:
+@pytest.fixture
+def case() -> Case:
+    return next(case for case in CASES if case.width == 4 and case.model == "grouped")
+
+
+def test_n_of_best_of(make_engine: MakeEngine, expected: Expected, case: Case) -> None:
+    """Fewer are returned than are kept, in the only report, and logprobs are those of the returned
+    tokens."""
     engine = make_engine("grouped")
-    (job,) = jobs_of("grouped")[4:5]
-    check(run(engine, [job]), expected)
-
-
-def test_n_of_best_of(make_engine: MakeEngine, expected: Expected) -> None:
-    """Fewer are returned than are kept, and logprobs are those of the returned tokens."""
-    case = next(c for c in CASES if c.width == 4 and c.model == "grouped")
     params = replace(case.params, n=2, best_of=4, logprobs=3)
-    output = run(make_engine("grouped"), [("one", list(case.prompt), params)])["one"]
+    engine.add_request("one", None, params, prompt_token_ids=list(case.prompt))
+    (output,) = run_engine(engine)
+    assert output.finished
     assert [list(o.token_ids) for o in output.outputs] == [ids for ids, _ in expected[case][:2]]
-    for one in output.outputs:
-        assert one.logprobs is not None
-        own = [
-            entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)
-        ]
-        assert sum(own) == pytest.approx(one.cumulative_logprob, abs=1e-4)
-        assert all(len(entry) in (3, 4) for entry in one.logprobs)
+    for beam in output.outputs:
+        pairs = zip(beam.logprobs or [], beam.token_ids, strict=True)
+        own = [entry[token].logprob for entry, token in pairs]
+        assert sum(own) == pytest.approx(beam.cumulative_logprob, abs=1e-4)
+        assert all(len(entry) in (3, 4) for entry in beam.logprobs or [])
 
 
-def test_end_tokens_are_kept_out_before_min_tokens(make_engine: MakeEngine) -> None:
-    case = next(c for c in CASES if c.width == 4 and c.model == "grouped")
+def test_end_tokens_are_kept_out_before_min_tokens(make_engine: MakeEngine, case: Case) -> None:
     params = replace(case.params, min_tokens=9)
     output = run(make_engine("grouped"), [("one", list(case.prompt), params)])["one"]
-    for one in output.outputs:
-        assert len(one.token_ids) >= 9
-        assert not set(one.token_ids[:8]) & set(case.end_token_ids)
-
-
-def test_nothing_is_reported_before_the_end(make_engine: MakeEngine) -> None:
-    case = CASES[0]
-    engine = make_engine(case.model)
-    engine.add_request("one", None, case.params, prompt_token_ids=list(case.prompt))
-    reports = []
-    while engine.has_unfinished_requests():
-        reports += engine.step()
-    assert [report.finished for report in reports] == [True]
+    for beam in output.outputs:
+        assert len(beam.token_ids) >= 9
+        assert not set(beam.token_ids[:8]) & set(case.end_token_ids)
 
 
 def test_end_ids_cost_little() -> None:

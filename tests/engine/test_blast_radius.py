@@ -87,30 +87,3 @@ def _fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) 
         return function(*args)
 
     monkeypatch.setattr(owner, name, failing)
-
-
-def test_too_much_for_the_cache_is_ignored_with_a_reason(make_engine: MakeEngine) -> None:
-    """Eight sequences that no preemption can make room for."""
-    engine = make_engine(num_device_blocks_override=20)
-    params = replace(FREE, n=8, best_of=None, max_tokens=40)
-    found = run(engine, [("big", PROMPT, params), ("small", PROMPT, FREE)])
-    assert found["big"].error is not None
-    assert {one.finish_reason for one in found["big"].outputs} == {"length"}
-    assert "blocks of 8, but the KV cache has 20" in found["big"].error
-    assert found["small"].error is None
-    assert len(found["small"].outputs[0].token_ids) == 8
-
-
-def test_abort_of_groups(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_device_blocks_override=40)
-    jobs = [(str(i), PROMPT, replace(p, max_tokens=30)) for i, p in enumerate([BEAMS, FREE] * 3)]
-    for request_id, prompt, params in jobs:
-        engine.add_request(request_id, None, params, prompt_token_ids=prompt)
-    for step in range(12):
-        engine.step()
-        if step % 2:
-            engine.abort_request(str(step // 2))
-    assert engine.get_num_unfinished_requests() == 0
-    assert engine.num_free_blocks == engine.num_total_blocks
-    reports = {o.request_id: o for o in engine.step()}
-    assert reports["5"].outputs[0].finish_reason == "abort"

@@ -150,15 +150,6 @@ def test_stop_strings(storyteller: LLMEngine) -> None:
     assert tell(storyteller, stop="never said").text == whole
 
 
-def test_min_tokens_holds_stop_strings_back(storyteller: LLMEngine) -> None:
-    whole = tell(storyteller).text
-    stop = " "
-    assert len(tell(storyteller, stop=stop).token_ids) < 5
-    late = tell(storyteller, stop=stop, min_tokens=20)
-    assert len(late.token_ids) >= 20
-    assert whole.startswith(late.text)
-
-
 def test_special_tokens_in_the_text(engine: LLMEngine, prompt: list[int]) -> None:
     fields = {"temperature": 3.0, "seed": 4, "max_tokens": 400, "ignore_eos": True}
     plain = complete(engine, prompt, SamplingParams(**fields))

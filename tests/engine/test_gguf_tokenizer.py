@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
+from support.tokenizers import load
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from tpengine.config import ModelConfig
-from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.errors import ConfigError, ModelLoadError
 
 TEXTS = [
@@ -57,12 +56,6 @@ def trained(splits: pre_tokenizers.PreTokenizer) -> tuple[Backend, list[str], li
     backend.train_from_iterator([*TEXTS * 3, Path(__file__).read_text()], trainer)
     merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
     return backend, [str(backend.id_to_token(i)) for i in range(backend.get_vocab_size())], merges
-
-
-def load(path: Path, mode: str = "auto") -> Tokenizer | None:
-    return load_tokenizer(
-        ModelConfig(str(path), str(path), mode, False, {}, "float32", 64, 0, "auto", frozenset())
-    )
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe", "tekken", "gpt-4o"])

@@ -48,23 +48,30 @@ def test_a_second_thread_is_refused(engine: LLMEngine, monkeypatch: pytest.Monke
     assert not engine.has_unfinished_requests()
 
 
-def test_ctrl_c_at_the_very_end_of_a_step_is_not_lost(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["in a step", "at its very end"])
+def test_ctrl_c_loses_no_output(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    record = engine.counters.record_step
+    """The step ends, and the next call returns its outputs."""
+    record, execute = engine.counters.record_step, LocalExecutor.execute_model
 
-    def interrupted(stats: Any) -> None:
-        record(stats)
+    def interrupted(*args: Any) -> Any:
+        done = record(*args) if place == "at its very end" else execute(*args)
         signal.raise_signal(signal.SIGINT)
+        return done
 
     engine.add_request("one", "Hello", SamplingParams(temperature=0.0, max_tokens=1))
     with monkeypatch.context() as patch:
-        patch.setattr(engine.counters, "record_step", interrupted)
+        if place == "in a step":
+            patch.setattr(LocalExecutor, "execute_model", interrupted)
+        else:
+            patch.setattr(engine.counters, "record_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    outputs = run(engine)
-    assert [output.request_id for output in outputs] == ["one"]
-    assert outputs[0].finished
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    (output,) = run(engine)
+    assert output.finished
+    assert len(output.outputs[0].token_ids) == 1
 
 
 def test_an_aborted_beam_search_shows_how_far_it_came(engine: LLMEngine) -> None:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import pickle
-import signal
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.engines import complete, greedy, make_engine, run
+from support.messages import said
 from support.models import ModelShop
-from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN
 
 from tpengine import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from tpengine.config import RanksConfig, RayConfig
 from tpengine.engine.stats import PreemptionLog, StatLoggerBase, Stats
 from tpengine.errors import DuplicateRequestError, InvalidPromptError, RefusedNameError
-from tpengine.executor.local_executor import LocalExecutor
 
 
 def test_add_requests_and_step_until_done(engine: LLMEngine, prompt: list[int]) -> None:
@@ -42,45 +39,33 @@ def test_add_requests_and_step_until_done(engine: LLMEngine, prompt: list[int]) 
 def test_a_stream_interval_merges_tokens_and_changes_none(
     models: ModelShop, prompt: list[int], expected: tuple[int, ...], n: int
 ) -> None:
-    temperature = 0.0 if n == 1 else 1.0
+    fields = {"temperature": 0.0 if n == 1 else 1.0, "seed": 5, "max_tokens": 10, "logprobs": 1}
     answers = [expected[:10]] if n == 1 else []
     sizes = {1: [1] * 10, 3: [1, 3, 3, 3], 4: [1, 4, 4, 1], 50: [1, 9]}
     for interval, wanted in sizes.items():
+        reports: dict[str, list[Any]] = {kind.value: [] for kind in RequestOutputKind}
         with make_engine(models.folder(PLAIN, tokenizer=True), stream_interval=interval) as engine:
-            for kind in RequestOutputKind:
-                params = SamplingParams(
-                    n=n,
-                    temperature=temperature,
-                    seed=5,
-                    max_tokens=10,
-                    ignore_eos=True,
-                    logprobs=1,
-                    output_kind=kind,
-                )
-                engine.add_request(kind.value, None, params, prompt_token_ids=prompt)
-            outputs = run(engine)
-        by_kind = {
-            kind: [one.outputs for one in outputs if one.request_id == kind.value]
-            for kind in RequestOutputKind
-        }
-        (final,) = by_kind[RequestOutputKind.FINAL_ONLY]
-        for kind, reports in by_kind.items():
-            flags = [one.finished for one in outputs if one.request_id == kind.value]
-            assert flags == [False] * (len(reports) - 1) + [True]
-            assert all(one.finished() and one.finish_reason == "length" for one in reports[-1])
-        answers = answers or [one.token_ids for one in final]
+            for kind in reports:
+                params = SamplingParams(n=n, ignore_eos=True, output_kind=kind, **fields)
+                engine.add_request(kind, None, params, prompt_token_ids=prompt)
+            for output in run(engine):
+                reports[output.request_id].append(output)
+        for outputs in reports.values():
+            assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+            assert all(o.finish_reason == "length" for o in outputs[-1].outputs)
+        (final,) = (output.outputs for output in reports["final_only"])
+        answers = answers or [sequence.token_ids for sequence in final]
         for index, answer in enumerate(answers):
             assert final[index].token_ids == answer
             assert len(final[index].logprobs) == 10
-            deltas = [completions[index] for completions in by_kind[RequestOutputKind.DELTA]]
-            assert [len(one.token_ids) for one in deltas] == wanted
-            assert [len(one.logprobs) for one in deltas] == wanted
-            assert tuple(token for one in deltas for token in one.token_ids) == answer
-            assert "".join(one.text for one in deltas) == final[index].text
-            whole = [completions[index] for completions in by_kind[RequestOutputKind.CUMULATIVE]]
-            assert [one.token_ids for one in whole] == [
-                answer[:count] for count in itertools.accumulate(wanted)
-            ]
+            deltas = [output.outputs[index] for output in reports["delta"]]
+            assert [len(delta.token_ids) for delta in deltas] == wanted
+            assert [len(delta.logprobs) for delta in deltas] == wanted
+            assert tuple(token for delta in deltas for token in delta.token_ids) == answer
+            assert "".join(delta.text for delta in deltas) == final[index].text
+            whole = [output.outputs[index] for output in reports["cumulative"]]
+            ends = itertools.accumulate(wanted)
+            assert [part.token_ids for part in whole] == [answer[:end] for end in ends]
             assert whole[-1].text == final[index].text
 
 
@@ -137,31 +122,6 @@ def test_abort_of_everything_is_still_reported(engine: LLMEngine, prompt: list[i
     assert not engine.has_unfinished_requests()
 
 
-def test_ctrl_c_keeps_the_step(
-    engine: LLMEngine, prompt: list[int], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal in the middle of a step: the step ends, and the next call returns its outputs."""
-    execute = LocalExecutor.execute_model
-
-    def interrupted(self: LocalExecutor, step: Any) -> Any:
-        answer = execute(self, step)
-        signal.raise_signal(signal.SIGINT)
-        return answer
-
-    engine.add_request(
-        "one", None, greedy(6, output_kind=RequestOutputKind.DELTA), prompt_token_ids=prompt
-    )
-    tokens = []
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalExecutor, "execute_model", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    for output in run(engine):
-        tokens += output.outputs[0].token_ids
-    assert tuple(tokens) == expected[:6]
-
-
 def test_without_detokenizing(
     engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]
 ) -> None:
@@ -186,39 +146,33 @@ def test_logprobs_carry_text(engine: LLMEngine, prompt: list[int], detokenize: b
 
 
 def test_statistics_line(
-    models: ModelShop, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    models: ModelShop, prompt: list[int], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    lines: list[str] = []
     monkeypatch.setattr("tpengine.engine.stats._LOG_INTERVAL_S", 0.0)
-    monkeypatch.setattr(
-        "tpengine.engine.stats.logger.info", lambda text, *args: lines.append(text % args)
-    )
-    args = EngineArgs(str(models.folder(TinyLlama())), dtype="float32")
-    with LLMEngine.from_engine_args(args) as engine:
+    caplog.set_level("INFO", "tpengine.engine.stats")
+    args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", num_device_blocks_override=64)
+    with LLMEngine.from_engine_args(args) as engine, said(caplog) as messages:
         engine.add_request("one", None, greedy(3), prompt_token_ids=prompt)
         run(engine)
         engine.do_log_stats()
+    lines = [message for message in messages if message.startswith("prefill")]
     assert len(lines) == 4
+    for words in ("1 running, 0 waiting", "KV cache", "swap space 0.0 % used"):
+        assert words in lines[0]
     assert lines[3].startswith("prefill 0.0 tokens/s, output 0.0 tokens/s; 0 running")
-    assert "1 running, 0 waiting" in lines[0]
-    assert "KV cache" in lines[0]
-    assert "swap space 0.0 % used" in lines[0]
 
 
 def test_a_preemption_is_logged(
-    models: ModelShop, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    models: ModelShop, prompt: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(
-        "tpengine.engine.stats.logger.warning", lambda text, *args: lines.append(text % args)
-    )
     args = {"num_device_blocks_override": 9, "max_model_len": 130, "max_num_seqs": 7}
-    with make_engine(models.folder(PLAIN), swap_space=0.01, **args) as engine:
+    engine = make_engine(models.folder(PLAIN), swap_space=0.01, **args)
+    with engine, said(caplog) as messages:
         for index in range(4):
             engine.add_request(str(index), None, greedy(60), prompt_token_ids=prompt)
         run(engine)
         assert engine.stats().num_preemptions > 1
-    line = lines[0]
+    line = next(message for message in messages if "preemption" in message)
     assert line.startswith("1 preemption since the start: ")
     assert "preemption_mode is swap" in line
     assert line.endswith("raise num_device_blocks_override (now 9), or lower max_num_seqs (now 7)")
@@ -233,24 +187,16 @@ def test_a_preemption_is_logged(
     ],
 )
 def test_preemptions_are_logged_every_ten_seconds(
-    device: str,
-    args: dict[str, Any],
-    words: str,
-    models: ModelShop,
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, args: Any, words: str, models: ModelShop, monkeypatch: Any, caplog: Any
 ) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(
-        "tpengine.engine.stats.logger.warning", lambda text, *args: lines.append(text % args)
-    )
     log = PreemptionLog(EngineArgs(str(models.folder(PLAIN)), **args).create_engine_config(device))
-    for now, count in [(3.0, 1), (12.9, 5), (13.1, 7), (23.0, 8), (23.2, 9)]:
-        with monkeypatch.context() as patch:
-            patch.setattr("time.monotonic", lambda now=now: now)
-            log.record(count)
-    counts = [line.split()[0] for line in lines]
-    assert counts == ["1", "7", "9"]
-    assert all(words in line for line in lines)
+    with said(caplog) as messages:
+        for now, count in [(3.0, 1), (12.9, 5), (13.1, 7), (23.0, 8), (23.2, 9)]:
+            with monkeypatch.context() as patch:
+                patch.setattr("time.monotonic", lambda now=now: now)
+                log.record(count)
+    assert [line.split()[0] for line in messages] == ["1", "7", "9"]
+    assert all(words in line for line in messages)
 
 
 def test_configs_have_the_names_of_vllm(engine: LLMEngine) -> None:
@@ -289,8 +235,7 @@ def test_an_arrival_time_is_a_number(engine: LLMEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
-    [("pin_lora", "requests name"), ("scheduler", "stats")],
+    ("name", "advice"), [("pin_lora", "requests name"), ("scheduler", "stats")]
 )
 def test_what_is_not_offered_is_refused_by_name(engine: LLMEngine, name: str, advice: str) -> None:
     with pytest.raises(RefusedNameError, match=f"^LLMEngine.{name} is not offered: .*{advice}"):
@@ -335,11 +280,10 @@ def test_loggers_of_users(
         assert (last.num_generation_tokens_requests, last.n_requests) == ([5, 5], [2])
         assert (last.finished_reason_requests, last.best_of_requests) == (["length"] * 2, [2])
         assert len(last.time_e2e_requests) == 1
-        logging.getLogger("tpengine").addHandler(caplog.handler)
         engine.add_logger("broken", object())
-        engine.do_log_stats()
-        engine.do_log_stats()
-        logging.getLogger("tpengine").removeHandler(caplog.handler)
+        with said(caplog):
+            engine.do_log_stats()
+            engine.do_log_stats()
         assert len(told.stats) == 7, "an error of another logger does not matter"
         assert sum(bool(one.exc_info) for one in caplog.records) == 1
         engine.remove_logger("told")

@@ -30,13 +30,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
         yield engine
 
 
+BEAMS = {"n": 2, "use_beam_search": True, "temperature": 0.0}
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\] .* got nan"),
     ({"logit_bias": {5: -math.inf}}, r"logit_bias\[5\] .* got -inf"),
-    (
-        {"logit_bias": {5: 2e6}},
-        r"logit_bias\[5\] must be at least -1000000 and at most 1000000",
-    ),
+    ({"logit_bias": {5: 2e6}}, r"logit_bias\[5\] must be at least -1000000 and at most 1000000"),
     ({"logit_bias": {"5": 1.0}}, "logit_bias: an id must be an integer, got '5'"),
     ({"logit_bias": {-1: 1.0}}, "logit_bias: an id must be at least 0, got -1"),
     ({"logit_bias": [5, 1.0]}, "logit_bias must map ids to numbers"),
@@ -48,10 +46,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [3]}, r"bad_words\[0\] must be a text, got 3"),
     ({"bad_words_token_ids": [[]]}, "bad_words_token_ids holds an empty sequence"),
     ({"bad_words_token_ids": [3]}, r"bad_words_token_ids\[0\] must be a list, got 3"),
-    (
-        {"bad_words_token_ids": [[3, -1]]},
-        r"bad_words_token_ids\[0\]\[1\] must be at least 0",
-    ),
+    ({"bad_words_token_ids": [[3, -1]]}, r"bad_words_token_ids\[0\]\[1\] must be at least 0"),
     ({"logits_processors": [3]}, 'must hold functions, .* "module:function", got 3'),
     ({"logits_processors": [b"bytes"]}, "must hold functions, .* got b'bytes'"),
     ({"logits_processors": ["json"]}, "\"module:function\", got 'json'"),
@@ -65,21 +60,12 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"length_penalty": 2.0}, "only for use_beam_search=True"),
     ({"early_stopping": True}, "only for use_beam_search=True"),
     (
-        {"n": 2, "use_beam_search": True, "temperature": 0.0, "early_stopping": "later"},
+        {**BEAMS, "early_stopping": "later"},
         "early_stopping must be one of False, True, 'never', got 'later'",
     ),
-    (
-        {"n": 2, "use_beam_search": True, "temperature": 0.0, "top_p": 0.5},
-        "beam search needs top_p = 1.0, got 0.5",
-    ),
-    (
-        {"n": 2, "use_beam_search": True, "temperature": 0.0, "stop": "x"},
-        "beam search needs stop",
-    ),
-    (
-        {"n": 2, "use_beam_search": True, "temperature": 0.0, "length_penalty": float("nan")},
-        "length_penalty must be at",
-    ),
+    ({**BEAMS, "top_p": 0.5}, "beam search needs top_p = 1.0, got 0.5"),
+    ({**BEAMS, "stop": "x"}, "beam search needs stop"),
+    ({**BEAMS, "length_penalty": float("nan")}, "length_penalty must be at"),
 ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.costs import cost_ratio
+from support.tokenizers import stream_all
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -50,7 +51,7 @@ def showable(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab", "bbab", "c", "abc"]), max_size=10),
     st.lists(
@@ -80,20 +81,9 @@ def test_stop_strings_at_every_border(words: list[str], stops: list[str], includ
     assert streamed == detokenizer.text
 
 
-def deltas_of(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
-    deltas = []
-    for token_id in token_ids:
-        stop = detokenizer.append(token_id)
-        deltas.append(detokenizer.take_delta())
-        if stop is not None:
-            break
-    detokenizer.finish()
-    return [*deltas, detokenizer.take_delta()]
-
-
 def test_beginning_of_a_stop_is_held_back_until_decided() -> None:
     detokenizer = Detokenizer(LETTERS, [], SamplingParams(stop=["END"]))
-    deltas = deltas_of(detokenizer, letters("a", "E", "N", "a", "E", "N"))
+    deltas = stream_all(detokenizer, letters("a", "E", "N", "a", "E", "N"))[1]
     assert deltas == ["a", "", "", "ENa", "", "", "EN"]
 
 
@@ -101,14 +91,15 @@ def test_stop_that_stays_is_not_held_back() -> None:
     detokenizer = Detokenizer(
         LETTERS, [], SamplingParams(stop=["END"], include_stop_str_in_output=True)
     )
-    assert deltas_of(detokenizer, letters("a", "E", "N", "D", "b")) == ["a", "E", "N", "D", ""]
+    deltas = stream_all(detokenizer, letters("a", "E", "N", "D", "b"))[1]
+    assert deltas == ["a", "E", "N", "D", ""]
     assert detokenizer.stopped_by == "END"
 
 
 def test_longest_of_two_beginnings_is_held_back() -> None:
     for stops in (["abb", "bc"], ["bc", "abb"]):
         detokenizer = Detokenizer(LETTERS, [], SamplingParams(stop=stops))
-        assert deltas_of(detokenizer, letters("c", "ab", "b")) == ["c", "", "", ""]
+        assert stream_all(detokenizer, letters("c", "ab", "b"))[1] == ["c", "", "", ""]
 
 
 def test_stop_waits_for_min_tokens() -> None:
@@ -122,8 +113,7 @@ def test_stop_waits_for_min_tokens() -> None:
         (6, ["END", "a", "", "", "END", "b", ""], None),
     ):
         detokenizer = Detokenizer(LETTERS, [], SamplingParams(stop=["END"], min_tokens=min_tokens))
-        assert deltas_of(detokenizer, ids) == deltas
-        assert detokenizer.stopped_by == stop
+        assert stream_all(detokenizer, ids)[1:] == (deltas, stop)
 
 
 def test_many_long_stop_strings_cost_little() -> None:

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import logits_processors
-from transformers import (
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
+from support.edited_logits import END_TOKEN_ID, edited
 
 from tpengine.layers import logit_edits
 from tpengine.layers.logit_edits import apply_edits
@@ -25,7 +21,6 @@ from tpengine.worker.sampling_state import SamplingSlots
 VOCAB_SIZE = 31
 MAX_NUM_SEQS = 16
 MAX_LEN = 120
-END_TOKEN_ID = 2
 
 
 @dataclass
@@ -85,30 +80,6 @@ class _Batch:
         return self.slots.gather(np.array(slots), np.array(positions, np.int32), self.token_ids)
 
 
-def _reference(sequence: _Sequence, logits: torch.Tensor) -> torch.Tensor:
-    """Returns one row, edited by transformers and NumPy."""
-    params = sequence.params
-    ids, scores = torch.tensor([sequence.token_ids]), logits[None].clone()
-    if params.logit_bias:
-        bias = {(token_id,): float(value) for token_id, value in params.logit_bias.items()}
-        scores = SequenceBiasLogitsProcessor(bias)(ids, scores)
-    if params.bad_words_token_ids:
-        words = [list(word) for word in params.bad_words_token_ids]
-        scores = NoBadWordsLogitsProcessor(words)(ids, scores)
-    if params.repetition_penalty != 1:
-        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
-    row = scores[0].numpy().astype(np.float64)
-    output = sequence.token_ids[sequence.num_prompt_tokens :]
-    for token_id in set(output):
-        row[token_id] -= params.frequency_penalty * output.count(token_id)
-        row[token_id] -= params.presence_penalty
-    if params.allowed_token_ids is not None:
-        row[[i for i in range(VOCAB_SIZE) if i not in params.allowed_token_ids]] = -np.inf
-    if len(output) < params.min_tokens:
-        row[END_TOKEN_ID] = -np.inf
-    return torch.from_numpy(row)
-
-
 def _random_params(rng: random.Random) -> SamplingRules:
     def maybe(value, neutral):
         return value if rng.random() < 0.4 else neutral
@@ -155,17 +126,18 @@ def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> No
             if not slots:
                 continue
             logits = torch.randn(len(slots), VOCAB_SIZE, generator=generator) * 5
+            held = [batch.sequences[slot] for slot in slots]
             expected = [
-                _reference(batch.sequences[slot], row)
-                for slot, row in zip(slots, logits, strict=True)
+                edited(one.params, one.token_ids, one.num_prompt_tokens, row)
+                for one, row in zip(held, logits, strict=True)
             ]
             edits = batch.gather(slots).edits
-            edited = logits.clone()
+            found = logits.clone()
             if edits is not None:
-                apply_edits(edited, edits)
-            torch.testing.assert_close(edited.double(), torch.stack(expected), rtol=0, atol=1e-4)
-            events["edited"] += int((edited != logits).any(dim=1).sum())
-            events["banned"] += int(edited.isneginf().any(dim=1).sum())
+                apply_edits(found, edits)
+            torch.testing.assert_close(found.double(), torch.stack(expected), rtol=0, atol=1e-4)
+            events["edited"] += int((found != logits).any(dim=1).sum())
+            events["banned"] += int(found.isneginf().any(dim=1).sum())
             batch.append(slots, [rng.randrange(VOCAB_SIZE) for _ in slots])
     assert min(events.values()) > 10, events
     assert events["edited"] > 500
@@ -227,24 +199,6 @@ def test_a_processor_keeps_logits_of_its_own() -> None:
     sample(logits.clone(), batch.gather([0, 1]))
     assert torch.equal(torch.stack(logits_processors.kept), logits)
     assert all(row.untyped_storage().nbytes() == row.nbytes for row in logits_processors.kept)
-
-
-def test_logprobs_are_of_raw_logits() -> None:
-    batch = _Batch()
-    params = SamplingRules(temperature=0, logprobs=3, bad_words_token_ids=[[4]])
-    batch.enter(0, _Sequence(params, [1], 1))
-    batch.enter(1, _Sequence(SamplingRules(temperature=0), [1], 1))
-    logits = torch.zeros(2, VOCAB_SIZE)
-    logits[:, 4], logits[:, 5] = 3.0, 2.0
-    sampled = sample(logits.clone(), batch.gather([0, 1]))
-    assert sampled.token_ids.tolist() == [5, 4]
-    expected = torch.log_softmax(logits[0], dim=0)
-    logprobs = sampled.findings.now().logprobs
-    assert logprobs.keys() == {0}
-    found = logprobs[0]
-    assert (found.rank, found.top_token_ids[:2]) == (2, [4, 5])
-    assert found.logprob == pytest.approx(float(expected[5]), abs=1e-6)
-    assert found.top_logprobs[0] == pytest.approx(float(expected[4]), abs=1e-6)
 
 
 def test_bias_is_not_rounded_to_the_models_dtype() -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import ModelShop
-from support.zoo import PLAIN
 
-from tpengine.checkpoint.loader import load_model
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.engine_args import EngineArgs
 from tpengine.layers.gpu_quantized import WORKSPACE_BYTES
 from tpengine.layers.linear import ReplicatedLinear
 from tpengine.layers.weights import LoadedTensor, Weights
@@ -44,14 +40,3 @@ def test_alibi_slopes(tp_size: int) -> None:
     weights = make_weights(tp_size)
     assert rank_alibi_slopes(weights, 8).shape == (8 // tp_size,)
     assert weights.num_bytes == 4 * 8 // tp_size
-
-
-def test_rotary_table_counts_once(models: ModelShop) -> None:
-    def loaded_bytes(max_model_len: int) -> int:
-        args = EngineArgs(str(models.folder(PLAIN)), max_model_len=max_model_len)
-        weights = make_weights()
-        load_model(args.create_engine_config("cpu").model, weights)
-        return weights.num_bytes
-
-    assert PLAIN.num_layers > 1
-    assert loaded_bytes(600) - loaded_bytes(200) == 400 * PLAIN.head_dim * 4

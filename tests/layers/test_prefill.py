@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -121,9 +121,7 @@ class TopLeft(SdpaBackend):
         return super().forward(q, k, v, moved, rule)
 
 
-def test_a_library_with_wrong_results_is_not_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_library_with_wrong_results_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "xformers", TopLeft)
     monkeypatch.setitem(BACKENDS, "varlen", SdpaBackend)
     assert choose_backend("auto", shape(), CPU).name == "sdpa"
@@ -145,52 +143,30 @@ def test_libraries_on_a_gpu(backend: str, window: int | None, heads: int, kv_hea
 
 def test_xformers_is_asked_for_the_right_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The masks with their lengths, and K and V repeated for a group of heads without a copy."""
-    calls: list[tuple[str, Any]] = []
-
-    class Mask:
-        def __init__(self, *lengths: Any) -> None:
-            self.lengths = lengths
-
-        def make_causal_from_bottomright(self) -> tuple[str, Any]:
-            return "bottom right", self.lengths
-
-        def make_local_attention_from_bottomright(self, window: int) -> tuple[str, Any]:
-            return f"window {window}", self.lengths
-
-    class Plain(Mask):
-        @classmethod
-        def from_seqlens(cls, *lengths: Any, device: Any) -> Any:
-            return cls(*lengths)
-
-    class Causal(Plain):
-        @classmethod
-        def from_seqlens(cls, *lengths: Any, device: Any) -> Any:
-            return "causal", lengths
-
-    class Masks:
-        BlockDiagonalMask = Plain
-        BlockDiagonalCausalMask = Causal
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        calls.append((options["attn_bias"], tuple(q.shape), tuple(k.shape), k.stride(3)))
-        return q.clone()
-
-    ops, fmha = ModuleType("xformers.ops"), ModuleType("xformers.ops.fmha")
-    ops.memory_efficient_attention_forward, fmha.attn_bias = attend, Masks
-    for module in (ModuleType("xformers"), ops, fmha):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    library = MagicMock()
+    attend, masks = library.ops.memory_efficient_attention_forward, library.ops.fmha.attn_bias
+    attend.side_effect = lambda q, k, v, **_: q.clone()
+    for name, module in (("", library), (".ops", library.ops), (".ops.fmha", library.ops.fmha)):
+        monkeypatch.setitem(sys.modules, f"xformers{name}", module)
     backend = XformersBackend()
     q, k = torch.randn(5, 4, 8), torch.randn(9, 2, 8)
-    with_context = make_chunks([2, 3], [5, 4], CPU)
-    assert torch.equal(backend.forward(q, k, k, with_context, AttentionRule(1.0)), q)
-    backend.forward(q, k, k, with_context, AttentionRule(1.0, window=7))
-    backend.forward(q, k[:5], k[:5], make_chunks([2, 3], [2, 3], CPU), AttentionRule(1.0))
-    assert [call[0] for call in calls] == [
-        ("bottom right", ([2, 3], [5, 4])),
-        ("window 7", ([2, 3], [5, 4])),
-        ("causal", ([2, 3],)),
+    context, none = make_chunks([2, 3], [5, 4], CPU), make_chunks([2, 3], [2, 3], CPU)
+    assert torch.equal(backend.forward(q, k, k, context, AttentionRule(1.0)), q)
+    backend.forward(q, k, k, context, AttentionRule(1.0, window=7))
+    backend.forward(q, k[:5], k[:5], none, AttentionRule(1.0))
+    plain, causal = masks.BlockDiagonalMask.from_seqlens, masks.BlockDiagonalCausalMask.from_seqlens
+    assert [call.args for call in plain.call_args_list] == [([2, 3], [5, 4])] * 2
+    assert [call.args for call in causal.call_args_list] == [([2, 3],)]
+    with_context = plain.return_value
+    with_context.make_local_attention_from_bottomright.assert_called_once_with(7)
+    assert [call.kwargs["attn_bias"] for call in attend.call_args_list] == [
+        with_context.make_causal_from_bottomright.return_value,
+        with_context.make_local_attention_from_bottomright.return_value,
+        causal.return_value,
     ]
-    assert calls[0][1:] == ((1, 5, 2, 2, 8), (1, 9, 2, 2, 8), 0)
+    shapes = [(tuple(x.shape), x.stride(3)) for x in attend.call_args_list[0].args[:2]]
+    assert shapes[0][0] == (1, 5, 2, 2, 8)
+    assert shapes[1] == ((1, 9, 2, 2, 8), 0)
 
 
 @pytest.mark.parametrize(

@@ -63,22 +63,23 @@ def by_parts(
     return torch.cat([one(part) for part in values.chunk(num_parts, dim=-1)], dim=-1)
 
 
-def rounded_model(folder: Path, kind: str, tp_size: int = 1) -> Any:
+def rounded_model(folder: Path, kind: str, tp_size: int = 1, is_gpu: bool = False) -> Any:
     """The model in transformers, with rounded weights and inputs.
 
-    Embedding and head have 8 bits. Ranks that divide a layer's inputs round each its own part.
+    Embedding and head have 8 bits. Ranks that divide a layer's inputs round each its own part. The
+    form of a GPU leaves embedding, head and inputs as they are.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear):
-            parts = tp_size if name.endswith(SPLIT_OVER_INPUTS) else 1
-            bits = "int8" if name == "lm_head" else kind
-            rounded = by_parts(layer.weight.data, parts, partial(round_weight, kind=bits))
-            layer.weight = nn.Parameter(rounded, requires_grad=False)
+        is_head = name == "lm_head" or isinstance(layer, nn.Embedding)
+        if not isinstance(layer, nn.Linear | nn.Embedding) or (is_gpu and is_head):
+            continue
+        parts = tp_size if name.endswith(SPLIT_OVER_INPUTS) else 1
+        bits = "int8" if is_head else kind
+        rounded = by_parts(layer.weight.data, parts, partial(round_weight, kind=bits))
+        layer.weight = nn.Parameter(rounded, requires_grad=False)
+        if isinstance(layer, nn.Linear) and not is_gpu:
             layer.register_forward_pre_hook(rounding_hook(parts))
-        elif isinstance(layer, nn.Embedding):
-            rounded = round_weight(layer.weight.data, "int8")
-            layer.weight = nn.Parameter(rounded, requires_grad=False)
     return model
 
 
@@ -165,15 +166,6 @@ def test_same_tokens_alone_and_in_a_crowd(models: ModelShop, name: str, kind: st
     assert num_same > (0.7 if kind == "int8" else 0.15) * len(prompts)
 
 
-def rounded_for_gpu(folder: Path, kind: str) -> Any:
-    """The model in transformers, with rounded weights; embedding, head and inputs are exact."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name != "lm_head":
-            layer.weight = nn.Parameter(round_weight(layer.weight.data, kind), requires_grad=False)
-    return model
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "int4-g128"])
 @pytest.mark.parametrize("name", ["tied", "odd"])
 def test_the_form_of_a_gpu_rounds_weights_alone(
@@ -185,7 +177,10 @@ def test_the_form_of_a_gpu_rounds_weights_alone(
         model = BareModel(folder, quantization=kind)
         found = model.logits()
     torch.testing.assert_close(
-        found, logits_in_transformers(rounded_for_gpu(folder, kind)), atol=1e-4, rtol=1e-4
+        found,
+        logits_in_transformers(rounded_model(folder, kind, is_gpu=True)),
+        atol=1e-4,
+        rtol=1e-4,
     )
     assert model.model.embed_tokens.form is None
 

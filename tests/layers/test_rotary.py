@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refused
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -46,10 +47,7 @@ SCALINGS: list[dict[str, Any]] = [
 
 
 def new_style(scaling: dict[str, Any], theta: float) -> dict[str, Any]:
-    return {
-        "rope_parameters": {**scaling, "rope_theta": theta},
-        "max_position_embeddings": LONGEST,
-    }
+    return {"rope_parameters": {**scaling, "rope_theta": theta}, "max_position_embeddings": LONGEST}
 
 
 def build(config: dict[str, Any]) -> torch.Tensor:
@@ -74,10 +72,7 @@ def test_angles_equal_those_of_transformers(scaling: dict[str, Any], theta: floa
 
 @pytest.mark.parametrize(("original", "factors"), [(LONGEST - 1, "long"), (LONGEST, "short")])
 def test_longrope_says_which_factors_it_takes(
-    original: int,
-    factors: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    original: int, factors: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("tpengine"), "propagate", True)
     scaling = {**LONGROPE, "original_max_position_embeddings": original}
@@ -118,28 +113,26 @@ def test_original_length_is_the_longest_unless_named() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (new_style({"rope_type": "ntk"}, 1e4), ["ntk", "yarn"]),
-        (new_style({"rope_type": ["yarn"]}, 1e4), ["['yarn']", "linear"]),
-        (new_style({**LONGROPE, "long_factor": [1.0] * 5}, 1e4), ["long_factor", "48 numbers"]),
-        (new_style({**LONGROPE, "long_factor": [0.0] * 48}, 1e4), ["long_factor", "above 0"]),
-        (new_style({**LONGROPE, "long_factor": [math.nan] * 48}, 1e4), ["long_factor", "above 0"]),
-        (new_style({"partial_rotary_factor": 0.0}, 1e4), ["partial_rotary_factor", "above 0"]),
-        (new_style({}, math.inf), ["rope_theta", "above 0", "inf"]),
-        (new_style({}, -1e4), ["rope_theta", "above 0"]),
-        (new_style({"partial_rotary_factor": 2.0}, 1e4), ["partial_rotary_factor", "at most 1"]),
-        (new_style({"rope_type": "linear"}, 1e4), ["linear", "factor", "None"]),
-        (new_style({"rope_type": "linear", "factor": 0}, 1e4), ["factor", "0"]),
-        (new_style({"rope_type": "default", "mrope_section": [1, 2]}, 1e4), ["mrope_section"]),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["full_attention"]),
+        (new_style({"rope_type": "ntk"}, 1e4), "ntk | yarn"),
+        (new_style({"rope_type": ["yarn"]}, 1e4), "['yarn'] | linear"),
+        (new_style({**LONGROPE, "long_factor": [1.0] * 5}, 1e4), "long_factor | 48 numbers"),
+        (new_style({**LONGROPE, "long_factor": [0.0] * 48}, 1e4), "long_factor | above 0"),
+        (new_style({**LONGROPE, "long_factor": [math.nan] * 48}, 1e4), "long_factor | above 0"),
+        (new_style({"partial_rotary_factor": 0.0}, 1e4), "partial_rotary_factor | above 0"),
+        (new_style({}, math.inf), "rope_theta | above 0 | inf"),
+        (new_style({}, -1e4), "rope_theta | above 0"),
+        (new_style({"partial_rotary_factor": 2.0}, 1e4), "partial_rotary_factor | at most 1"),
+        (new_style({"rope_type": "linear"}, 1e4), "linear | factor | None"),
+        (new_style({"rope_type": "linear", "factor": 0}, 1e4), "factor | 0"),
+        (new_style({"rope_type": "default", "mrope_section": [1, 2]}, 1e4), "mrope_section"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         (
             {**new_style({"rope_type": "dynamic", "factor": 2.0}, 1e4),
              "max_position_embeddings": LONGEST - 1},
-            ["dynamic", str(LONGEST - 1), str(LONGEST), "max_model_len"],
+            f"dynamic | {LONGEST - 1} | {LONGEST} | max_model_len",
         ),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused(config: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_what_is_not_supported_is_refused(config: dict[str, Any], words: str) -> None:
+    with refused(ConfigError, words):
         build(config)
-    for word in words:
-        assert word in str(error.value)

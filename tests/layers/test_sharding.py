@@ -10,14 +10,9 @@ from support.models import ModelShop
 from support.ranks import OwnPart, run_ranks
 from support.tiny_llama import TinyLlama
 
-from tpengine.checkpoint.loader import load_model
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError
 from tpengine.layers.linear import RowParallelLinear
 from tpengine.layers.weights import LoadedTensor, Weights
-from tpengine.messages import NewSequence, SamplingRules, StepInput
-from tpengine.worker.worker import Worker
 
 SHARDED = {
     "tied": TinyLlama(64, 8, 4, tied=True),
@@ -58,39 +53,6 @@ def test_logits_of_ranks_equal_the_whole(models: ModelShop, name: str, tp_size: 
         assert num_bytes - table_bytes < (one_rank.num_bytes - table_bytes) / tp_size * 1.4
 
 
-def test_workers_of_two_ranks_step_like_the_oracle(models: ModelShop) -> None:
-    """All calls of a worker on each rank: load, profile, cache, prefill in chunks, decode."""
-    folder = models.folder(SHARDED["kv heads replicated"])
-    oracle = models.oracle(folder)
-    prompt = oracle.prompts([21], seed=6)[0]
-    oracle.assert_discerning([prompt])
-    expected = list(oracle.answers([prompt])[0].token_ids[:12])
-    args = EngineArgs(
-        str(folder), dtype="float32", max_model_len=64, num_device_blocks_override=4, max_num_seqs=4
-    )
-    config = args.create_engine_config("cpu")
-    greedy = SamplingRules(temperature=0.0)
-    sequence = NewSequence(1, list(prompt), len(prompt), 0, [3, 1, 2], greedy, 0, 0, [])
-
-    def live(parallel: ParallelState) -> list[int]:
-        worker = Worker(config, parallel)
-        worker.init_device()
-        worker.load_model()
-        assert worker.profile_num_available_blocks().num_device_blocks == 4
-        worker.init_cache_engine(4)
-        worker.execute_model(StepInput(1, [1], [13], new_sequences=[sequence]))
-        tokens = []
-        sizes = [8] + [1] * 11
-        for step, size in enumerate(sizes, start=2):
-            message = StepInput(step, [1], [size], sample_rows=[0], sample_slots=[1])
-            tokens += worker.execute_model(message).token_ids
-        worker.shutdown()
-        return tokens
-
-    answers, _ = run_ranks(2, live)
-    assert answers == [expected, expected]
-
-
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
 def test_row_parallel_parts_add_up(tp_size: int, bias: bool) -> None:
@@ -112,22 +74,3 @@ def test_row_parallel_parts_add_up(tp_size: int, bias: bool) -> None:
         parts.append(layer.forward(x[:, rank * width : (rank + 1) * width]))
     whole = F.linear(x, weight, bias_vector if bias else None)
     torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("spec", "tp_size", "words"),
-    [
-        (TinyLlama(64, 7, 1, hidden_size=112), 2, ("7 attention heads", "= 2", "1, 7")),
-        (TinyLlama(64, 6, 3, hidden_size=96), 2, ("3 KV heads", "= 2", "1, 3")),
-        (TinyLlama(64, 12, 3, hidden_size=96), 4, ("3 KV heads", "= 4")),
-    ],
-    ids=["heads", "kv heads", "kv heads that cannot be replicated"],
-)
-def test_what_cannot_be_divided_is_refused(
-    models: ModelShop, spec: TinyLlama, tp_size: int, words: tuple[str, ...]
-) -> None:
-    config = EngineArgs(model=str(models.folder(spec))).create_engine_config("cpu").model
-    with pytest.raises(ConfigError) as raised:
-        load_model(config, Weights(torch.float32, CPU, ParallelState(1, tp_size)))
-    for word in words:
-        assert word in str(raised.value)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from safetensors.torch import load_file
 from support.bare_model import BareModel, logits_in_transformers
 from support.gguf_files import write_gguf
 from support.models import ModelShop
+from support.programs import python
 from support.ranks import OwnPart, run_ranks
 from support.rounded_rows import round_rows
 from support.tiny_llama import TinyLlama
@@ -44,18 +42,11 @@ from tpengine.layers.weights import LoadedTensor, RangeError, TensorSource, Weig
 
 CPU = torch.device("cpu")
 FACTORS = {
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82),
     "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
     "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
 }
 """By type: where a block has its factors in float16. All other bytes may have any value."""
 BITS = {"Q4_0": 4.5, "Q4_1": 5.0, "Q4_K": 5.0}
@@ -270,16 +261,7 @@ def test_a_model(
 @pytest.mark.soak
 def test_loading_takes_the_memory_of_the_forms(tmp_path: Path) -> None:
     """In a process of its own: RssAnon and RssShmem at their peak, less those before the load."""
-    tests = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "support.load_memory", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python("-m", "support.load_memory", tmp_path)
     for line in done.stdout.splitlines():
         peak_bytes, weights_bytes, file_bytes = map(int, line.split()[1:])
         assert peak_bytes < 1.3 * weights_bytes, line

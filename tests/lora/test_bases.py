@@ -12,7 +12,8 @@ import pytest
 import torch
 from models.test_quantized_checkpoints import FORMS, ROOT, dequantised_model
 from support.adapters import Adapters, Job, assert_as_peft, open_engine, serve
-from support.engines import greedy, make_engine, run
+from support.engines import greedy, make_engine
+from support.engines import serve as serve_ids
 from support.gguf_files import write_gguf
 from support.matrix import only
 from support.subjects import BY_NAME
@@ -93,11 +94,7 @@ def assert_losses(
         ids = list(answer.token_ids[:20])
         chosen = [float(answer.logprobs[place, one]) for place, one in enumerate(ids)]
         for used in {name, None}:
-            request = adapters.request(used)
-            engine.add_request(
-                "one", None, params, lora_request=request, prompt_token_ids=[*prompt, *ids]
-            )
-            (output,) = run(engine)
+            (output,) = serve_ids(engine, [[*prompt, *ids]], params, [adapters.request(used)])
             assert output.prompt_logprobs is not None
             entries = output.prompt_logprobs[len(prompt) :]
             found = [entry[one].logprob for entry, one in zip(entries, ids, strict=True) if entry]
@@ -184,11 +181,7 @@ def test_a_step_without_adapters_is_that_of_an_engine_without(
     prompt = list(range(5, 45))
 
     def answer(engine: LLMEngine, name: str | None) -> RequestOutput:
-        lora_request = eight.request(name)
-        engine.add_request(
-            "one", None, greedy(4), lora_request=lora_request, prompt_token_ids=prompt
-        )
-        return run(engine)[-1]
+        return serve_ids(engine, [prompt], greedy(4), [eight.request(name)])[0]
 
     args = {"max_model_len": 256, "max_num_batched_tokens": 16, "enforce_eager": eager}
     for enable_lora in (False, True):

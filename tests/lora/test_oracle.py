@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.adapters import Adapters, Job, assert_as_peft, open_engine, serve
-from support.engines import greedy, preemptions, run
+from support.engines import greedy, ids, preemptions
+from support.engines import serve as serve_ids
 from support.matrix import matrix, only
 from support.variants import VARIANTS
 
@@ -71,14 +72,13 @@ def test_all_sequences_of_a_request_have_its_adapter(eight: Adapters) -> None:
     with open_engine(eight.base, max_loras=1) as engine:
         likeliest = SamplingParams(n=3, top_k=1, max_tokens=32, ignore_eos=True)
         for params in (likeliest, greedy(32, n=2, best_of=3, use_beam_search=True)):
-            request = eight.requests["rank16"]
-            engine.add_request("one", None, params, lora_request=request, prompt_token_ids=prompt)
-            found.append(run(engine)[-1].outputs)
+            (output,) = serve_ids(engine, [prompt], params, [eight.requests["rank16"]])
+            found.append(output.outputs)
     same, beams = found
     assert [one.token_ids for one in same] == [answer.token_ids[:32]] * 3
     logits = eight.logprobs("rank16", [*prompt, *beams[0].token_ids])[len(prompt) - 1 : -1]
-    ids = torch.tensor(beams[0].token_ids)
-    expected = float(logits.gather(1, ids.unsqueeze(1)).sum())
+    chosen = torch.tensor(beams[0].token_ids).unsqueeze(1)
+    expected = float(logits.gather(1, chosen).sum())
     assert beams[0].cumulative_logprob == pytest.approx(expected, abs=1e-2)
     assert beams[0].cumulative_logprob >= same[0].cumulative_logprob - 1e-3
 
@@ -110,10 +110,6 @@ def test_a_folder_that_changes_is_another_adapter(
             for file in Path(eight.requests[name].lora_path).iterdir():
                 (folder / file.name).write_bytes(file.read_bytes())
             moved = LoRARequest("moved", eight.requests["rank64"].lora_int_id, str(folder))
-            ids = []
-            for request in (moved, eight.requests[name]):
-                engine.add_request(
-                    "one", None, greedy(64), lora_request=request, prompt_token_ids=prompt
-                )
-                ids.append(run(engine)[-1].outputs[0].token_ids)
-            assert ids == [eight.answers([(name, prompt)])[0].token_ids] * 2
+            requests = [moved, eight.requests[name]]
+            outputs = serve_ids(engine, [prompt] * 2, greedy(64), requests)
+            assert ids(outputs) == [eight.answers([(name, prompt)])[0].token_ids] * 2

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from support.engines import make_engine
 from support.models import ModelShop
 from support.tiny_llama import TinyLlama, edit_json
-from support.zoo import PLAIN
 
 from tpengine import LLM, SamplingParams
 from tpengine.checkpoint.loader import read_tensors
@@ -152,15 +151,6 @@ def test_one_error_lists_every_tensor_that_does_not_fit(copy: Path) -> None:
         assert len(found) == 1, f"{kind} {words[0]} in {message}"
         for word in words:
             assert word in found[0]
-
-
-def test_damaged_tokenizer(models: ModelShop, tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(models.folder(PLAIN, tokenizer=True), folder)
-    (folder / "tokenizer.json").write_text("{ not json")
-    message = load_error(folder)
-    assert "tokenizer" in message
-    assert str(folder) in message
 
 
 def test_damaged_generation_config(copy: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from gguf.quants import dequantize
 from safetensors.torch import load_file
 from support.gguf_files import write_gguf
 from support.oracle import Oracle
+from support.programs import python
 from support.subjects import BY_NAME, Subject, Subjects, assert_equal_to_oracle, generate, load
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -316,12 +314,6 @@ def test_damaged_files_are_refused_with_bounded_memory(
     count: int, small: Path, tmp_path: Path
 ) -> None:
     """In a process of its own: it may hold 1 GiB more than at its start, and must not die."""
-    command = [sys.executable, "-m", "support.gguf_fuzz", str(small), str(tmp_path), str(count)]
-    tests = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=3000, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python("-m", "support.gguf_fuzz", small, tmp_path, count, timeout_s=3000)
     refused = int(done.stdout.split()[-1])
     assert count // 4 < refused <= count

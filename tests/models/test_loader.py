@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.messages import refused
 from support.subjects import BY_NAME, Subjects, assert_equal_to_oracle, generate, load
 from support.tiny_llama import edit_json
 
@@ -134,37 +134,22 @@ def test_tied_head_may_be_there_twice_but_not_differ(subjects: Subjects, copied:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "shapes"),
+    ("name", "tensor"),
     [
-        (
-            "bloom-8-heads",
-            "transformer.h.0.self_attention.query_key_value.weight",
-            r"[383, 128], the model needs [384, 128]",
-        ),
-        (
-            "phi3-window",
-            "model.layers.0.self_attn.qkv_proj.weight",
-            r"[255, 128], the model needs [256, 128]",
-        ),
-        (
-            "gpt2-8-heads",
-            "transformer.h.0.attn.c_attn.weight",
-            r"[127, 384], the model needs [128, 384]",
-        ),
+        ("bloom-8-heads", "transformer.h.0.self_attention.query_key_value.weight"),
+        ("phi3-window", "model.layers.0.self_attn.qkv_proj.weight"),
+        ("gpt2-8-heads", "transformer.h.0.attn.c_attn.weight"),
     ],
 )
-def test_fused_projection_of_another_shape(
-    name: str, tensor: str, shapes: str, copied: Copied
-) -> None:
+def test_fused_projection_of_another_shape(name: str, tensor: str, copied: Copied) -> None:
     folder, state = copied(name)
-    state[tensor] = state[tensor][:-1].contiguous()
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=re.escape(shapes)):
-        load(folder)
-    del state[tensor]
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=rf"missing: {tensor}"):
-        load(folder)
+    whole = state.pop(tensor)
+    cut = whole[:-1].contiguous()
+    wrong = f"{list(cut.shape)}, the model needs {list(whole.shape)}"
+    for tensors, words in (({tensor: cut}, wrong), ({}, f"missing: {tensor}")):
+        save_file(state | tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        with refused(ModelLoadError, words):
+            load(folder)
 
 
 def test_dummy_weights_of_every_family(subjects: Subjects) -> None:

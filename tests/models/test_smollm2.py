@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from lora.test_doors import over_grpc, over_http
 from support import llama_cpp_tools, third_party, train_adapter
 from support.engines import generate, greedy, ids, open_llm
+from support.programs import python
 from support.server_process import ServerProcess
 from support.step_log import log_steps
 
@@ -26,38 +25,8 @@ pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
 NUM_TOKENS = 24
 MOST_LOST = 0.01
 """Of perplexity, as stored against float32."""
-QUESTIONS = """\
-What is the capital of Portugal?
-How many days are in a week?
-Name three animals that live in the sea.
-Why is snow white?
-Write a sentence about a blue bicycle.
-What is 12 times 12?
-Translate "thank you" into Italian.
-How do I make a cup of tea?
-What does a compiler do?
-Give me a title for a story about a lost key.
-Who painted the Mona Lisa?
-Which is heavier, a kilogram of iron or a kilogram of wool?
-Write a Python function that returns the larger of two numbers.
-Was ist ein Apfelbaum?
-Où se trouve la gare ?
-Explain rain to a child of 5 years.
-List the seasons of the year.
-What should I pack for 3 days in the mountains?
-Is a tomato a fruit?
-Say "hello" in capital letters.""".splitlines()
-TEXTS = """\
-The train left the station at 7:45, and nobody noticed that
-Dear Sir or Madam, I am writing to ask
-def factorial(n):
-Once upon a time, in a village by a river,
-The three states of matter are
-1, 2, 3, 5, 8, 13,
-Water boils at 100 degrees because
-In the year 1969, two men
-A good night's sleep is important for
-{"name": "Anna", "age":""".splitlines()
+PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "prompts.json").read_text())
+QUESTIONS, TEXTS = PROMPTS["questions"], PROMPTS["texts"]
 CONVERSATIONS = [[{"role": "user", "content": question}] for question in QUESTIONS]
 CONVERSATIONS[0].insert(0, {"role": "system", "content": "You answer in one word."})
 CONVERSATIONS[1] += [
@@ -81,17 +50,9 @@ def file_fixture() -> Path:
 
 def run_beside_gguf(script: Any, *args: object) -> None:
     """Runs a program of `tests/support` where transformers reads GGUF files."""
-    subprocess.run(
-        [sys.executable, script.__file__, *map(str, args)],
-        env={
-            "PYTHONPATH": third_party.gguf_packages(),
-            "OMP_NUM_THREADS": "2",
-            "OMP_WAIT_POLICY": "passive",  # threads that spin take other programs' cores
-        },
-        check=True,
-        timeout=300,
-        capture_output=True,
-    )
+    # Threads that spin take other programs' cores.
+    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+    python(script.__file__, *args, PYTHONPATH=third_party.gguf_packages(), **threads)
 
 
 @pytest.fixture(name="expected", scope="module")
@@ -148,16 +109,8 @@ def test_sizes_that_cannot_share_its_heads_are_refused(file: Path) -> None:
 
 
 def test_a_piped_message_is_answered(file: Path) -> None:
-    command = [sys.executable, "-m", "tpengine", "chat", "--model", str(file)]
-    done = subprocess.run(
-        [*command, "--temperature", "0", "--max-tokens", "16"],
-        input="What is the capital of France? Answer with one word.\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["-m", "tpengine", "chat", "--model", file, "--temperature", 0, "--max-tokens", 16]
+    done = python(*words, stdin="What is the capital of France? Answer with one word.\n")
     assert "Paris" in done.stdout
     assert done.stderr.count("tokens/s") == 1
 

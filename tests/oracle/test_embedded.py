@@ -26,7 +26,6 @@ PROMPTS = (
 )
 SWITCHES: dict[str, dict[str, Any]] = {
     "chunks of 16": {"max_num_batched_tokens": 16, "block_size": 8},
-    "chunks of 2048": {"max_num_batched_tokens": 2048, "block_size": 32},
     "whole prompts": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": False},
     "preempted": {"max_model_len": 128, "block_size": 8, "num_device_blocks_override": 16},
 }

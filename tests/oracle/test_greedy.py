@@ -27,10 +27,7 @@ def test_greedy_equals_transformers(
     models: ModelShop, name: str, block_size: int, mode: str
 ) -> None:
     folder, oracle, prompts = models.problem(ZOO[name], LENGTHS, seed=1)
-    with (
-        log_steps() as log,
-        open_llm(folder, block_size=block_size, **ENGINE_ARGS[mode]) as llm,
-    ):
+    with log_steps() as log, open_llm(folder, block_size=block_size, **ENGINE_ARGS[mode]) as llm:
         assert llm.llm_engine.num_total_blocks == CACHE_TOKENS // block_size
         outputs = generate(llm, prompts, greedy())
     assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]

@@ -53,9 +53,7 @@ def test_same_ids_however_computed(
         log.assert_only(mode, at_least=5)
 
 
-def test_the_cache_rounds(
-    calm: tuple[Path, list[list[int]], list[RequestOutput]],
-) -> None:
+def test_the_cache_rounds(calm: tuple[Path, list[list[int]], list[RequestOutput]]) -> None:
     """Against the cache in float32: a little different, so that the option acts."""
     folder, prompts, rounded = calm
     with open_llm(folder) as llm:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from support import logits_processors
 from support.byte_llama import VOCAB_SIZE, Edit, clear_prompts, greedy, make_engine, run
+from support.edited_logits import edited
 from support.step_log import log_steps
-from transformers import (
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from tpengine import LLMEngine, SamplingParams
 
@@ -21,46 +18,6 @@ LENGTHS = [3, 40, 70]
 NUM_TOKENS = 20
 BIAS = {7: 2.5, 90: -4.0, 201: 1.5}
 ALLOWED = list(range(40, 120))
-
-
-def _by(*made: Any) -> Edit:
-    """Returns an edit made of transformers' processors."""
-
-    def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        scores = logits[None].clone()
-        for processor in made:
-            scores = processor(torch.tensor([ids]), scores)
-        return scores[0]
-
-    return edit
-
-
-def _count(prompt_length: int, frequency: float, presence: float) -> Edit:
-    """Returns penalties that count the output."""
-
-    def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        edited, output = logits.clone(), ids[prompt_length:]
-        for token_id in set(output):
-            edited[token_id] -= frequency * output.count(token_id) + presence
-        return edited
-
-    return edit
-
-
-def _only_allowed(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    edited = torch.full_like(logits, -torch.inf)
-    edited[ALLOWED] = logits[ALLOWED]
-    return edited
-
-
-def _not_last(prompt_length: int) -> Edit:
-    def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        edited = logits.clone()
-        if len(ids) > prompt_length:
-            edited[ids[-1]] = -torch.inf
-        return edited
-
-    return edit
 
 
 def _banned_words(oracle: Any) -> list[list[int]]:
@@ -71,44 +28,36 @@ def _banned_words(oracle: Any) -> list[list[int]]:
     return words
 
 
-def _cases(oracle: Any) -> dict[str, tuple[dict[str, Any], Edit]]:
-    words = _banned_words(oracle)
-    bias = {(token_id,): value for token_id, value in BIAS.items()}
-    return {
-        "plain": ({}, _by()),
-        "repetition": ({"repetition_penalty": 1.6}, _by(RepetitionPenaltyLogitsProcessor(1.6))),
-        "bias": ({"logit_bias": BIAS}, _by(SequenceBiasLogitsProcessor(bias))),
-        "bad words": ({"bad_words_token_ids": words}, _by(NoBadWordsLogitsProcessor(words))),
-        "allowed": ({"allowed_token_ids": ALLOWED}, _only_allowed),
-        "all": (
-            {"repetition_penalty": 1.6, "logit_bias": BIAS, "bad_words_token_ids": words},
-            _by(
-                SequenceBiasLogitsProcessor(bias),
-                RepetitionPenaltyLogitsProcessor(1.6),
-                NoBadWordsLogitsProcessor(words),
-            ),
-        ),
-    }
+def _edit_of(params: SamplingParams, num_prompt_tokens: int) -> Edit:
+    def edit(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        row = edited(params, ids, num_prompt_tokens, logits)
+        if params.logits_processors:
+            row = logits_processors.forbid_last(ids[num_prompt_tokens:], row)
+        return row
+
+    return edit
 
 
 def _requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
     """Returns (prompt, parameters, expected ids) of every case and length."""
-    common: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    words = _banned_words(oracle)
+    cases: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.6},
+        {"logit_bias": BIAS},
+        {"bad_words_token_ids": words},
+        {"allowed_token_ids": ALLOWED},
+        {"repetition_penalty": 1.6, "logit_bias": BIAS, "bad_words_token_ids": words},
+        {"frequency_penalty": 0.7, "presence_penalty": 1.1},
+        {"frequency_penalty": -1.5},
+        {"logits_processors": "support.logits_processors:forbid_last"},
+    ]
     found = []
-    for values, edit in _cases(oracle).values():
-        for prompt, answer in clear_prompts(oracle, LENGTHS, NUM_TOKENS, edit):
-            found.append((prompt, SamplingParams(**common, **values), answer))
-    for length in LENGTHS:
-        for values, edit in (
-            (
-                {"frequency_penalty": 0.7, "presence_penalty": 1.1},
-                _count(length, 0.7, 1.1),
-            ),
-            ({"frequency_penalty": -1.5}, _count(length, -1.5, 0.0)),
-            ({"logits_processors": "support.logits_processors:forbid_last"}, _not_last(length)),
-        ):
-            ((prompt, answer),) = clear_prompts(oracle, [length], NUM_TOKENS, edit, length)
-            found.append((prompt, SamplingParams(**common, **values), answer))
+    for values, length in itertools.product(cases, LENGTHS):
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **values)
+        edit = _edit_of(params, length)
+        ((prompt, answer),) = clear_prompts(oracle, [length], NUM_TOKENS, edit, length)
+        found.append((prompt, params, answer))
     return found
 
 

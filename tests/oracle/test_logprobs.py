@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.distributions import exact_probabilities
-from support.engines import generate, greedy, ids, open_llm
+from support.engines import generate, greedy, open_llm
 from support.matrix import only
 from support.models import ModelShop
 from support.zoo import PLAIN, ZOO
@@ -97,19 +97,3 @@ def test_processed_logprobs_of_outputs_and_prompts(models: ModelShop) -> None:
         assert best.outputs[0].cumulative_logprob == pytest.approx(
             highest.cumulative_logprob, abs=1e-5
         )
-
-
-def test_mixed_wishes_in_one_batch(models: ModelShop) -> None:
-    folder, oracle, prompts = models.problem(PLAIN, (7, 16, 33, 64), seed=1)
-    wishes = [None, 0, 1, 7]
-    with open_llm(folder) as llm:
-        outputs = generate(llm, prompts, [greedy(8, logprobs=wish) for wish in wishes])
-    assert ids(outputs) == [answer.token_ids[:8] for answer in oracle.answers(prompts)]
-    assert outputs[0].outputs[0].logprobs is None
-    for output, answer in zip(outputs, oracle.answers(prompts), strict=True):
-        total = sum(
-            float(answer.logprobs[i, token]) for i, token in enumerate(answer.token_ids[:8])
-        )
-        assert output.outputs[0].cumulative_logprob == pytest.approx(total, abs=TOLERANCE)
-    for output, wish in zip(outputs[1:], wishes[1:], strict=True):
-        assert {len(entries) for entries in output.outputs[0].logprobs} == {max(1, wish)}

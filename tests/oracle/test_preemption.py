@@ -11,8 +11,6 @@ from support.models import ModelShop
 from support.step_log import log_steps
 from support.zoo import PLAIN, ZOO
 
-from tpengine import SamplingParams
-
 LENGTHS = (3, 70, 17, 100, 40, 33, 120, 9, 64, 25, 90, 50, 16, 31, 80, 110)
 MAX_MODEL_LEN = 192
 CACHE_TOKENS = 3 * MAX_MODEL_LEN
@@ -58,27 +56,3 @@ def test_one_sequence_fills_the_cache(models: ModelShop, mode: str) -> None:
         outputs = generate(llm, prompts, greedy())
     assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
     log.assert_only(mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_preempted_sampling_draws_the_same(models: ModelShop, mode: str) -> None:
-    """Noise depends on seed and position, logprobs on the tokens, neither on the detours."""
-    folder = models.folder(PLAIN)
-    prompts = models.oracle(folder).prompts(LENGTHS, seed=3)
-    params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=64, ignore_eos=True, logprobs=1)
-        for i in range(len(prompts))
-    ]
-    with open_llm(folder) as llm:
-        calm = generate(llm, prompts, params)
-    args = {"max_model_len": MAX_MODEL_LEN, "num_device_blocks_override": 36}
-    with log_steps() as log, open_llm(folder, preemption_mode=mode, **args) as llm:
-        tight = generate(llm, prompts, params)
-    assert preemptions(calm) == 0
-    log.assert_only(mode, at_least=5)
-    assert ids(tight) == ids(calm)
-    for before, after in zip(calm, tight, strict=True):
-        assert len(after.outputs[0].logprobs) == 64
-        assert after.outputs[0].cumulative_logprob == pytest.approx(
-            before.outputs[0].cumulative_logprob, abs=1e-3
-        )

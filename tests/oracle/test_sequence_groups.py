@@ -8,18 +8,13 @@ import numpy as np
 import pytest
 import torch
 from support.byte_llama import END_TOKEN_ID, VOCAB_SIZE, make_engine, run
+from support.edited_logits import edited
 from support.step_log import log_steps
-from transformers import (
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from tpengine import LLMEngine, SamplingParams
 from tpengine.layers.sampler import noise_keys, uniform_noise
 from tpengine.ops.fused_ops import sample_tokens
 
-REPETITION, FREQUENCY, PRESENCE = 1.4, 0.8, 0.5
 BIAS = {7: 1.5, 90: -4.0, 201: 1.0}
 NUM_TOKENS = 20
 TEMPERATURE = 0.9
@@ -40,31 +35,21 @@ def _bad_words(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def _expected(
-    oracle: Any, prompt: list[int], output: list[int], words: list[list[int]], seed: int, index: int
+    oracle: Any, prompt: list[int], output: list[int], params: SamplingParams, index: int
 ) -> list[int]:
     """Returns the expected id of each position of an output, given the ids before it."""
     ids = [*prompt, *output]
     with torch.inference_mode():
         logits = oracle(torch.tensor([ids])).logits[0]
-    bias = SequenceBiasLogitsProcessor({(i,): value for i, value in BIAS.items()})
-    bans, penalty = NoBadWordsLogitsProcessor(words), RepetitionPenaltyLogitsProcessor(REPETITION)
-    chosen = torch.empty(1, dtype=torch.int64)
-    found = []
-    for position in range(len(prompt), len(ids)):
-        before = torch.tensor([ids[:position]])
-        scores = logits[position - 1][None].clone()
-        for processor in (bias, bans, penalty):
-            scores = processor(before, scores)
-        for token_id in set(ids[len(prompt) : position]):
-            count = ids[len(prompt) : position].count(token_id)
-            scores[0, token_id] -= FREQUENCY * count + PRESENCE
-        key = np.array([noise_keys(seed, index)], np.uint64)
-        noise = torch.from_numpy(uniform_noise(key, np.array([position], np.int32)))
-        one = [torch.tensor([value]) for value in (TEMPERATURE, 0, 0.95, 0.0)]
-        one[1] = one[1].int()
-        sample_tokens(chosen, scores, *one, noise)
-        found.append(int(chosen))
-    return found
+    places = range(len(prompt), len(ids))
+    rows = [edited(params, ids[:place], len(prompt), logits[place - 1]) for place in places]
+    keys = np.full(len(output), noise_keys(params.seed, index), np.uint64)
+    noise = torch.from_numpy(uniform_noise(keys, np.array(places, np.int32)))
+    fields = (torch.full((len(output),), value) for value in (TEMPERATURE, 0, 0.95, 0.0))
+    temperature, top_k, top_p, min_p = fields
+    chosen = torch.empty(len(output), dtype=torch.int64)
+    sample_tokens(chosen, torch.stack(rows).float(), temperature, top_k.int(), top_p, min_p, noise)
+    return chosen.tolist()
 
 
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
@@ -78,9 +63,9 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
             seed=seed,
             temperature=TEMPERATURE,
             top_p=0.95,
-            repetition_penalty=REPETITION,
-            frequency_penalty=FREQUENCY,
-            presence_penalty=PRESENCE,
+            repetition_penalty=1.4,
+            frequency_penalty=0.8,
+            presence_penalty=0.5,
             logit_bias=BIAS,
             bad_words_token_ids=words,
             max_tokens=NUM_TOKENS,
@@ -95,41 +80,32 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
         outputs = run(engine, list(zip(prompts, params, strict=True)))
     assert (log.num_swapped > 0) is (mode == "swap")
     assert (log.num_preemptions > 0) is (mode is not None)
-    for seed, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+    for own, prompt, output in zip(params, prompts, outputs, strict=True):
         found = [list(completion.token_ids) for completion in output.outputs]
         assert len({tuple(ids) for ids in found}) == 3
         for index, ids in enumerate(found):
-            assert ids == _expected(oracle, prompt, ids, words, seed, index)
+            assert ids == _expected(oracle, prompt, ids, own, index)
 
 
-@pytest.mark.parametrize(
-    ("values", "in_transformers"),
-    [
-        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
-        (
-            {"logit_bias": BIAS, "min_tokens": 8},
-            {"sequence_bias": {(i,): v for i, v in BIAS.items()}, "min_new_tokens": 8},
-        ),
-        ({"bad_words_token_ids": "words"}, {"bad_words_ids": "words"}),
-    ],
-    ids=["repetition", "bias and min_tokens", "bad words"],
-)
+@pytest.mark.parametrize("kind", ["repetition", "bias and min_tokens", "bad words"])
 @pytest.mark.parametrize("num_beams", [2, 4])
 def test_beams_equal_transformers(
-    engine: LLMEngine,
-    oracle: Any,
-    values: dict[str, Any],
-    in_transformers: dict[str, Any],
-    num_beams: int,
+    engine: LLMEngine, oracle: Any, kind: str, num_beams: int
 ) -> None:
     prompts = _prompts([4, 20, 40])
-    common: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "use_beam_search": True}
-    common |= {"n": num_beams, "best_of": num_beams}
+    common = {"temperature": 0.0, "max_tokens": 12, "use_beam_search": True, "n": num_beams}
     plain = run(engine, [(prompt, SamplingParams(**common)) for prompt in prompts])
     said = [list(output.outputs[0].token_ids) for output in plain]
     words = [piece for ids in said for piece in (ids[1:2], ids[3:5], ids[6:9])]
-    for mapping in (values := dict(values), in_transformers := dict(in_transformers)):
-        mapping.update({name: words for name, value in mapping.items() if value == "words"})
+    sequence_bias = {(i,): value for i, value in BIAS.items()}
+    values, in_transformers = {
+        "repetition": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        "bias and min_tokens": (
+            {"logit_bias": BIAS, "min_tokens": 8},
+            {"sequence_bias": sequence_bias, "min_new_tokens": 8},
+        ),
+        "bad words": ({"bad_words_token_ids": words}, {"bad_words_ids": words}),
+    }[kind]
     params = SamplingParams(**common, **values)
     outputs = run(engine, [(prompt, params) for prompt in prompts])
     changed = 0

@@ -47,11 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": MAX_POSITIONS,
     },
-    "two ranks, swap": {
-        "preemption_mode": "swap",
-        "swap_space": 0.01,
-        "tp_size": 2,
-    },
+    "two ranks, swap": {"preemption_mode": "swap", "swap_space": 0.01, "tp_size": 2},
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from support.small_llamas import MakeEngine
+from support.small_llamas import MakeEngine, run
 
 from tpengine.config import MAX_PRIORITY
-from tpengine.errors import ConfigError, InvalidPriorityError
+from tpengine.errors import InvalidPriorityError
 from tpengine.scheduling.policy import Priority
 
 from .loop import Limits, Loop, make_request, plain, run_alone
@@ -69,32 +71,13 @@ def test_many_waiting_are_kept_in_order() -> None:
 
 
 @pytest.mark.parametrize("priority", [MAX_PRIORITY + 1, -MAX_PRIORITY - 1, 0.5, True, "high"])
-def test_priorities_out_of_range(make_engine: MakeEngine, priority: object) -> None:
-    engine = make_engine(scheduling_policy="priority")
+def test_priorities_out_of_range(make_engine: MakeEngine, priority: Any) -> None:
+    engine = make_engine(scheduling_policy="priority", max_num_seqs=1)
     with pytest.raises(InvalidPriorityError, match=r"\[-1000, 1000\]"):
-        engine.add_request("r", None, SHORT, prompt_token_ids=[5], priority=priority)  # type: ignore[arg-type]
-    engine.add_request("r", None, SHORT, prompt_token_ids=[5], priority=MAX_PRIORITY)
-    while engine.has_unfinished_requests():
-        engine.step()
-
-
-def test_priority_without_the_policy(make_engine: MakeEngine) -> None:
+        engine.add_request("r", None, SHORT, prompt_token_ids=[5], priority=priority)
+    run(engine, [("r", [5], SHORT)])
     with pytest.raises(InvalidPriorityError, match="scheduling_policy='priority'"):
         make_engine().add_request("r", None, SHORT, prompt_token_ids=[5], priority=1)
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ({"scheduling_policy": "lottery"}, "fcfs, priority"),
-        ({"preemption_mode": "drop"}, "auto, recompute, swap"),
-        ({"swap_space": -1.0}, "at least 0 GiB"),
-        ({"swap_space": float("nan")}, "at least 0 GiB"),
-    ],
-)
-def test_arguments(make_engine: MakeEngine, args: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make_engine(**args)
 
 
 def test_preemption_in_a_step_in_which_a_group_forks() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -146,20 +145,6 @@ def test_collisions_keep_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks.num_free_blocks == 12
 
 
-def test_engine_reports_hits_and_answers_the_same(make_engine: MakeEngine) -> None:
-    cold = make_engine(enable_prefix_caching=False)
-    warm = make_engine()
-    prompts = [SHARED + [5 + index] * 6 for index in range(4)]
-    for index, prompt in enumerate(prompts):
-        job = [(str(index), prompt, GREEDY)]
-        wanted, found = run(cold, job)[str(index)], run(warm, job)[str(index)]
-        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
-        assert wanted.num_cached_tokens == 0
-        assert found.num_cached_tokens == (40 if index else 0)
-    again = run(warm, [("again", prompts[0], GREEDY)])["again"]
-    assert again.num_cached_tokens == 48
-
-
 def test_a_conversation_finds_its_own_output(make_engine: MakeEngine) -> None:
     engine = make_engine()
     first = run(engine, [("first", SHARED, GREEDY)])["first"]
@@ -169,40 +154,6 @@ def test_a_conversation_finds_its_own_output(make_engine: MakeEngine) -> None:
     cold = make_engine(enable_prefix_caching=False)
     wanted = run(cold, [("second", longer, GREEDY)])["second"]
     assert second.outputs[0].token_ids == wanted.outputs[0].token_ids
-
-
-@pytest.mark.parametrize(
-    ("mode", "chunked"),
-    [
-        ("swap", True),
-        ("recompute", False),
-        pytest.param("swap", False, marks=pytest.mark.soak),
-        pytest.param("recompute", True, marks=pytest.mark.soak),
-    ],
-)
-def test_with_everything_else(make_engine: MakeEngine, chunked: bool, mode: str) -> None:
-    """Shared beginnings, requests of three sequences, beams and preemption on a small cache."""
-    free = SamplingParams(n=3, temperature=1.0, max_tokens=24, ignore_eos=True)
-    beams = replace(GREEDY, n=3, best_of=None, use_beam_search=True, max_tokens=24)
-    kinds: list[Callable[[int], SamplingParams]] = [
-        lambda i: replace(GREEDY, max_tokens=30),
-        lambda i: replace(free, seed=i),
-        lambda i: beams,
-    ]
-    jobs = [(str(i), [*SHARED[: 20 + 2 * i], i, i], kinds[i % 3](i)) for i in range(12)]
-    wanted = run(make_engine(enable_prefix_caching=False, max_num_batched_tokens=128), jobs)
-    engine = make_engine(
-        num_device_blocks_override=30,
-        max_num_batched_tokens=32 if chunked else 128,
-        enable_chunked_prefill=chunked,
-        preemption_mode=mode,
-        swap_space=0.01 * (mode == "swap"),
-    )
-    found = run(engine, jobs)
-    for key, output in wanted.items():
-        assert [o.token_ids for o in found[key].outputs] == [o.token_ids for o in output.outputs]
-    assert sum(o.num_cached_tokens for o in found.values()) > 0
-    assert sum(o.metrics.num_preemptions for o in found.values() if o.metrics) > 0
 
 
 def test_prompt_logprobs_take_no_hit() -> None:

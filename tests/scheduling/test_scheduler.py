@@ -71,15 +71,6 @@ def test_prefill_tokens_count_a_chunk_of_one() -> None:
     assert loop.step().num_prefill_tokens == 0
 
 
-def test_rows_with_one_token_come_first() -> None:
-    loop = Loop(Limits(tokens=20))
-    long, short = loop.add_plain(6, 1)
-    output = loop.step()
-    assert output.rows == [*short.sequences, *long.sequences]
-    assert sizes(output) == [1, 6]
-    assert output.step_input.sample_rows == [0, 1]
-
-
 def test_more_running_than_budget_serves_the_oldest() -> None:
     loop = Loop(Limits(tokens=2))
     requests = loop.add_plain(1, 1, max_tokens=3)
@@ -113,16 +104,6 @@ def test_whole_prompts_wait_for_the_next_step() -> None:
     ]  # 5 tokens do not fit into the same step, and 4 wait behind them
     assert sizes(loop.step()) == [5, 4]
     assert sizes(loop.step()) == [1, 1, 1]
-
-
-def test_prompts_before_decodes() -> None:
-    loop = Loop(Limits(tokens=10, chunked=False))
-    loop.add_plain(6)
-    loop.step()
-    loop.add_plain(6, first=1)
-    output = loop.step()
-    assert sizes(output) == [6]
-    assert len(output.step_input.new_sequences) == 1
 
 
 def test_short_requests_do_not_keep_decodes_waiting() -> None:
@@ -161,15 +142,6 @@ def test_ignored_with_a_reason(chunked: bool, num_prompt_tokens: int, words: lis
     assert bad.metrics.first_scheduled_time is None
     assert loop.scheduler.get_request("r0") is None
     loop.run()
-
-
-def test_step_may_hold_nothing_but_ignored_requests() -> None:
-    loop = Loop(Limits(num_blocks=2))
-    bad = loop.add_plain(9, 9)
-    output = loop.step()
-    assert output.is_empty
-    assert output.ignored == bad
-    assert not loop.scheduler.has_unfinished_requests()
 
 
 def test_limits_are_inclusive() -> None:

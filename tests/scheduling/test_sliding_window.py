@@ -8,13 +8,7 @@ from tpengine.scheduling.block_manager import NO_BLOCK, BlockManager
 from tpengine.scheduling.sequence import Request, Sequence
 
 from .fake_worker import generate_undisturbed
-from .loop import Limits, Loop, make_request, plain, run_alone
-
-KINDS = {
-    "plain": plain(30),
-    "n": plain(12, n=3),
-    "beams": plain(12, n=2, use_beam_search=True, temperature=0.0),
-}
+from .loop import Limits, Loop, make_request, plain
 
 
 def num_held(loop: Loop, sequence: Sequence) -> int:
@@ -42,24 +36,6 @@ def test_a_decode_holds_what_its_window_lies_in(
     assert max(run_and_count(loop, request)) == most
     alone = generate_undisturbed(request.prompt_token_ids, request.seed, 347)
     assert request.sequences[0].output_token_ids == alone
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_prompts_that_are_longer_than_the_cache(kind: str, mode: str) -> None:
-    """A table grows with the chunks, and gives back between them. The requests before it grow, too,
-    so the first long one is preempted; recomputed, it begins at a window in the prefix cache."""
-    limits = Limits(tokens=8, num_blocks=14, window=10, caching=True, num_host_blocks=20, mode=mode)
-    loop = Loop(limits)
-    short = loop.add_plain(3, 3, 3, max_tokens=30)
-    long = [loop.add(make_request(index, 90, KINDS[kind])) for index in (3, 4)]
-    loop.run()
-    for request in (*short, *long):
-        assert loop.endings[request.request_id] == "length"
-        found, alone = (o.outputs for o in (loop.outputs[request.request_id], run_alone(request)))
-        assert [o.token_ids for o in found] == [o.token_ids for o in alone]
-    assert sum(loop.preemptions.values()) > 0
-    assert loop.events["given back"] > 0
 
 
 def test_one_long_prompt_in_the_smallest_cache() -> None:
@@ -92,8 +68,7 @@ def test_what_was_given_back_is_not_swapped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_forgotten", "num_computed", "num_shared"),
-    [(0, 20, 2), (1, 20, 2), (2, 12, 2), (3, 0, 0)],
+    ("num_forgotten", "num_computed", "num_shared"), [(0, 20, 2), (1, 20, 2), (2, 12, 2), (3, 0, 0)]
 )
 def test_a_hit_needs_the_blocks_of_its_window_only(
     num_forgotten: int, num_computed: int, num_shared: int

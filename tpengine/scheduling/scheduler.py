@@ -433,7 +433,8 @@ class Scheduler:
                 break
             self._start(first, step)
             step.owed.append(first)
-        return others
+        # One that made room may have started again.
+        return [request for request in others if request not in step.owed]
 
     def _start(self, request: Request, step: StepBuilder) -> None:
         """Lets a waiting request run, and schedules the part of its tokens that fits."""
