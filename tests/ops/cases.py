@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +122,11 @@ def hugging_face_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     # A float32 weight is Gemma's: rounded once, at the end.
     return weight.double() * y.to(weight.dtype).double()
+
+
+def replaced(index: int, change: Callable[[Any], object]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Arguments of an op with a change to one of them."""
+    return lambda a: [*a[:index], change(a[index]), *a[index + 1 :]]
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

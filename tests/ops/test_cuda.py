@@ -15,7 +15,7 @@ from tpengine.ops import attention_ops as attention
 from tpengine.ops import library, reference
 from tpengine.ops.quantized_ops import QuantizedFormat
 
-from .cases import GPU, dense_attention, generator, make_case, nan_like, relative_error
+from .cases import GPU, dense_attention, generator, make_case, nan_like, relative_error, replaced
 from .cuda_host_library import BOUND
 from .cuda_host_ops import FP8
 from .packed_cases import INPUTS
@@ -165,9 +165,8 @@ def test_packed_weights_refuse_wrong_use() -> None:
         (3, lambda t: t[1:], r"bias has shape \[39\]; expected size 40"),
     ]
     for index, change, message in wrong:
-        arguments = [*tensors[:index], change(tensors[index]), *tensors[index + 1 :]]
         with pytest.raises(RuntimeError, match=message):
-            _op("weight_only_linear")(*arguments, *case.format)
+            _op("weight_only_linear")(*replaced(index, change)(tensors), *case.format)
     out = x.new_empty(32, case.weight.padded_inputs)
     with pytest.raises(RuntimeError, match="first_output is 16 for 32 rows; expected a multiple"):
         _op("dequantize_weight")(out, tensors[2], 16, 40, *case.format)
@@ -184,9 +183,8 @@ def test_wrong_use_says_what_to_do() -> None:
         (5, lambda t: t[:0], "seq_lens has shape"),
     ]
     for index, change, message in wrong:
-        arguments = [*tensors[:index], change(tensors[index]), *tensors[index + 1 :]]
         with pytest.raises(RuntimeError, match=message):
-            attention.paged_attention(*arguments, 0.125)
+            attention.paged_attention(*replaced(index, change)(tensors), 0.125)
     for block_size, head_dim in itertools.product((12, 64), (64,)):
         caches = [torch.zeros(2, block_size, 1, head_dim, device=CUDA) for _ in range(2)]
         q = torch.zeros(1, 1, head_dim, device=CUDA)

@@ -4,15 +4,23 @@ batch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from tpengine.ops.lora_ops import pack_part, write_slot
 
-from .cases import BACKENDS, ISAS, backend, generator, nan_like, on_cuda, relative_error, threads
+from .cases import (
+    BACKENDS,
+    ISAS,
+    backend,
+    generator,
+    nan_like,
+    on_cuda,
+    relative_error,
+    replaced,
+    threads,
+)
 from .lora_cases import GROUPS, PARTS, arguments, assert_untouched, expected, make_case, rows_of
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -74,10 +82,6 @@ def test_no_rows(name: str) -> None:
     assert out.isnan().all()
 
 
-def _replaced(index: int, change: Callable[[Tensor], Tensor]) -> Callable[..., tuple]:
-    return lambda *a: (*a[:index], change(a[index]), *a[index + 1 :])
-
-
 WRONG = [
     (0, lambda t: t[1:], r"out has shape \[4, 119\].*size 5"),
     (1, lambda t: t.bfloat16(), "out is float32; expected bfloat16"),
@@ -105,7 +109,7 @@ def test_wrong_arguments_are_named() -> None:
     right = arguments(torch.zeros(5, sum(PARTS)), case.x, case.slots, rows_of([(4, [3, 4])]))
     for index, change, message in WRONG:
         with pytest.raises(RuntimeError, match=f"tpengine::add_lora: {message}"):
-            torch.ops.tpengine.add_lora.default(*_replaced(index, change)(*right))
+            torch.ops.tpengine.add_lora.default(*replaced(index, change)(right))
     for rank, outputs, message in ((65, 70, "(65, 64)"), (4, 87, "torch.Size([6, 4, 16])")):
         part = pack_part(torch.zeros(rank, 64), torch.zeros(outputs, rank), F32)
         with pytest.raises(AssertionError, match=re.escape(message)):

@@ -98,7 +98,7 @@ def test_rows_begin_and_end_anywhere(name: str, dtype: torch.dtype) -> None:
         _check(name, logits, 0.0, 0, 1.0, 0.0, 0.5)
 
 
-@pytest.mark.parametrize("name", [*ISAS, *on_cuda()])
+@pytest.mark.parametrize("name", [*ISAS, *on_cuda()[1:]])
 def test_more_tokens_around_the_border_than_a_list_holds(name: str) -> None:
     logits = torch.zeros(6, 5000)
     logits[3:] = torch.randn(3, 5000, generator=generator(4)) * 0.001  # one coarse bin, no equals
@@ -109,7 +109,7 @@ def test_more_tokens_around_the_border_than_a_list_holds(name: str) -> None:
         _check(name, logits, 1.0, top_k, top_p, 0.0, uniform)
 
 
-@pytest.mark.parametrize("name", [*ISAS, *on_cuda()])
+@pytest.mark.parametrize("name", [*ISAS, *on_cuda()[1:]])
 def test_top_p_of_what_top_k_left(name: str) -> None:
     """Few tokens are taken from the list of a GPU, many from the row."""
     for top_k in (40, 2048, 2049, 5500):
