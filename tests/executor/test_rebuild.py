@@ -252,16 +252,16 @@ def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path) -> None:
     write = partial(write_gguf, folder, path, "Q4_0", metadata)
     write()
     old, args = path.read_bytes(), {"model_impl": "transformers", "dtype": "auto"}
-    with bare_ranks(path, 2, **args, spare_workers=2, executor="ray") as ranks:
+    with bare_ranks(path, 2, **args, spare_workers=1, executor="ray") as ranks:
         expected = ranks.generate()
-        wait_until(lambda: len(ranks.spare_processes()) == 2)
-        assert [len(found) for found in ranks.heavy_modules()] == [2] * 4
-        spares = ranks.spare_processes()
+        wait_until(lambda: len(ranks.spare_processes()) == 1)
+        assert [len(found) for found in ranks.heavy_modules()] == [2] * 3
+        [spare] = ranks.spare_processes()
         path.unlink()
         path.write_bytes(old)
         ranks.lose(1)
         ranks.rebuild()
-        assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
+        assert spare in [place.process for place in ranks.executor.places]
         assert ranks.generate() == expected
         norm = "blk.1.attn_norm.weight"
         ones = np.ones(open_gguf(path).tensors[norm].shape, np.float32)

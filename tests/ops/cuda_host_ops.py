@@ -107,7 +107,9 @@ class StandIn:
     def _cache(self, cache: Tensor) -> int | None:
         return far_pointer(cache) if self.is_far else pointer(cache)
 
-    def _norm(self, out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float):
+    def _norm(
+        self, out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> None:
         heads, size = (x.shape[1] if x.dim() == 3 else 1), x.shape[-1]
         strides = [y.stride(i) if i < y.dim() - 1 else 0 for y in (out, x) for i in (0, 1)]
         strides.append(0 if residual is None else residual.stride(0))
@@ -163,13 +165,17 @@ class StandIn:
         k_cache, v_cache, slots, *scales = rest
         self._store([None, k, v], [k_cache, v_cache], slots, (None, None, False), *scales)
 
-    def _rotary_write_kv_cache(self, positions: Tensor, qkv: Tensor, table: Tensor, *rest: Any):
+    def _rotary_write_kv_cache(
+        self, positions: Tensor, qkv: Tensor, table: Tensor, *rest: Any
+    ) -> None:
         slots, k_cache, v_cache, num_heads, num_kv_heads, is_neox, *scales = rest
         heads = qkv.unflatten(1, (-1, k_cache.shape[-1]))
         parts = list(heads.split([num_heads, num_kv_heads, num_kv_heads], 1))
         self._store(parts, [k_cache, v_cache], slots, (positions, table, is_neox), *scales)
 
-    def _gather_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any):
+    def _gather_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
+    ) -> None:
         table, start, *scales = rest
         is_fp8, row_size = k_cache.dtype == FP8, k[0].numel()
         args = GatherArgs(
