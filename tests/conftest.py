@@ -21,11 +21,7 @@ import pytest
 from support.hub import hub, opt  # noqa: F401  # fixtures
 from support.models import ModelShop
 from support.oracle import Oracle
-from support.ray_cluster import (  # noqa: F401  # fixtures for all rooms
-    nothing_is_left,
-    ray_address,
-    wait_until,
-)
+from support.ray_cluster import nothing_is_left, ray_address  # noqa: F401  # fixtures
 from support.servers import llm, server, tight  # noqa: F401  # fixtures of server and client
 from support.small_llamas import folders, make_engine, oracles  # noqa: F401  # fixtures
 from support.subjects import Subjects

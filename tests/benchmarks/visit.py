@@ -299,8 +299,8 @@ _PREDICTED = "predicted "
 _FIGURES = rf"{_PREDICTED}|^(floor|batch +\d+  )"
 _COUNTERS = "Duration|Throughput|Registers Per|Achieved Occupancy|No Eligible"
 _SMOKE = (
-    "(test_decode and 4-128) or plan_agrees or (gather and bfloat16 and 128-64-True) or "
-    "blocks or (fused and bfloat16-4096) or (sampling and bfloat16-32000) or packed_weights"
+    "(test_decode and 4-128) or plan_agrees or blocks_are or test_linear or "
+    "(bfloat16 and (gather_kv or sorted_reference or test_fused))"
 )
 _ALONE = "ledger or growth or larger_than"
 """Tests that measure the card's free memory, so that no other part may run."""
@@ -320,8 +320,8 @@ _PYTEST = (
 )
 """A few failures are enough, because one can spoil the device for the rest of its process. A test
 that hangs is shown by its stack, which a thread of faulthandler writes."""
-_OPS = f"{_PYTEST} tests/ops/test_cuda.py -k"
-_ENGINE = f"{_PYTEST} tests/worker/test_gpu.py -k"
+_OPS = f"{_PYTEST} tests/ops -k"
+_ENGINE = f"{_PYTEST} tests/worker -k"
 _CHECKS = "{scratch}/kernel_checks"
 _NVCC = (
     "nvcc -std=c++17 -O2 -lineinfo -arch=native -DTPENGINE_SOME_DIMS "

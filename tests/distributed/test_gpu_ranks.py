@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ops.cases import GPU
 
 from distributed.ranks import ADDRESS, Rank, Ranks
 from distributed.worker_tasks import new_worker, run_steps, shut_down, start_worker
@@ -15,16 +16,11 @@ from tpengine.distributed.collectives import NcclCollectives
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
 from tpengine.messages import Rendezvous, StepOutput
-from tpengine.ops import library
 from tpengine.worker.gpu.graphs import CudaCapture, agree_on_graphs
 from tpengine.worker.transfers import Downloads
 from tpengine.worker.worker import Worker
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not library.has_cuda_kernels(), reason="the CUDA library is not built"),
-]
+pytestmark = GPU
 CUDA = torch.device("cuda", 0)
 
 

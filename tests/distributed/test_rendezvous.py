@@ -44,17 +44,12 @@ def test_store_that_is_not_there(two: Ranks) -> None:
     assert "cannot reach rank 0 at 127.0.0.1:1" in str(error)
 
 
-def test_gloo_where_memory_is_not_shared(two: Ranks) -> None:
-    """Equal addresses do not prove that ranks share memory."""
-    two.run(hide_shared_memory, 1)
-    assert two.run(connect_by_any_means, two.rendezvous()) == [
-        f"rank {rank} of 2 at 127.0.0.1 (interface lo) by gloo" for rank in (0, 1)
-    ]
-
-
-@pytest.mark.parametrize("lack", [(ask_for_too_much, 1 << 44), (refuse_to_map, 1)])
-def test_gloo_where_there_is_too_little_memory(two: Ranks, lack: tuple[Task, int]) -> None:
-    """To allocate the segment, or for one rank to map it. No rank is left waiting."""
+@pytest.mark.parametrize(
+    "lack", [(hide_shared_memory, 1), (ask_for_too_much, 1 << 44), (refuse_to_map, 1)]
+)
+def test_gloo_where_memory_is_not_shared(two: Ranks, lack: tuple[Task, int]) -> None:
+    """Equal addresses do not prove that it is; or there is too little to allocate the segment, or
+    for one rank to map it. No rank is left waiting."""
     two.run(*lack)
     assert two.run(connect_by_any_means, two.rendezvous()) == [
         f"rank {rank} of 2 at 127.0.0.1 (interface lo) by gloo" for rank in (0, 1)

@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from support.waiting import PATIENCE_S, wait_until
 
 from tpengine import EngineArgs
 from tpengine.errors import RankLoss
 from tpengine.executor.group_executor import GroupExecutor
-from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.launch.ray_home import RayHome
 from tpengine.executor.local_executor import create_executor
 from tpengine.messages import MemoryLedger, NewSequence, SamplingRules, StepInput
 
 PROMPT = [5, 6, 7, 8, 9]
 NUM_TOKENS = 16
-PATIENCE_S = 60.0
-"""For an event that only has to come, when other programs use the cores."""
 
 
 class BareRanks:
@@ -55,20 +52,6 @@ class BareRanks:
     def spare_processes(self) -> list[tuple[int, int]]:
         """Of the spares that are ready."""
         return [place.process for place in self.executor.home.spares.places()]
-
-    def replace_beside_frozen_spare(self, wait: Callable[..., None]) -> list[tuple[int, int]]:
-        """Loses a rank while one of two spares is frozen: the other one becomes a rank, and the
-        frozen one is ended. Returns the ranks' processes."""
-        wait(lambda: len(self.spare_processes()) == 2, PATIENCE_S)
-        good, frozen = self.spare_processes()
-        os.kill(frozen[0], signal.SIGSTOP)
-        self.lose(1)
-        self.rebuild()
-        now = [place.process for place in self.executor.places]
-        assert good in now
-        assert frozen not in now
-        wait(lambda: NodeAgent.state(frozen) == "", PATIENCE_S)
-        return now
 
     def heavy_modules(self) -> list[set[str]]:
         """Of those that only transformers' code needs: what Ray's ranks and spares have
@@ -124,11 +107,9 @@ class BareRanks:
         return self.wait_for_loss()
 
     def wait_for_loss(self) -> RankLoss:
-        deadline = time.monotonic() + PATIENCE_S
-        while (loss := self.executor.loss) is None:
-            assert time.monotonic() < deadline, f"no loss found within {PATIENCE_S} s"
-            time.sleep(0.01)
-        return loss
+        wait_until(lambda: self.executor.loss is not None, what="no loss found")
+        assert self.executor.loss is not None
+        return self.executor.loss
 
 
 @contextmanager

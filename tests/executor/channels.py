@@ -21,7 +21,6 @@ SECRET = b"s" * 32
 EPOCH = 3
 TIMEOUT_S = 60.0
 """A bound for waits that should end long before it."""
-SOON_S = 30.0
 
 
 @contextmanager

@@ -49,6 +49,12 @@ class DriverProcess:
             except ValueError:
                 self.others.append(line)
 
+    def say(self, *what: object) -> None:
+        """Writes to its standard input, which must be a pipe."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
     def end(self) -> None:
         """Kills it, unless it has ended."""
         self.process.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,6 @@ from tpengine.executor.launch.processes import Starter
 from tpengine.host import start_ticks
 
 cloudpickle.register_pickle_by_value(sys.modules["executor"])  # actors cannot import the tests
-
-Wait = Callable[[Callable[[], bool], float], None]
-"""Of the fixture `wait_until`."""
 
 
 def rank_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:

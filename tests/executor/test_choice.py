@@ -29,9 +29,7 @@ class FakeConnection:
         FakeConnection.num_open -= 1
 
 
-def test_connection_is_closed_when_no_executor_can_be_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_connection_is_closed_when_no_executor_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_connection = pytest.importorskip("tpengine.executor.launch.ray_connection")
     from tpengine.executor.launch import ray_home
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from support.waiting import wait_until
 
-from executor.channels import SOON_S, TIMEOUT_S, answer, receive
+from executor.channels import TIMEOUT_S, answer, receive
 from executor.test_diagnosis import ScriptedAgents
 from tpengine import EngineArgs
 from tpengine.config import EMBEDDED_MODEL, RanksConfig
@@ -122,37 +121,10 @@ def test_group_that_is_ended_in_a_step_or_call(launcher: FakeLauncher, work: str
     group = open_group(launcher)
     ending = threading.Timer(0.2, group.end, [False])
     ending.start()
-    start = time.monotonic()
     with pytest.raises(EngineError, match="the engine was shut down"):
         group.step(1, b"p", TIMEOUT_S) if work == "step" else group.call("load_model")
-    assert time.monotonic() - start < SOON_S
     ending.join(TIMEOUT_S)
     assert group.loss is None
-
-
-def test_rank_whose_channel_closes_in_a_step(launcher: FakeLauncher) -> None:
-    """It is named with its place, its step, its end and its last words, and all are killed."""
-    group = open_group(launcher)
-    steps = launcher.channels[2]
-
-    def close() -> None:
-        receive(steps, TIMEOUT_S)
-        steps.close()
-
-    closing = threading.Thread(target=close)
-    closing.start()
-    with pytest.raises(GroupLostError) as caught:
-        group.step(5, b"p", TIMEOUT_S)
-    closing.join(TIMEOUT_S)
-    loss = caught.value.loss
-    assert (loss.rank, loss.epoch, loss.step, loss.phase) == (1, 3, 5, "execute_model")
-    assert loss.cause == "exit code 7"
-    assert loss.last_lines == "last words"
-    assert "pid 11" in loss.place
-    assert launcher.num_kills == 1
-    with pytest.raises(GroupLostError):
-        group.call("anything")
-    group.end(orderly=False)
 
 
 @pytest.mark.parametrize(

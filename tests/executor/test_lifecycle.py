@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -17,18 +16,16 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from support.engines import complete, greedy, run
 from support.ray_cluster import shared_memory_files
+from support.waiting import wait_until
 
-import tpengine
 from executor.driver_process import driver_process
-from executor.ray_engines import Wait, executor_of, free_cpus, ray_engine
+from executor.ray_engines import executor_of, free_cpus, ray_engine
 from tpengine import LLMEngine
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.watch import Exchange
 from tpengine.host import start_ticks
 
 PROMPT = [5, 6, 7]
-END_S = 30.0
-"""For what only has to come, where others want the cores."""
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +39,24 @@ def ids_of(engine: Any) -> list[int]:
 
 
 def test_killed_driver_leaves_nothing(
-    folder: Path, ray_address: str, wait_until: Wait, request: pytest.FixtureRequest
+    folder: Path, ray_address: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """In the middle of steps; a new engine starts at once, that which the next tests use."""
-    with driver_process("driver.py", folder, ray_address, 2, "for ever") as driver:
+    """In the middle of steps, with some lines in its log, and none per rank; a new engine starts at
+    once, that which the next tests use."""
+    log = tmp_path / "log"
+    program = "driver.py", folder, ray_address, 2, "for ever"
+    with log.open("w") as file, driver_process(*program, stderr=file) as driver:
         ranks = driver.hear()
         assert len(ranks) == 2
         assert all(start_ticks(pid) == started for pid, started in ranks)
         time.sleep(0.3)
         assert driver.process.poll() is None
         driver.end()
-    wait_until(lambda: not any(start_ticks(pid) == started for pid, started in ranks), END_S)
+    wait_until(lambda: not any(start_ticks(pid) == started for pid, started in ranks))
     assert not shared_memory_files(driver.process.pid)
+    said = [line for line in log.read_text().splitlines() if line.startswith("INFO ")]
+    assert len(said) <= 6, said
+    assert any(re.search("rank 0 on node .*; rank 1 on node", line) for line in said)
     ids_of(request.getfixturevalue("two_ranks"))
 
 
@@ -103,13 +106,13 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
         ray.util.remove_placement_group(group)
 
 
-def test_starts_a_ray_of_its_own_and_ends_it(folder: Path, wait_until: Wait) -> None:
+def test_starts_a_ray_of_its_own_and_ends_it(folder: Path) -> None:
     with driver_process("driver.py", folder, "local", 1, "once") as driver:
         ranks = driver.hear()
         driver.hear()
         assert driver.hear() is False, "the Ray that the engine started is still there"
         assert driver.process.wait(30.0) == 0
-    wait_until(lambda: not any(start_ticks(pid) == started for pid, started in ranks), END_S)
+    wait_until(lambda: not any(start_ticks(pid) == started for pid, started in ranks))
 
 
 def test_ray_that_was_shut_down_under_the_engine(folder: Path, ray_address: str) -> None:
@@ -123,7 +126,7 @@ def test_ray_that_was_shut_down_under_the_engine(folder: Path, ray_address: str)
 
 
 def test_interrupted_shutdown_is_finished_by_the_next(
-    folder: Path, two_ranks: LLMEngine, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
+    folder: Path, two_ranks: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C twice: while the workers clean up, and while they are ended."""
 
@@ -131,9 +134,9 @@ def test_interrupted_shutdown_is_finished_by_the_next(
         """Without the file's other engine; what is given back Ray tells a bit later."""
         return float(ray.cluster_resources()["CPU"]) - free_cpus() - 2
 
-    wait_until(lambda: held_cpus() == 0, END_S)
+    wait_until(lambda: held_cpus() == 0)
     engine = ray_engine(folder, 1)
-    wait_until(lambda: held_cpus() == 1, END_S)
+    wait_until(lambda: held_cpus() == 1)
     [place] = executor_of(engine).places
     call, tell = Exchange.call, Agents.tell
 
@@ -152,33 +155,9 @@ def test_interrupted_shutdown_is_finished_by_the_next(
     assert Exchange.call is call
     assert Agents.tell is tell
     engine.shutdown()
-    wait_until(lambda: start_ticks(place.pid) != place.start_ticks, END_S)
-    wait_until(lambda: held_cpus() == 0, END_S)
+    wait_until(lambda: start_ticks(place.pid) != place.start_ticks)
+    wait_until(lambda: held_cpus() == 0)
     engine.shutdown()
-
-
-@pytest.mark.check
-def test_example_driver(folder: Path, ray_address: str) -> None:
-    """What `ray submit` runs, on one machine."""
-    root = Path(__file__).parent.parent.parent
-    command = [sys.executable, root / "examples" / "ray_driver.py", "--ray-address", ray_address]
-    options = ["--tensor-parallel-size", "2", "--device", "cpu", "--max-tokens", "8"]
-    package = str(Path(tpengine.__file__).parent.parent)
-    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, *options, "--cpu-kv-cache-space", "0.1"],
-        capture_output=True,
-        text=True,
-        timeout=90.0,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if " -> " in line]
-    assert len(lines) == 4
-    assert lines[0].startswith("'Hello, my name is' -> ' Mara.")
-    said = [line for line in done.stderr.splitlines() if line.startswith("INFO ")]
-    assert len(said) <= 5, said  # and none per rank
-    assert any(re.search("rank 0 on node .*; rank 1 on node", line) for line in said)
 
 
 def test_sigterm_to_the_command(ray_address: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 from support.engines import complete, greedy, make_engine
+from support.waiting import PATIENCE_S, wait_until
 
 import tpengine
 from executor.ray_engines import free_cpus
@@ -19,7 +20,6 @@ from tpengine.executor.launch.node_agent import NodeAgent
 
 PROMPT = [5, 6, 7]
 NUM_TOKENS = 16
-PATIENCE_S = 60.0
 START = """
 import asyncio
 asyncio.get_running_loop()
@@ -102,7 +102,7 @@ def ids_in(printed: str) -> str:
 
 
 @pytest.mark.check
-def test_cells(ray_address: str, folder: Path, notebook: Notebook, wait_until: Any) -> None:
+def test_cells(ray_address: str, folder: Path, notebook: Notebook) -> None:
     """In a running event loop; all cells run again; stopped in a step; at work afterwards."""
     with make_engine(folder) as engine:
         expected = f"ids {complete(engine, PROMPT, greedy(NUM_TOKENS)).token_ids}"
@@ -120,8 +120,8 @@ def test_cells(ray_address: str, folder: Path, notebook: Notebook, wait_until: A
         assert ids_in(printed) == expected
     assert len(ranks[0]) == len(ranks[1]) == 2
     # The first engine was deleted: its ranks are gone, and their bundles are free.
-    wait_until(lambda: not any(map(NodeAgent.state, ranks[0])), PATIENCE_S)
-    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2, PATIENCE_S)
+    wait_until(lambda: not any(map(NodeAgent.state, ranks[0])))
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2)
     printed, error = notebook.run(TAKE_LONG, interrupt_at="begin")
     assert error == "KeyboardInterrupt", printed
     assert all(map(NodeAgent.state, ranks[1]))
@@ -129,5 +129,5 @@ def test_cells(ray_address: str, folder: Path, notebook: Notebook, wait_until: A
     assert error is None, printed
     assert ids_in(printed) == expected
     notebook.close()
-    wait_until(lambda: not any(map(NodeAgent.state, ranks[1])), PATIENCE_S)
-    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"], PATIENCE_S)
+    wait_until(lambda: not any(map(NodeAgent.state, ranks[1])))
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"])

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +17,11 @@ import pytest
 import ray
 from support.gguf_files import write_gguf
 from support.matrix import only
+from support.waiting import PATIENCE_S, wait_until
 
 from executor import sabotage
-from executor.bare_ranks import PATIENCE_S, BareRanks, bare_ranks
-from executor.ray_engines import Wait, is_alive, sabotaged_rank
+from executor.bare_ranks import BareRanks, bare_ranks
+from executor.ray_engines import is_alive, sabotaged_rank
 from executor.sabotage import in_load, in_step
 from tpengine.checkpoint.gguf_file import open_gguf
 from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss
@@ -31,10 +31,8 @@ from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.launch.processes import ProcessHome
 from tpengine.messages import StepInput, StepOutput
 
-SOON_S = 30.0
-"""Ten times what it takes to see that a rank is dead or stopped, on an idle machine."""
-STEP_TIMEOUT_S = 2 * SOON_S
-"""So a loss that is found soon was not found by the deadline of its step."""
+STEP_TIMEOUT_S = 600.0
+"""More than a test may take, as `start_timeout_s` is: no loss here is found by a deadline."""
 IN_FEW_BITS = {"quantization": "int4", "kv_cache_dtype": "int8"}
 KILLED = "killed by signal 9 (SIGKILL)"
 FROZEN = "frozen: its process is stopped"
@@ -72,20 +70,15 @@ def check_loss(loss: RankLoss, rank: int, phase: str, cause: str, places: list) 
 
 @pytest.mark.parametrize(
     ("rank", "number", "cause"),
-    [
-        (0, signal.SIGKILL, KILLED),
-        (1, signal.SIGSTOP, FROZEN),
-    ],
+    [(0, signal.SIGKILL, KILLED), (1, signal.SIGSTOP, FROZEN)],
     ids=["0 killed", "1 stopped"],
 )
 def test_idle(ranks: BareRanks, expected: list[int], rank: int, number: int, cause: str) -> None:
     if ranks.executor.loss is not None:
         ranks.rebuild()
     epoch, places = ranks.executor.epoch, ranks.executor.places
-    start = time.monotonic()
     ranks.signal(rank, number)
     loss = ranks.wait_for_loss()
-    assert time.monotonic() - start < SOON_S
     check_loss(loss, rank, "idle", cause, places)
     assert loss.step is None
     assert loss.epoch == epoch
@@ -121,7 +114,8 @@ def test_both_at_once(ranks: BareRanks, expected: list[int], number: int, cause:
         patch.setattr(ranks.executor, "execute_model", losing)
         with pytest.raises(GroupLostError) as caught:
             ranks.generate()
-    check_loss(caught.value.loss, caught.value.loss.rank, "execute_model", cause, lost)
+    loss = caught.value.loss  # it may be found before the step begins
+    check_loss(loss, loss.rank, loss.phase, cause, lost)
     ranks.rebuild()
     assert ranks.generate() == expected
 
@@ -164,10 +158,8 @@ def check_in_a_step(ranks: BareRanks, expected: list[int], case: Case) -> None:
         ranks.rebuild()
     assert ranks.generate() == expected
     places = ranks.executor.places
-    start = time.monotonic()
     with pytest.raises(GroupLostError) as caught:
         ranks.generate()
-    assert time.monotonic() - start < SOON_S
     loss = caught.value.loss
     check_loss(loss, case.rank, "execute_model", case.cause, places)
     assert loss.step == ranks.next_step - 1
@@ -175,10 +167,7 @@ def check_in_a_step(ranks: BareRanks, expected: list[int], case: Case) -> None:
     assert ranks.executor.loss == loss
 
 
-IN_LOAD = [
-    Case(0, sabotage.kill_self, KILLED),
-    Case(1, sabotage.stop_self, FROZEN, "stop_self"),
-]
+IN_LOAD = [Case(0, sabotage.kill_self, KILLED), Case(1, sabotage.stop_self, FROZEN, "stop_self")]
 
 
 def test_in_a_load(ranks: BareRanks, expected: list[int]) -> None:
@@ -192,7 +181,6 @@ def test_in_a_load(ranks: BareRanks, expected: list[int]) -> None:
         ):
             ranks.rebuild()
         check_loss(caught.value.loss, case.rank, "load_model", case.cause, places)
-        assert ranks.executor.start_times_s["weights"] < SOON_S
         assert case.said in caught.value.loss.report()
     ranks.rebuild()
     assert ranks.executor.epoch == epoch + 3
@@ -216,7 +204,6 @@ def test_before_it_joins(
             ranks.rebuild()
         monkeypatch.undo()
         check_loss(caught.value.loss, 1, "join", cause, ranks.executor.places)
-        assert ranks.executor.start_times_s["channels"] < SOON_S
     ranks.rebuild()
     assert ranks.generate() == expected
 
@@ -258,23 +245,23 @@ def test_final_error_ends_the_rebuild(
             (tmp_path / file.name).rename(file)
 
 
-def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path, wait_until: Wait) -> None:
+def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path) -> None:
     """A spare on transformers' code reads it again, as it is stored, and refuses another one of the
     same sizes: streams would go on with other weights. A byte copy of the file is accepted."""
     path, metadata = tmp_path / "model.gguf", {"tokenizer.ggml.eos_token_id": 2}
     write = partial(write_gguf, folder, path, "Q4_0", metadata)
     write()
     old, args = path.read_bytes(), {"model_impl": "transformers", "dtype": "auto"}
-    with bare_ranks(path, 2, **args, spare_workers=2, executor="ray") as ranks:
+    with bare_ranks(path, 2, **args, spare_workers=1, executor="ray") as ranks:
         expected = ranks.generate()
-        wait_until(lambda: len(ranks.spare_processes()) == 2, PATIENCE_S)
-        assert [len(found) for found in ranks.heavy_modules()] == [2] * 4
-        spares = ranks.spare_processes()
+        wait_until(lambda: len(ranks.spare_processes()) == 1)
+        assert [len(found) for found in ranks.heavy_modules()] == [2] * 3
+        [spare] = ranks.spare_processes()
         path.unlink()
         path.write_bytes(old)
         ranks.lose(1)
         ranks.rebuild()
-        assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
+        assert spare in [place.process for place in ranks.executor.places]
         assert ranks.generate() == expected
         norm = "blk.1.attn_norm.weight"
         ones = np.ones(open_gguf(path).tensors[norm].shape, np.float32)
@@ -287,9 +274,7 @@ def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path, wait_until: 
         assert not any(is_alive(ranks.executor.places))
 
 
-def test_what_fails_at_the_driver(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
-) -> None:
+def test_what_fails_at_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another attempt replaces ranks that are ready or half started, and needs no spare. A shutdown
     that does not wait for it takes its descriptors, too."""
 
@@ -308,7 +293,7 @@ def test_what_fails_at_the_driver(
                 executor.rebuild()
             assert isinstance(executor.home, ProcessHome)
             [half_started] = executor.home._agents.children.values()
-            wait_until(lambda: half_started.exit_status() == signal.SIGKILL, PATIENCE_S)
+            wait_until(lambda: half_started.exit_status() == signal.SIGKILL)
         with monkeypatch.context() as patch:
             patch.setattr(
                 "threading.Timer.start", partial(fail, RuntimeError("can't start new thread"))

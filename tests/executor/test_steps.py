@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
 
-from executor.channels import SOON_S, TIMEOUT_S, answer, open_channels, receive
+from executor.channels import TIMEOUT_S, answer, open_channels, receive
 from tpengine import EngineArgs
 from tpengine.config import RanksConfig
 from tpengine.executor import watch
@@ -77,10 +76,8 @@ def test_failing_rank_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with open_channels(3) as (driver, ranks):
         serve(ranks, respond)
-        start = time.monotonic()
         with pytest.raises(RanksFailedError) as caught:
             Exchange(driver).step(1, b"p", TIMEOUT_S)
-        assert time.monotonic() - start < SOON_S
         assert list(caught.value.failures) == [0, 1]
         assert caught.value.cause == 1
 
@@ -95,11 +92,10 @@ def test_closed_channel_and_deadline() -> None:
             1: ChannelTimeoutError,
         }
         ranks[1].close()
-        start = time.monotonic()
         with pytest.raises(RanksFailedError) as caught:
             exchange.step(2, b"p", TIMEOUT_S)
-        assert time.monotonic() - start < SOON_S
-        assert isinstance(caught.value.failures[1], ChannelClosedError)
+        [(rank, error)] = caught.value.failures.items()  # the deadline would name both
+        assert (rank, type(error)) == (1, ChannelClosedError)
 
 
 def test_step_whose_channels_another_thread_closes() -> None:
@@ -121,13 +117,11 @@ def test_wake_up_ends_a_step_whose_channels_are_open() -> None:
         answer(ranks[0], 1, b"one of two")
         waking = threading.Timer(0.2, wake_up.set)
         waking.start()
-        start = time.monotonic()
         with pytest.raises(RanksFailedError) as caught:
             exchange.step(1, b"p", TIMEOUT_S)
         [(rank, error)] = caught.value.failures.items()
         assert rank == 1
         assert "step 1 was given up" in str(error)
-        assert time.monotonic() - start < SOON_S
         waking.join(TIMEOUT_S)
         # A step that all ranks have answered counts, whatever happened to them since.
         for rank in ranks:

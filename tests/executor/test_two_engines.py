@@ -1,25 +1,19 @@
-"""Two engines in one process and a third in another: at rest they use no CPU, at work none notices
-the others."""
+"""Two engines in one process and a third in another: none notices the others."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 from support.engines import complete, greedy
 from support.models import ModelShop
 from support.zoo import ZOO
 
 from executor.driver_process import driver_process
-from executor.ray_engines import executor_of, ray_engine
+from executor.ray_engines import rank_engine, ray_engine
 from tpengine import LLMEngine, SamplingParams
 
-IDLE_S = 2.0
 NUM_TOKENS = 24
 PROMPTS = ([5, 6, 7], [300, 8, 9, 10, 11], list(range(20, 70)))
 PARAMS = (
@@ -34,7 +28,7 @@ MODELS = (ZOO["d64-4to1-tied"], ZOO["d256-2to1-3-layers"])
 def engines(ray_address: str, models: ModelShop) -> Iterator[list[LLMEngine]]:
     """Of two ranks each, with models of their own."""
     folders: list[Path] = [models.folder(spec) for spec in MODELS]
-    with ray_engine(folders[0], 2) as first, ray_engine(folders[1], 2) as second:
+    with ray_engine(folders[0], 2) as first, rank_engine(folders[1], 2) as second:
         yield [first, second]
 
 
@@ -43,46 +37,6 @@ def alone(engine: LLMEngine) -> list[list[int]]:
         list(complete(engine, prompt, params).token_ids)
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
     ]
-
-
-@pytest.mark.soak
-def test_both_rest(engines: list[LLMEngine]) -> None:
-    """Compared with as many actors of Ray that do nothing; the driver is idle, too."""
-    ranks = [[place.pid for place in executor_of(engine).places] for engine in engines]
-    assert len({pid for pids in ranks for pid in pids}) == 4
-    for engine in engines:
-        complete(engine, [5, 6, 7], greedy(2))
-    idlers = [ray.remote(num_cpus=0)(Idle).remote() for _ in ranks[0]]
-    bare = ray.get([idler.pid.remote() for idler in idlers], timeout=60.0)
-    for _ in range(3):  # other work that is not over yet only adds to it: the quietest counts
-        time.sleep(0.5)
-        before = {pid: cpu_s(pid) for pid in (os.getpid(), *bare, *ranks[0], *ranks[1])}
-        time.sleep(IDLE_S)
-        spent = {pid: cpu_s(pid) - then for pid, then in before.items()}
-        nothing = sum(spent[pid] for pid in bare)
-        more = [sum(spent[pid] for pid in pids) - nothing for pids in ranks]
-        if max(more) < 0.01 * IDLE_S and spent[os.getpid()] < 0.05 * IDLE_S:
-            break
-    for idler in idlers:
-        ray.kill(idler)
-    assert max(more) < 0.01 * IDLE_S, spent
-    assert spent[os.getpid()] < 0.05 * IDLE_S
-
-
-class Idle:
-    """An actor that does nothing."""
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time of all threads of a process, in seconds, to the nanosecond."""
-    total = 0
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # it ended while we looked
-            total += int((thread / "schedstat").read_text().split()[0])
-    return total / 1e9
 
 
 def test_steps_in_turn(engines: list[LLMEngine], ray_address: str, models: ModelShop) -> None:

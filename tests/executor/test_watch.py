@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 import tpengine
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
@@ -24,13 +26,8 @@ from tpengine.executor.channel import (
     FrameKind,
     Listener,
 )
-from tpengine.executor.watch import RankWatch
+from tpengine.executor.watch import Heartbeat, RankWatch
 
-PATIENCE_S = 30.0
-"""For an event that only has to come, when other programs use the cores."""
-FROZEN_S = 3.0
-"""Longer than a thread here is without a processor."""
-Wait = Callable[[Callable[[], bool], float], None]
 Pair = tuple[list[Channel], list[Channel]]
 
 
@@ -41,123 +38,151 @@ def pair() -> Iterator[Pair]:
         yield ends
 
 
-class Found:
-    """What a watch asked and reported."""
+class Clock:
+    """In place of the clock and the waits of a watch: a wait for nothing is over at once, and the
+    clock is then where it would be.
+
+    Attributes:
+        beating: ends of the other side that send a heartbeat every half second, till `silent_at`.
+        num_waits: how often the watch has looked.
+    """
+
+    POLLIN, POLLRDHUP = select.POLLIN, select.POLLRDHUP
 
     def __init__(self) -> None:
-        self.losses: list[tuple[int, ChannelError]] = []
-        self.asked: list[int] = []
-        self.frozen = True
+        self.now = 0.0
+        self.beating: Sequence[Channel] = ()
+        self.silent_at = float("inf")
+        self.num_waits = 0
+        self._next_beat = 0.0
 
-    def is_frozen(self, rank: int, silent_s: float) -> bool:
-        self.asked.append(rank)
-        return self.frozen
+    def monotonic(self) -> float:
+        return self.now
 
-    def on_loss(self, rank: int, error: ChannelError) -> None:
-        self.losses.append((rank, error))
+    def poll(self) -> Any:
+        real = select.poll()
+
+        def wait(timeout_ms: float) -> list[tuple[int, int]]:
+            self.num_waits += 1
+            assert self.num_waits < 10_000, "it looks again and again without a rest"
+            if self.beating and self._next_beat <= self.now < self.silent_at:
+                self._next_beat = self.now + watch.HEARTBEAT_S
+                for channel in self.beating:
+                    send_heartbeat(channel)
+                wait_until(lambda: len(real.poll(0)) >= len(self.beating), TIMEOUT_S)
+            if not (ready := real.poll(0)):
+                self.now += timeout_ms / 1e3
+            return ready
+
+        return SimpleNamespace(register=real.register, poll=wait)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watch, "select", clock)
+    return clock
 
 
 def send_heartbeat(channel: Channel, step: int = 0) -> None:
     channel.send(FrameKind.HEARTBEAT, step, b"execute_model" if step else b"idle", TIMEOUT_S)
 
 
-def drain(channel: Channel) -> None:
-    """Until its end."""
-    while True:
-        receive(channel, TIMEOUT_S)
+class Found(RankWatch):
+    """A watch, what it asked and what it reported.
+
+    Args:
+        is_frozen: its question, as a function of how long a rank is silent.
+    """
+
+    def __init__(self, driver: list[Channel], is_frozen: Callable[[float], bool]) -> None:
+        self.losses: list[tuple[int, ChannelError]] = []
+        self.asked: list[int] = []
+
+        def ask(rank: int, silent_s: float) -> bool:
+            self.asked.append(rank)
+            return is_frozen(silent_s)
+
+        super().__init__(driver, ask, lambda *loss: self.losses.append(loss))
 
 
-def test_silent_rank_is_lost_and_the_other_is_not(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch, "FROZEN_S", FROZEN_S)
+def test_silent_rank_is_lost_and_the_other_is_not(pair: Pair, clock: Clock) -> None:
     driver, ranks = pair
-    found = Found()
-    watching = RankWatch(driver, found.is_frozen, found.on_loss)
-    watching.start()
     send_heartbeat(ranks[1], step=5)
-    start = time.monotonic()
-    while not found.losses:
-        assert time.monotonic() - start < PATIENCE_S
-        send_heartbeat(ranks[0])
-        time.sleep(0.05)
-    assert time.monotonic() - start >= FROZEN_S - 0.1
+    clock.beating = ranks[:1]
+    found = Found(driver, lambda silent_s: True)
+    found.run()
+    assert watch.FROZEN_S <= clock.now < watch.FROZEN_S + watch.HEARTBEAT_S
     [(rank, error)] = found.losses
     assert rank == 1
     assert isinstance(error, ChannelTimeoutError)
-    assert watching.phases[1] == "execute_model, step 5"
-    assert 0 not in found.asked
-    watching.wait()
+    assert found.phases == ["idle", "execute_model, step 5"]
+    assert found.asked == [1]
     with pytest.raises(ChannelClosedError):
-        drain(ranks[0])
+        [receive(ranks[0], TIMEOUT_S) for _ in range(100)]
 
 
-def test_silent_rank_that_runs_is_given_time(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
-) -> None:
-    monkeypatch.setattr(watch, "FROZEN_S", 0.5)
-    monkeypatch.setattr(watch, "HEARTBEAT_S", 0.1)
-    driver, _ = pair
-    found = Found()
-    found.frozen = False
-    watching = RankWatch(driver, found.is_frozen, found.on_loss)
-    watching.start()
-    wait_until(lambda: set(found.asked) == {0, 1}, PATIENCE_S)
-    assert not found.losses
-    before, start = len(found.asked), time.monotonic()
-    time.sleep(0.5)
-    num_asked, seconds = len(found.asked) - before, time.monotonic() - start
-    assert num_asked < 60 * seconds, "it asks again and again without a rest"
-    watching.stop()
-    watching.wait()
-    assert not found.losses
+def test_silent_rank_that_runs_is_given_time(pair: Pair, clock: Clock) -> None:
+    """It is asked for with every heartbeat, and not again and again without a rest."""
+    found = Found(pair[0], lambda silent_s: silent_s >= 30.0)
+    found.run()
+    [(_, error)] = found.losses
+    assert str(error) == "silent for 30.0 s"
+    assert 27.0 / watch.HEARTBEAT_S <= found.asked.count(1) <= 30.0 / watch.HEARTBEAT_S
+    assert abs(found.asked.count(0) - found.asked.count(1)) <= 1
 
 
-def test_closed_channel_is_a_loss_at_once(pair: Pair, wait_until: Wait) -> None:
+def test_watching_costs_almost_nothing(pair: Pair, clock: Clock) -> None:
+    """The watch wakes up for heartbeats, of this side and of the ranks, and for nothing else."""
+    clock.beating, clock.silent_at = pair[1], 100.0
+    found = Found(pair[0], lambda silent_s: True)
+    found.run()
+    assert clock.now >= clock.silent_at + watch.FROZEN_S - watch.HEARTBEAT_S
+    assert clock.num_waits < 3 * clock.now / watch.HEARTBEAT_S
+
+
+def test_closed_channel_is_a_loss_at_once(pair: Pair, clock: Clock) -> None:
     driver, ranks = pair
-    found = Found()
-    RankWatch(driver, found.is_frozen, found.on_loss).start()
     ranks[0].close()
-    wait_until(lambda: bool(found.losses), PATIENCE_S)
-    assert found.losses[0][0] == 0
-    assert isinstance(found.losses[0][1], ChannelClosedError)
+    clock.beating = ranks[1:]
+    found = Found(driver, lambda silent_s: False)
+    found.run()
+    [(rank, error)] = found.losses
+    assert (rank, type(error)) == (0, ChannelClosedError)
 
 
-@pytest.mark.soak
-def test_watching_costs_almost_nothing(pair: Pair) -> None:
-    """Both sides in this process: a driver's watch, and two ranks."""
-    driver, ranks = pair
-    found = Found()
-    watching = RankWatch(driver, found.is_frozen, found.on_loss)
-    stop = threading.Event()
+def test_time_that_an_agent_takes_is_silence_too(pair: Pair, clock: Clock) -> None:
+    """The agent needs nearly two seconds to say that the process runs."""
 
-    def answer() -> None:
-        while not stop.wait(watch.HEARTBEAT_S):
-            for channel in ranks:
-                send_heartbeat(channel)
-                while channel.take() is not None:
-                    pass
+    def is_frozen(silent_s: float) -> bool:
+        clock.now += 1.7
+        return silent_s >= 10.0
 
-    thread = threading.Thread(target=answer)
-    watching.start()
-    thread.start()
-    threads = [str(each.native_id) for each in (watching, thread)]
-    spent = []
-    for _ in range(3):  # other programs on the cores only add to it: the least counts
-        before = list(map(cpu_s, threads))
-        time.sleep(2.0)
-        spent.append(sum(map(cpu_s, threads)) - sum(before))
-    stop.set()
-    thread.join(TIMEOUT_S)
-    watching.stop()
-    watching.wait()
-    assert 0 < min(spent) < 0.01 * 2.0, spent
-    assert not found.losses
+    found = Found(pair[0], is_frozen)
+    found.run()
+    assert isinstance(found.losses[0][1], ChannelTimeoutError)
+    assert clock.now < 15.0
 
 
-def cpu_s(thread: str) -> float:
-    """CPU seconds of one thread, as other tests may have left threads in this process."""
-    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+def test_rank_ends_itself_when_its_driver_is_silent(
+    pair: Pair, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver sends heartbeats for longer than the fence, and then no more."""
+    (driver, _), (control, steps) = pair
+    clock.beating, clock.silent_at = [driver], 2 * watch.FENCE_S
+    ends: list[tuple[int, int, str]] = []
+
+    def end_process(*end: Any) -> None:
+        ends.append(end)
+        raise SystemExit
+
+    monkeypatch.setattr(watch, "end_process", end_process)
+    with pytest.raises(SystemExit):
+        Heartbeat(control, steps).run()
+    assert ends == [(0, watch.DRIVER_SILENT, "nothing heard from the driver for 5 s")]
+    assert clock.now > clock.silent_at + watch.FENCE_S - 2 * watch.HEARTBEAT_S
+    assert driver.take() is not None, "the rank sends no heartbeat"
 
 
 @contextmanager
@@ -176,12 +201,12 @@ def rank_process(code: str) -> Iterator[tuple[subprocess.Popen[str], Channel, Ch
     )
     channels: list[Channel] = []
     try:
-        channels = listener.accept(2, PATIENCE_S)
+        channels = listener.accept(2, TIMEOUT_S)
         yield rank, *channels
     finally:
         listener.close()
         rank.kill()
-        rank.communicate(timeout=PATIENCE_S)
+        rank.communicate(timeout=TIMEOUT_S)
         for channel in channels:
             channel.close()
 
@@ -193,52 +218,20 @@ from tpengine.executor.channel import connect
 port, secret = int(sys.argv[1]), b"s" * 32
 steps, control = (connect(("127.0.0.1", port), secret, rank, 3, 30.0) for rank in range(2))
 """
-FENCED = """
-watch.FENCE_S = 2.0
+HANGS = """
+watch.FENCE_S = 60.0
 watch.Heartbeat(control, steps).start()
 threading.Event().wait(60.0)  # a worker that hangs
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "code", "word"),
-    [("silent", watch.DRIVER_SILENT, "nothing heard"), ("closed", watch.DRIVER_GONE, "closed")],
-)
-def test_rank_ends_itself(what: str, code: int, word: str) -> None:
-    """Its driver sends heartbeats for longer than the fence, then is silent or closes the channel;
-    the worker hangs."""
-    with rank_process(FENCED) as (rank, steps, control):
-        for _ in range(12):
-            time.sleep(0.2)
-            control.send(FrameKind.HEARTBEAT, 0, b"", TIMEOUT_S)
-        assert rank.poll() is None
-        assert control.take() is not None, "the rank sends no heartbeat"
-        if what == "closed":
-            steps.close()
-        _, errors = rank.communicate(timeout=PATIENCE_S)
-        assert rank.returncode == code
-        assert "rank 0 ends itself" in errors
-        assert word in errors
-
-
-def test_time_that_an_agent_takes_is_silence_too(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
-) -> None:
-    """The agent needs nearly two seconds to say that the process runs."""
-    answer_s, hold_s = 1.7, 2.2
-    monkeypatch.setattr(watch, "FROZEN_S", 0.6)
-    found = Found()
-
-    def is_frozen(rank: int, silent_s: float) -> bool:
-        time.sleep(answer_s)
-        return silent_s >= hold_s
-
-    watching = RankWatch(pair[0][:1], is_frozen, found.on_loss)
-    watching.start()
-    wait_until(lambda: bool(found.losses), PATIENCE_S)
-    watching.stop()
-    watching.wait()
-    assert isinstance(found.losses[0][1], ChannelTimeoutError)
+def test_rank_ends_itself_when_its_driver_is_gone() -> None:
+    with rank_process(HANGS) as (rank, steps, control):
+        receive(control, TIMEOUT_S)  # its first heartbeat
+        steps.close()
+        _, errors = rank.communicate(timeout=TIMEOUT_S)
+        assert rank.returncode == watch.DRIVER_GONE
+        assert "rank 0 ends itself: the driver closed the channel" in errors
 
 
 STUCK = """
@@ -260,7 +253,7 @@ hold_the_lock()
 def test_rank_whose_python_lock_is_held_ends_itself() -> None:
     """None of its threads can notice that its driver is gone; its stack is in its log."""
     with rank_process(STUCK) as (rank, steps, control):
-        receive(control, PATIENCE_S)  # its first heartbeat
+        receive(control, TIMEOUT_S)  # its first heartbeat
         assert rank.stdin is not None
         assert rank.stdout is not None
         rank.stdin.write("\n")
@@ -268,6 +261,6 @@ def test_rank_whose_python_lock_is_held_ends_itself() -> None:
         assert rank.stdout.readline() == "held\n"
         for channel in (steps, control):
             channel.close()
-        _, errors = rank.communicate(timeout=PATIENCE_S)
+        _, errors = rank.communicate(timeout=TIMEOUT_S)
         assert rank.returncode == 1
         assert "in hold_the_lock" in errors

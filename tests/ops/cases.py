@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,6 +22,9 @@ from tpengine.ops import (  # noqa: F401 (these modules define the ops)
 )
 from tpengine.ops import cache_ops as cache
 
+from .cuda_host_library import needs_compiler
+from .cuda_host_ops import FP8, StandIn, on_card
+
 NAN = float("nan")
 ISAS = library.supported_cpu_isas()
 BACKENDS = ("reference", *ISAS)
@@ -31,6 +36,34 @@ CACHES = (
     (torch.bfloat16, torch.int8),
 )
 """Dtypes of a model and of its cache on a CPU."""
+CUDA_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CUDA_CACHES = (
+    *((dtype, dtype) for dtype in CUDA_DTYPES),
+    (torch.float16, FP8),
+    (torch.bfloat16, FP8),
+)
+CUDA_OPS = {"stand-in": StandIn(0), "stand-in wide": StandIn(1, is_wide=True), "gpu": on_card}
+"""How CUDA kernels are found: two ways on the CPU, and one on a card, if there is one."""
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not library.has_cuda_kernels(), reason="the CUDA library is not built"),
+]
+
+
+def on_cuda(*values: Any) -> list[Any]:
+    """Values, or tuples of them, each with the name of every way to a CUDA kernel."""
+    return [
+        pytest.param(
+            name,
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=GPU if name == "gpu" else needs_compiler,
+        )
+        for name in CUDA_OPS
+        for value in values or ((),)
+    ]
+
+
 # Relative Frobenius distance to float64 on the same inputs.
 ATTENTION_BOUND = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
@@ -48,9 +81,11 @@ def use_cpu_isa(name: str) -> Iterator[None]:
 
 @contextmanager
 def backend(name: str) -> Iterator[Callable[[str], Callable[..., None]]]:
-    """Looks ops up by name: the plain-torch reference, or the kernels of an instruction set."""
-    if name == "reference":
-        yield library.REFERENCES.__getitem__
+    """Looks ops up by name: the plain-torch reference, or the kernels of CUDA or of an instruction
+    set."""
+    others = {"reference": library.REFERENCES.__getitem__, **CUDA_OPS}
+    if name in others:
+        yield others[name]
         return
     with use_cpu_isa(name):
         yield lambda op: getattr(torch.ops.tpengine, op).default
@@ -89,9 +124,14 @@ def hugging_face_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight.double() * y.to(weight.dtype).double()
 
 
+def replaced(index: int, change: Callable[[Any], object]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Arguments of an op with a change to one of them."""
+    return lambda a: [*a[:index], change(a[index]), *a[index + 1 :]]
+
+
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A cache in which nothing is written: NaN, in int8 -1 with scales that are NaN."""
-    return torch.full(shape, -1 if dtype == torch.int8 else NAN, dtype=dtype)
+    return torch.full(shape, -1.0 if dtype == torch.int8 else NAN).to(dtype)
 
 
 def nan_like(tensor: Tensor) -> Tensor:

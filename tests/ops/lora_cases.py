@@ -9,14 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tpengine.ops.lora_ops import (
-    LoRARows,
-    LoRASlots,
-    PackedPart,
-    make_slots,
-    pack_part,
-    write_slot,
-)
+from tpengine.ops.lora_ops import LoRARows, LoRASlots, PackedPart, make_slots, pack_part, write_slot
 
 from .cases import generator, nan_like, poisoned
 

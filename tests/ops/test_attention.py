@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.matrix import matrix
 
 from tpengine.ops import attention_ops as attention
 
 from .cases import (
     ATTENTION_BOUND,
-    BACKENDS,
     CACHES,
     ISAS,
     PagedCase,
@@ -42,12 +42,19 @@ OPTIONS = [
     (False, None, None), (True, None, None), (False, 20, None), (True, 1, None),
     (False, None, 0.7), (True, 20, 3.0),
 ]  # fmt: skip
-NAMES = [(name, *dtypes) for name, dtypes in itertools.product(BACKENDS, CACHES)]
+NAMES = [
+    (name, *dtypes) for name, dtypes in itertools.product(("reference", *reversed(ISAS)), CACHES)
+]
+IN_INT8 = [names for names in NAMES if names[-1] == torch.int8]
 # in int8, which has its own operands only, a shape of each block size
 PROBLEMS = [
-    (*one, shape) for one in NAMES for shape in (SHAPES[1:4] if one[-1] == torch.int8 else SHAPES)
+    pytest.param(*problem.values[0], problem.values[1], marks=problem.marks)
+    for problem in (
+        *matrix([names for names in NAMES if names not in IN_INT8], SHAPES),
+        *matrix(IN_INT8, SHAPES[1:4]),
+    )
 ]
-KERNELS = [one for one in NAMES if one[0] != "reference"]
+KERNELS = [names for names in NAMES if names[0] != "reference"]
 
 
 def _slopes(num_heads: int, use_alibi: bool) -> torch.Tensor | None:

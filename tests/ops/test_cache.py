@@ -10,17 +10,31 @@ from tpengine.ops import cache_ops as cache
 from .cases import (
     BACKENDS,
     CACHES,
+    CUDA_CACHES,
+    CUDA_OPS,
     DTYPES,
     ISAS,
+    NAN,
     backend,
     generator,
     make_case,
+    on_cuda,
     poisoned,
     same,
     threads,
 )
+from .cuda_host_library import FAR_BLOCKS, needs_compiler
+from .cuda_host_ops import FP8, StandIn
 
-NAMES = [(name, *dtypes) for name, dtypes in itertools.product(BACKENDS, CACHES)]
+NAMES = [
+    *((name, *dtypes) for name, dtypes in itertools.product(BACKENDS, CACHES)),
+    *on_cuda(*CUDA_CACHES),
+]
+CUDA = on_cuda()
+
+
+def layout_of(name: str) -> str:
+    return "cuda" if name in CUDA_OPS else "cpu"
 
 
 def test_shapes_hold_the_same_number_of_elements_on_every_device() -> None:
@@ -39,7 +53,8 @@ def test_write_fills_the_named_slots_and_nothing_else(
     name: str, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int
 ) -> None:
     gen = generator(0)
-    case = make_case([45, 7], 3, 48, dtype, gen, block_size, cache_dtype=cache_dtype)
+    layout = layout_of(name)
+    case = make_case([45, 7], 3, 48, dtype, gen, block_size, layout, cache_dtype)
     k_cache, v_cache = (poisoned(x.shape, cache_dtype) for x in (case.k_cache, case.v_cache))
     slots = [
         int(case.block_table[seq, i // block_size]) * block_size + i % block_size
@@ -72,7 +87,7 @@ def test_fused_rotary_and_write_equal_the_two_ops(
     positions = torch.randint(0, 100, (num_tokens,), generator=gen, dtype=torch.int32)
     slots = torch.randperm(128, generator=gen)[:num_tokens].int()
     slots[7] = -1
-    shapes = cache.kv_cache_shapes("cpu", cache_dtype, 8, 16, num_kv_heads, head_dim)
+    shapes = cache.kv_cache_shapes(layout_of(name), cache_dtype, 8, 16, num_kv_heads, head_dim)
     fused, apart = ([poisoned(shape, cache_dtype) for shape in shapes] for _ in range(2))
     with backend(name) as op:
         op("rotary_write_kv_cache")(
@@ -122,7 +137,7 @@ def test_a_prompt_is_written_the_same_by_several_threads(
 @pytest.mark.parametrize(("name", "dtype", "cache_dtype"), NAMES, ids=str)
 def test_copy_blocks(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     gen = generator(3)
-    shapes = cache.kv_cache_shapes("cpu", cache_dtype, 20, 16, 2, 64)
+    shapes = cache.kv_cache_shapes(layout_of(name), cache_dtype, 20, 16, 2, 64)
     k_cache, v_cache = (
         (30 * torch.randn(shape, generator=gen)).to(cache_dtype) for shape in shapes
     )
@@ -133,8 +148,77 @@ def test_copy_blocks(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) ->
     with backend(name) as op:
         op("copy_blocks")(k_cache, v_cache, torch.tensor(pairs))
         op("copy_blocks")(k_cache, v_cache, torch.empty(0, 2, dtype=torch.int64))
-    assert torch.equal(k_cache, expected_k)
-    assert torch.equal(v_cache, expected_v)
+    assert same(k_cache, expected_k)
+    assert same(v_cache, expected_v)
+
+
+@pytest.mark.parametrize("name", ["reference", *CUDA])
+def test_blocks_are_copied_packed_and_unpacked(name: str) -> None:
+    pool = torch.randn(6, 20, 8, 2, 80, generator=generator(4))  # 3 layers' K and V
+    expected, pairs = pool.clone(), [(0, 5), (0, 6), (19, 1), (3, 18)]
+    for source, target in pairs:
+        expected[:, target] = pool[:, source]
+    packed, ids = torch.full((3, 6, 8, 2, 80), NAN), torch.tensor([7, 2, 19])
+    with backend(name) as op:
+        op("copy_cache_blocks")(pool, torch.tensor(pairs))
+        assert torch.equal(pool, expected)
+        op("pack_blocks")(packed, pool, ids)
+        assert torch.equal(packed, pool[:, ids].transpose(0, 1))
+        op("unpack_blocks")(pool, packed.mul_(2), ids)
+    expected[:, ids] *= 2
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "cache_dtype"),
+    [*(("reference", *dtypes) for dtypes in CUDA_CACHES), *on_cuda(*CUDA_CACHES)],
+    ids=str,
+)
+def test_gather_kv(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """The tokens of each sequence, of which one has none, and no more; in fp8 with scales."""
+    lengths, scales = [1, 40, 0, 17, 16], (0.25, 2.0) if cache_dtype == FP8 else (1.0, 1.0)
+    start = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    case = make_case(lengths, 2, 64, dtype, generator(3), 16, "cuda", cache_dtype)
+    out = [torch.full((80, 2, 64), 7.0, dtype=dtype) for _ in range(2)]
+    with backend(name) as op:
+        op("gather_kv")(*out, case.k_cache, case.v_cache, case.block_table, start, *scales)
+    for found, given, scale in zip(out, (case.k, case.v), scales, strict=True):
+        stored = torch.cat(given).to(cache_dtype).float()
+        assert torch.equal(found[:74], (stored * scale).to(dtype))
+        assert (found[74:] == 7.0).all()
+
+
+@pytest.mark.parametrize("name", CUDA)
+def test_fp8_saturates_and_keeps_nan(name: str) -> None:
+    special = torch.tensor([1e4, -1e4, NAN, float("inf"), 448.0, 0.001, -0.0, 17.0])
+    k = special.repeat(4).to(torch.bfloat16).view(1, 1, 32)
+    caches = [poisoned((1, 8, 1, 32), FP8) for _ in range(2)]
+    with backend(name) as op:
+        op("write_kv_cache")(k, k, *caches, torch.tensor([5]).int(), 0.25, 2.0)
+    found = caches[0][0, 5, 0, :8].float() * 0.25
+    assert found[2].isnan()
+    expected = torch.tensor([112.0, -112.0, NAN, 112.0, 112.0, 0.001, 0.0, 17.0])
+    torch.testing.assert_close(found, expected, rtol=0.07, atol=0, equal_nan=True)
+
+
+@needs_compiler
+def test_offsets_beyond_32_bits() -> None:
+    """Tokens that are written to the end of a huge cache, gathered from there, and copied there."""
+    far, near = StandIn(1, is_far=True), backend("reference")
+    gen = generator(128)
+    k, v = torch.randn(2, 21, 2, 128, generator=gen).to(torch.bfloat16)
+    slots = torch.randperm(48, generator=gen)[:21].int()
+    caches, expected = ([poisoned((6, 8, 2, 128), k.dtype) for _ in range(2)] for _ in range(2))
+    table, start = torch.tensor([[2, 5, 0]], dtype=torch.int32), torch.tensor([0, 20]).int()
+    found, gathered = (torch.zeros(2, 20, 2, 128, dtype=k.dtype) for _ in range(2))
+    far("write_kv_cache")(k, v, *caches, slots + 8 * FAR_BLOCKS)
+    far("gather_kv")(*found, *caches, table + FAR_BLOCKS, start, 1.0, 1.0)
+    with near as op:
+        op("write_kv_cache")(k, v, *expected, slots)
+        op("gather_kv")(*gathered, *expected, table, start, 1.0, 1.0)
+    assert all(same(a, b) for a, b in zip((*caches, found), (*expected, gathered), strict=True))
+    far("copy_blocks")(*caches, torch.tensor([(2, 4)]) + FAR_BLOCKS)
+    assert same(caches[0][4], caches[0][2])
 
 
 @pytest.mark.parametrize("name", BACKENDS)

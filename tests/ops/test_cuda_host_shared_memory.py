@@ -69,12 +69,7 @@ def small_card() -> Iterator[ctypes.CDLL]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "options"),
-    [
-        (8, 2, 128, {}),
-        (12, 1, 128, {"window": 70}),
-        (4, 1, 256, {"alibi": True}),
-        (12, 1, 256, {}),
-    ],
+    [(8, 2, 128, {}), (12, 1, 128, {"window": 70}), (4, 1, 256, {"alibi": True}), (12, 1, 256, {})],
 )
 def test_fewer_stages_agree_with_dense_float64(
     small_card: ctypes.CDLL, kind: str, num_heads: int, num_kv_heads: int, head_dim: int,

@@ -140,17 +140,3 @@ def test_blocks_go_to_the_host_and_back(dtype: torch.dtype) -> None:
     assert not bits[:, [2, 4, 6, 7, 8, 9, 10]].any()
     cache.copy_cache_blocks(pool, torch.tensor([(3, 2), (3, 4)]))
     assert torch.equal(bits[:, [2, 4]], before[:, [3, 3]])
-
-
-def test_reference_gathers_what_was_written() -> None:
-    gen = generator(2)
-    k, v = (torch.randn(30, 2, 16, generator=gen) for _ in range(2))
-    caches = [torch.full((4, 16, 2, 16), float("nan")) for _ in range(2)]
-    table = torch.tensor([[2, 0], [3, 9]], dtype=torch.int32)
-    slots = torch.tensor([*range(32, 48), 0, 1, *range(48, 60)], dtype=torch.int32)
-    reference.write_kv_cache(k, v, *caches, slots)
-    out = [torch.zeros(31, 2, 16) for _ in range(2)]
-    cache.gather_kv(*out, *caches, table, torch.tensor([0, 18, 30], dtype=torch.int32))
-    assert torch.equal(out[0][:30], k)
-    assert torch.equal(out[1][:30], v)
-    assert not out[0][30:].any()

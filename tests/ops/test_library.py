@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tpengine.errors import NativeLibraryError
 from tpengine.ops import cache_ops as cache
 from tpengine.ops import library
 
-from .cases import ISAS, use_cpu_isa
+from .cases import ISAS, replaced, use_cpu_isa
 
 needs_kernels = pytest.mark.skipif(not ISAS, reason="the native library is not built")
 
@@ -123,16 +123,12 @@ def test_every_op_has_a_cpu_kernel(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"tpengine::{name}", "CPU")
 
 
-def _replaced(index: int, change: Callable[[torch.Tensor], object]) -> Callable[[tuple], tuple]:
-    return lambda a: (*a[:index], change(a[index]), *a[index + 1 :])
-
-
 WRONG = [
-    ("write_kv_cache", _replaced(0, lambda t: t.half()), "k is float16.*float32 and bfloat16"),
-    ("write_kv_cache", _replaced(1, lambda t: t.bfloat16()), "v is bfloat16; expected float32"),
-    ("write_kv_cache", _replaced(0, lambda t: t[:, :1]), r"v has shape \[5, 2, 64\].*size 1"),
-    ("write_kv_cache", _replaced(4, lambda t: t + 1), r"slot_mapping\[4\] is 96.*below 96"),
-    ("write_kv_cache", _replaced(4, lambda t: t.long()), "slot_mapping is int64; expected int32"),
+    ("write_kv_cache", replaced(0, lambda t: t.half()), "k is float16.*float32 and bfloat16"),
+    ("write_kv_cache", replaced(1, lambda t: t.bfloat16()), "v is bfloat16; expected float32"),
+    ("write_kv_cache", replaced(0, lambda t: t[:, :1]), r"v has shape \[5, 2, 64\].*size 1"),
+    ("write_kv_cache", replaced(4, lambda t: t + 1), r"slot_mapping\[4\] is 96.*below 96"),
+    ("write_kv_cache", replaced(4, lambda t: t.long()), "slot_mapping is int64; expected int32"),
     (
         "write_kv_cache",
         lambda a: (*a, 0.5, 1.0),
@@ -152,67 +148,67 @@ WRONG = [
         lambda a: (*a[:2], *[torch.zeros(6, 2, 16, 64, dtype=torch.int8)] * 2, *a[4:]),
         "head_dim of an int8 cache is 60; expected a multiple of 16",
     ),
-    ("rotary_embedding", _replaced(0, lambda t: t + 1), r"positions\[1\] is 8.*rows 0 to 7"),
-    ("rotary_embedding", _replaced(3, lambda t: t[:, :7].contiguous()), "is 7; expected an even"),
-    ("rotary_embedding", _replaced(3, lambda t: t.repeat(1, 2)), "is 128; the limit is 64"),
-    ("rotary_write_kv_cache", _replaced(6, lambda n: n + 1), r"qkv has shape.*expected size 576"),
-    ("copy_blocks", _replaced(2, lambda t: t + 3), "names block 6; the cache has 6"),
-    ("paged_attention", _replaced(5, lambda t: t + 1), r"seq_lens\[1\] is 33.*0 to 32 tokens"),
-    ("paged_attention", _replaced(1, lambda t: t[:, :3]), "out has shape.*expected size 3"),
-    ("paged_attention", _replaced(8, lambda n: 0), "sliding_window is 0; expected at least 1"),
-    ("paged_attention", _replaced(9, lambda cap: -cap), "softcap is -5.*expected a number above 0"),
-    ("paged_attention", _replaced(7, lambda t: t[:3]), r"alibi_slopes has shape \[3\].*size 4"),
-    ("paged_attention", _replaced(2, lambda t: t.transpose(0, 1)), "v_cache has shape"),
-    ("prefill_attention", _replaced(5, lambda t: t.flip(0)), r"query_start_loc\[0:2\] is 5, 2"),
-    ("embedding", _replaced(2, lambda t: t + 1), r"token_ids\[0\] is 9.*rows 0 to 8"),
-    ("embedding", _replaced(2, lambda t: t - 1), r"token_ids\[1\] is -1.*rows 0 to 8"),
-    ("embedding", _replaced(2, lambda t: t.long()), "token_ids is int64; expected int32"),
-    ("embedding", _replaced(0, lambda t: t[1:]), r"out has shape \[4, 32\].*size 5"),
-    ("rms_norm", _replaced(2, lambda t: t[::2]), r"weight has shape \[16\].*size 32"),
-    ("rms_norm", _replaced(1, lambda t: t.T), r"stride 32 in dimension 1; expected 1"),
-    ("add_rms_norm", _replaced(2, lambda t: t[:4]), r"residual has shape \[4, 32\].*size 5"),
-    ("layer_norm", _replaced(2, lambda t: t[1:]), r"weight has shape \[31\].*size 32"),
-    ("layer_norm", _replaced(3, lambda t: t.bfloat16()), "bias is bfloat16; expected float32"),
-    ("layer_norm", _replaced(0, lambda t: t[1:]), r"out has shape \[4, 32\].*size 5"),
-    ("layer_norm", _replaced(1, lambda t: t[:, None]), r"x has shape.*expected 2 dimensions"),
-    ("add_layer_norm", _replaced(2, lambda t: t[:4]), r"residual has shape \[4, 32\].*size 5"),
-    ("add_layer_norm", _replaced(1, lambda t: t.T), "stride 32 in dimension 1; expected 1"),
-    ("accumulate", _replaced(0, lambda t: t[:, 1:]), r"total has shape \[5, 31\].*size 32"),
-    ("accumulate", _replaced(0, lambda t: t.bfloat16()), "total is bfloat16; expected float32"),
+    ("rotary_embedding", replaced(0, lambda t: t + 1), r"positions\[1\] is 8.*rows 0 to 7"),
+    ("rotary_embedding", replaced(3, lambda t: t[:, :7].contiguous()), "is 7; expected an even"),
+    ("rotary_embedding", replaced(3, lambda t: t.repeat(1, 2)), "is 128; the limit is 64"),
+    ("rotary_write_kv_cache", replaced(6, lambda n: n + 1), r"qkv has shape.*expected size 576"),
+    ("copy_blocks", replaced(2, lambda t: t + 3), "names block 6; the cache has 6"),
+    ("paged_attention", replaced(5, lambda t: t + 1), r"seq_lens\[1\] is 33.*0 to 32 tokens"),
+    ("paged_attention", replaced(1, lambda t: t[:, :3]), "out has shape.*expected size 3"),
+    ("paged_attention", replaced(8, lambda n: 0), "sliding_window is 0; expected at least 1"),
+    ("paged_attention", replaced(9, lambda cap: -cap), "softcap is -5.*expected a number above 0"),
+    ("paged_attention", replaced(7, lambda t: t[:3]), r"alibi_slopes has shape \[3\].*size 4"),
+    ("paged_attention", replaced(2, lambda t: t.transpose(0, 1)), "v_cache has shape"),
+    ("prefill_attention", replaced(5, lambda t: t.flip(0)), r"query_start_loc\[0:2\] is 5, 2"),
+    ("embedding", replaced(2, lambda t: t + 1), r"token_ids\[0\] is 9.*rows 0 to 8"),
+    ("embedding", replaced(2, lambda t: t - 1), r"token_ids\[1\] is -1.*rows 0 to 8"),
+    ("embedding", replaced(2, lambda t: t.long()), "token_ids is int64; expected int32"),
+    ("embedding", replaced(0, lambda t: t[1:]), r"out has shape \[4, 32\].*size 5"),
+    ("rms_norm", replaced(2, lambda t: t[::2]), r"weight has shape \[16\].*size 32"),
+    ("rms_norm", replaced(1, lambda t: t.T), r"stride 32 in dimension 1; expected 1"),
+    ("add_rms_norm", replaced(2, lambda t: t[:4]), r"residual has shape \[4, 32\].*size 5"),
+    ("layer_norm", replaced(2, lambda t: t[1:]), r"weight has shape \[31\].*size 32"),
+    ("layer_norm", replaced(3, lambda t: t.bfloat16()), "bias is bfloat16; expected float32"),
+    ("layer_norm", replaced(0, lambda t: t[1:]), r"out has shape \[4, 32\].*size 5"),
+    ("layer_norm", replaced(1, lambda t: t[:, None]), r"x has shape.*expected 2 dimensions"),
+    ("add_layer_norm", replaced(2, lambda t: t[:4]), r"residual has shape \[4, 32\].*size 5"),
+    ("add_layer_norm", replaced(1, lambda t: t.T), "stride 32 in dimension 1; expected 1"),
+    ("accumulate", replaced(0, lambda t: t[:, 1:]), r"total has shape \[5, 31\].*size 32"),
+    ("accumulate", replaced(0, lambda t: t.bfloat16()), "total is bfloat16; expected float32"),
     (
         "accumulate",
-        _replaced(0, lambda t: t.repeat(1, 2)[:, :32]),
+        replaced(0, lambda t: t.repeat(1, 2)[:, :32]),
         "total has stride 64 in dimension 0; expected 32",
     ),
-    ("relu", _replaced(0, lambda t: t.half()), "x is float16.*float32 and bfloat16"),
-    ("silu", _replaced(0, lambda t: t[0]), r"x has shape \[32\]; expected 2 dimensions"),
-    ("gelu", _replaced(0, lambda t: t.T), "stride 32 in dimension 1; expected 1"),
-    ("gelu_tanh", _replaced(0, lambda t: t[:, ::2]), "stride 2 in dimension 1; expected 1"),
-    ("silu_and_mul", _replaced(0, lambda t: t[:, :15]), r"x has shape \[5, 32\].*size 30"),
-    ("pack_linear_weight", _replaced(0, lambda t: t[:64]), r"packed has shape \[64\].*size 2048"),
-    ("pack_linear_weight", _replaced(1, lambda t: t.T), "stride 32 in dimension 1; expected 1"),
-    ("packed_linear", _replaced(2, lambda t: t[32:]), r"packed has shape \[2016\].*size 2048"),
-    ("packed_linear", _replaced(3, lambda t: t[1:]), r"bias has shape \[39\].*size 40"),
-    ("packed_linear", _replaced(0, lambda t: t.bfloat16()), "out is bfloat16; expected float32"),
-    ("quantized_linear", _replaced(2, lambda t: t[32:]), r"packed has shape \[1120\].*size 1152"),
-    ("quantized_linear", _replaced(2, lambda t: t.int()), "packed is int32; expected uint8"),
-    ("quantized_linear", _replaced(4, lambda _: 3), r"bits = 3 .*expected 4 or 8 with 0, 1 or 2"),
-    ("quantized_linear", _replaced(5, lambda _: 48), "group_size is 48; expected a multiple of 32"),
-    ("quantize_weight", _replaced(3, lambda _: 160), "group_size in 4 bits is 160; the limit"),
-    ("quantized_embedding", _replaced(3, lambda _: 39), "is 39; the table has rows 0 to 38"),
-    ("add_gated", _replaced(2, lambda t: t.repeat(1, 2)), r"gate has shape \[5, 2\].*size 1"),
-    ("top_experts", _replaced(2, lambda t: t[:, :1]), "a token's experts is 2; the limit is 1"),
-    ("top_experts", _replaced(1, lambda t: t.double()), "expert_weights is float64; expected fl"),
-    ("expert_mlp", _replaced(2, lambda t: t + 1), "expert_ids holds 3; there are experts 0 to 2"),
+    ("relu", replaced(0, lambda t: t.half()), "x is float16.*float32 and bfloat16"),
+    ("silu", replaced(0, lambda t: t[0]), r"x has shape \[32\]; expected 2 dimensions"),
+    ("gelu", replaced(0, lambda t: t.T), "stride 32 in dimension 1; expected 1"),
+    ("gelu_tanh", replaced(0, lambda t: t[:, ::2]), "stride 2 in dimension 1; expected 1"),
+    ("silu_and_mul", replaced(0, lambda t: t[:, :15]), r"x has shape \[5, 32\].*size 30"),
+    ("pack_linear_weight", replaced(0, lambda t: t[:64]), r"packed has shape \[64\].*size 2048"),
+    ("pack_linear_weight", replaced(1, lambda t: t.T), "stride 32 in dimension 1; expected 1"),
+    ("packed_linear", replaced(2, lambda t: t[32:]), r"packed has shape \[2016\].*size 2048"),
+    ("packed_linear", replaced(3, lambda t: t[1:]), r"bias has shape \[39\].*size 40"),
+    ("packed_linear", replaced(0, lambda t: t.bfloat16()), "out is bfloat16; expected float32"),
+    ("quantized_linear", replaced(2, lambda t: t[32:]), r"packed has shape \[1120\].*size 1152"),
+    ("quantized_linear", replaced(2, lambda t: t.int()), "packed is int32; expected uint8"),
+    ("quantized_linear", replaced(4, lambda _: 3), r"bits = 3 .*expected 4 or 8 with 0, 1 or 2"),
+    ("quantized_linear", replaced(5, lambda _: 48), "group_size is 48; expected a multiple of 32"),
+    ("quantize_weight", replaced(3, lambda _: 160), "group_size in 4 bits is 160; the limit"),
+    ("quantized_embedding", replaced(3, lambda _: 39), "is 39; the table has rows 0 to 38"),
+    ("add_gated", replaced(2, lambda t: t.repeat(1, 2)), r"gate has shape \[5, 2\].*size 1"),
+    ("top_experts", replaced(2, lambda t: t[:, :1]), "a token's experts is 2; the limit is 1"),
+    ("top_experts", replaced(1, lambda t: t.double()), "expert_weights is float64; expected fl"),
+    ("expert_mlp", replaced(2, lambda t: t + 1), "expert_ids holds 3; there are experts 0 to 2"),
     (
         "expert_mlp",
-        _replaced(4, lambda t: t[:, 32:].clone()),
+        replaced(4, lambda t: t[:, 32:].clone()),
         r"gate_up has shape \[3, 992\].*size 1024",
     ),
-    ("expert_mlp", _replaced(5, lambda t: t[1:]), r"down has shape \[2, 512\].*size 3"),
-    ("argmax", _replaced(0, lambda t: t.int()), "out is int32; expected int64"),
-    ("argmax", _replaced(2, lambda t: t[1:]), r"logprobs has shape \[4\].*size 5"),
-    ("sample_tokens", _replaced(6, lambda t: t.float()), "uniform is float32; expected float64"),
+    ("expert_mlp", replaced(5, lambda t: t[1:]), r"down has shape \[2, 512\].*size 3"),
+    ("argmax", replaced(0, lambda t: t.int()), "out is int32; expected int64"),
+    ("argmax", replaced(2, lambda t: t[1:]), r"logprobs has shape \[4\].*size 5"),
+    ("sample_tokens", replaced(6, lambda t: t.float()), "uniform is float32; expected float64"),
 ]
 
 
@@ -221,7 +217,7 @@ WRONG = [
     ("name", "break_it", "message"), WRONG, ids=lambda v: "" if callable(v) else str(v)[:40]
 )
 def test_wrong_arguments_are_named(
-    name: str, break_it: Callable[[tuple], tuple], message: str
+    name: str, break_it: Callable[[tuple], Sequence], message: str
 ) -> None:
     arguments = break_it(_arguments()[name])
     with pytest.raises(RuntimeError, match=f"tpengine::{name}: .*{message}"):

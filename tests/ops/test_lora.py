@@ -4,45 +4,59 @@ batch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from tpengine.ops.lora_ops import pack_part, write_slot
 
-from .cases import BACKENDS, ISAS, backend, generator, nan_like, relative_error, threads
+from .cases import (
+    BACKENDS,
+    ISAS,
+    backend,
+    generator,
+    nan_like,
+    on_cuda,
+    relative_error,
+    replaced,
+    threads,
+)
 from .lora_cases import GROUPS, PARTS, arguments, assert_untouched, expected, make_case, rows_of
 
-F32, BF16 = torch.float32, torch.bfloat16
-BOUND = {F32: 2e-6, BF16: 4e-3}
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+BOUND = {F32: 3e-6, F16: 1e-3, BF16: 4e-3}
 DTYPES = [(F32, F32), (BF16, BF16), (BF16, F32), (F32, BF16)]
 """Of x and out, and of the adapters."""
+CUDA_DTYPES = [(F32, F32), (BF16, BF16), (F16, F32), (F32, F16)]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype", "weight_dtype"),
+    [*((name, *dtypes) for name in BACKENDS for dtypes in DTYPES), *on_cuda(*CUDA_DTYPES)],
+    ids=str,
+)
 @pytest.mark.parametrize("groups", GROUPS, ids=["one row", "few rows", "many rows"])
-@pytest.mark.parametrize("inputs", [64, 90])
+@pytest.mark.parametrize("inputs", [64, 346])
 def test_equals_products_in_float64(
     name: str,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
     groups: list[tuple[int, list[int]]],
     inputs: int,
 ) -> None:
     num_rows = max(row for _, own in groups for row in own) + 2
-    case = make_case(dtypes, num_rows, inputs)
-    wide = torch.randn(num_rows, sum(PARTS) + 5, generator=generator(1)).to(dtypes[0])
+    case = make_case((dtype, weight_dtype), num_rows, inputs)
+    wide = torch.randn(num_rows, sum(PARTS) + 5, generator=generator(1)).to(dtype)
     before = wide.clone()
     with backend(name) as op:
         op("add_lora")(*arguments(wide[:, : sum(PARTS)], case.x, case.slots, rows_of(groups)))
-    assert relative_error(wide, expected(before, case, groups)) < BOUND[dtypes[0]]
+    assert relative_error(wide, expected(before, case, groups)) < BOUND[dtype]
     assert_untouched(wide, before, groups)
 
 
-@pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, dtype) for name in ISAS for dtype in (F32, BF16)), *on_cuda(BF16)]
+)
 def test_a_row_is_the_same_bits_alone_and_in_a_crowd(name: str, dtype: torch.dtype) -> None:
     case = make_case((dtype, dtype), 100, 320)
     base = torch.randn(100, sum(PARTS), generator=generator(2)).to(dtype)
@@ -66,10 +80,6 @@ def test_no_rows(name: str) -> None:
         op("add_lora")(*arguments(out, case.x, case.slots, rows_of([(0, [])])))
         op("add_lora")(*arguments(out[:0], case.x[:0], case.slots, rows_of([])))
     assert out.isnan().all()
-
-
-def _replaced(index: int, change: Callable[[Tensor], Tensor]) -> Callable[..., tuple]:
-    return lambda *a: (*a[:index], change(a[index]), *a[index + 1 :])
 
 
 WRONG = [
@@ -99,7 +109,7 @@ def test_wrong_arguments_are_named() -> None:
     right = arguments(torch.zeros(5, sum(PARTS)), case.x, case.slots, rows_of([(4, [3, 4])]))
     for index, change, message in WRONG:
         with pytest.raises(RuntimeError, match=f"tpengine::add_lora: {message}"):
-            torch.ops.tpengine.add_lora.default(*_replaced(index, change)(*right))
+            torch.ops.tpengine.add_lora.default(*replaced(index, change)(right))
     for rank, outputs, message in ((65, 70, "(65, 64)"), (4, 87, "torch.Size([6, 4, 16])")):
         part = pack_part(torch.zeros(rank, 64), torch.zeros(outputs, rank), F32)
         with pytest.raises(AssertionError, match=re.escape(message)):

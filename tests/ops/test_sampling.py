@@ -9,10 +9,14 @@ import torch
 from support.distributions import exact_probabilities, p_value
 from support.matrix import matrix
 
-from .cases import BACKENDS, DTYPES, ISAS, backend, generator
-from .sampling_cases import EDGES, assert_logprobs, parameter_tensors, random_case, tied_logits
+from .cases import BACKENDS, CUDA_DTYPES, DTYPES, ISAS, backend, generator, on_cuda
+from .sampling_cases import EDGES, INF, assert_logprobs, parameter_tensors, random_case, tied_logits
 
 NAMES = list(itertools.product(BACKENDS, DTYPES))
+CUDA = on_cuda(*CUDA_DTYPES)
+each_kernel = pytest.mark.parametrize(
+    ("name", "dtype"), [*itertools.product(ISAS, DTYPES), *CUDA], ids=str
+)
 
 
 def _run(name: str, logits: torch.Tensor, *parameters: object) -> torch.Tensor:
@@ -27,17 +31,22 @@ def _run(name: str, logits: torch.Tensor, *parameters: object) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("vocab_size", [1, 3, 16, 100, 1003, 32000])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_argmax_takes_the_lowest_of_equals(dtype: torch.dtype, vocab_size: int) -> None:
-    logits, expected = tied_logits(40, vocab_size, dtype)
-    for name in BACKENDS:
-        out = torch.full((40,), -7, dtype=torch.int64)
-        again, logprobs = out.clone(), torch.full((40,), 7.0)
+def _check(name: str, logits: torch.Tensor, *parameters: object) -> None:
+    """The kernel chooses what the sorted reference chooses."""
+    expected = _run("reference", logits, *parameters)
+    assert torch.equal(_run(name, logits, *parameters), expected)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*NAMES, *CUDA], ids=str)
+def test_argmax_takes_the_lowest_of_equals(name: str, dtype: torch.dtype) -> None:
+    for vocab_size in (1, 3, 16, 100, 1003, 32000):
+        logits, expected = tied_logits(7, vocab_size, dtype)
+        out = torch.full((7,), -7, dtype=torch.int64)
+        again, logprobs = out.clone(), torch.full((7,), 7.0)
         with backend(name) as op:
             op("argmax")(out, logits, logprobs)
             op("argmax")(again, logits)
-        assert out.tolist() == again.tolist() == expected, name
+        assert out.tolist() == again.tolist() == expected
         assert_logprobs(logprobs, logits, out)
 
 
@@ -69,15 +78,48 @@ def test_frequencies_follow_the_exact_distribution(
     assert p_value(counts, exact) > 1e-5
 
 
-@pytest.mark.parametrize("vocab_size", [7, 128, 1237, 40_000])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kernels_choose_what_the_sorted_reference_chooses(
-    dtype: torch.dtype, vocab_size: int
-) -> None:
-    case = random_case(48, vocab_size, dtype)
-    expected = _run("reference", *case)
-    for name in ISAS:
-        assert torch.equal(_run(name, *case), expected), name
+@each_kernel
+def test_kernels_choose_what_the_sorted_reference_chooses(name: str, dtype: torch.dtype) -> None:
+    for vocab_size in (7, 128, 1237, 40_000):
+        _check(name, *random_case(12, vocab_size, dtype))
+
+
+@each_kernel
+def test_rows_begin_and_end_anywhere(name: str, dtype: torch.dtype) -> None:
+    gen = generator(3)
+    for offset, vocab_size in itertools.product((0, 1, 16 // dtype.itemsize - 1), (1, 6, 33, 300)):
+        stride = vocab_size + 3
+        around = torch.full((4 * stride + offset,), float("nan"), dtype=dtype)
+        logits = around[offset:].view(4, stride)[:, :vocab_size]
+        logits.copy_(torch.randn(4, vocab_size, generator=gen) * 2)
+        uniform = torch.rand(4, generator=gen, dtype=torch.float64)
+        top_k = torch.tensor([0, 0, 3, 3], dtype=torch.int32)
+        _check(name, logits, 0.9, top_k, torch.tensor([1.0, 0.8, 1.0, 0.8]), 0.0, uniform)
+        _check(name, logits, 0.0, 0, 1.0, 0.0, 0.5)
+
+
+@pytest.mark.parametrize("name", [*ISAS, *on_cuda()[1:]])
+def test_more_tokens_around_the_border_than_a_list_holds(name: str) -> None:
+    logits = torch.zeros(6, 5000)
+    logits[3:] = torch.randn(3, 5000, generator=generator(4)) * 0.001  # one coarse bin, no equals
+    logits[:, 4321] = 0.1
+    top_k = torch.tensor([3000, 0, 4000] * 2, dtype=torch.int32)
+    top_p = torch.tensor([1.0, 0.7, 0.9] * 2)
+    for uniform in (0.3, 1 - 2**-53):
+        _check(name, logits, 1.0, top_k, top_p, 0.0, uniform)
+
+
+@pytest.mark.parametrize("name", [*ISAS, *on_cuda()[1:]])
+def test_top_p_of_what_top_k_left(name: str) -> None:
+    """Few tokens are taken from the list of a GPU, many from the row."""
+    for top_k in (40, 2048, 2049, 5500):
+        gen = generator(top_k)
+        logits = torch.randn(5, 6000, generator=gen).bfloat16()
+        top_p = torch.tensor([0.0, 0.3, 0.9, 0.999, 1 - 2**-24])
+        uniform = torch.rand(5, generator=gen, dtype=torch.float64)
+        _check(name, logits, 1.5, top_k, top_p, 0.0, uniform)
+        logits[:, 30:] = -INF  # fewer than k are not banned
+        _check(name, logits, 1.5, top_k, top_p, 0.0, uniform)
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -98,6 +140,6 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(name: str) -> None:
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.__name__)
-@pytest.mark.parametrize(("name", "dtype"), NAMES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [*NAMES, *on_cuda(torch.float32)], ids=str)
 def test_edges(name: str, dtype: torch.dtype, edge: Callable[..., None]) -> None:
     edge(functools.partial(_run, name), dtype)

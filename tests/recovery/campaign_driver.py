@@ -1,11 +1,11 @@
 """A driver of two ranks that serves eight streams whenever it is told to, and tells how they went.
 
-Its arguments: a model's folder and an executor. Its input and output are lines of JSON. It says the
-numbers of its ranks' processes when it is ready. For each line `[moment, pace_s]` it serves the
-streams, a step every `pace_s` seconds. At the moment, `decode` or `prefill`, it says the numbers of
-its ranks, and at last: how many streams were right, the longest gap in seconds, the attempts at new
-groups, and the error that ended the engine. At the line `["end", 0]` it closes the engine, says
-"closed", and ends at the next line.
+Its arguments: a model's folder, an executor and Ray's address. Its input and output are lines of
+JSON. It says the addresses and processes of its ranks when it is ready. For each line
+`[moment, pace_s]` it serves the streams, a step every `pace_s` seconds. At the moment, `decode` or
+`prefill`, it says its ranks again, and at last: how many streams were right, the longest gap in
+seconds, the attempts at new groups, the error that ended the engine, and the last loss. At
+the line `["end", 0]` it closes the engine, says "closed", and ends at the next line.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def serve(engine: LLMEngine, moment: str, pace_s: float, tell_ranks: bool) -> tu
         begun = min(len(ids) for ids, _ in streams) >= BEFORE
         if tell_ranks and (begun if moment == "decode" else num_steps >= PREFILL_STEPS):
             tell_ranks = False
-            tell([place.pid for place in executor_of(engine).places])
+            tell_of_ranks(engine)
         time.sleep(max(0.0, next_at - time.monotonic()))
     return streams, gap_s
 
@@ -81,10 +81,10 @@ def is_same(found: tuple[list[int], list[float]], wanted: tuple[list[int], list[
     return found[0] == wanted[0] and len(found[1]) == len(wanted[1]) and close
 
 
-def main(folder: str, executor: str) -> None:
+def main(folder: str, executor: str, ray_address: str) -> None:
     # Without memory no thread can then start. Of small stacks glibc keeps some for later threads.
     threading.stack_size(64 << 20)
-    args = {"ray_address": "local"} if executor == "ray" else {}
+    args = {"ray_address": ray_address} if executor == "ray" else {}
     with rank_engine(
         folder,
         2,
@@ -95,7 +95,7 @@ def main(folder: str, executor: str) -> None:
         **args,
     ) as engine:
         expected = {moment: serve(engine, moment, 0.0, False)[0] for moment in PROMPT_TOKENS}
-        tell([place.pid for place in executor_of(engine).places])
+        tell_of_ranks(engine)
         for line in sys.stdin:
             moment, pace_s = json.loads(line)
             if moment == "end":
@@ -104,13 +104,18 @@ def main(folder: str, executor: str) -> None:
             try:
                 streams, gap_s = serve(engine, moment, pace_s, True)
             except Exception as error:
-                tell([0, 0.0, 0, f"{type(error).__name__}: {error}"])
+                tell([0, 0.0, 0, f"{type(error).__name__}: {error}", ""])
                 raise
             same = sum(map(is_same, streams, expected[moment]))
-            attempts = [record.num_attempts for record in list(engine.recoveries)[before:]]
-            tell([same, gap_s, sum(attempts), ""])
+            records = list(engine.recoveries)[before:]
+            losses = [str(record.loss) for record in records]
+            tell([same, gap_s, sum(record.num_attempts for record in records), "", *losses[-1:]])
     tell("closed")
     sys.stdin.readline()
+
+
+def tell_of_ranks(engine: LLMEngine) -> None:
+    tell([[place.address, place.pid] for place in executor_of(engine).places])
 
 
 def tell(what: object) -> None:

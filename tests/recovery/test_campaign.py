@@ -8,7 +8,6 @@ disks.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import random
@@ -31,6 +30,7 @@ import pytest
 from executor.driver_process import DriverProcess
 from support.models import ModelShop
 from support.namespaces import children_of
+from support.waiting import wait_until
 from support.zoo import PLAIN
 
 import tpengine
@@ -115,7 +115,7 @@ def below_ranks(executor: str) -> Iterator[Row]:
 
 
 DIAGONAL = {
-    "processes": ("a rank killed again in recovery", "no descriptors, rank 1 killed"),
+    "processes": ("a rank killed again in recovery",),
     "ray": ("GCS frozen, rank 1 killed",),
 }
 """The rows of `make test`; the others are for `make soak`."""
@@ -166,7 +166,7 @@ class Campaign:
         environment |= SECRETS
         environment |= {"TMPDIR": self.folder, "RAY_TMPDIR": self.folder}
         as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
-        program = [sys.executable, HERE / "campaign_driver.py", model, executor]
+        program = [sys.executable, HERE / "campaign_driver.py", model, executor, "local"]
         command = ["unshare", "--mount", "--propagation=private", *as_root, "sh", "-ec", SMALL]
         with log.open("ab") as file:
             self.driver = DriverProcess(
@@ -176,32 +176,27 @@ class Campaign:
         self.root = Path(f"/proc/{self.pid}/root")
         self.driver.hear(START_S)
         self._before = self._holdings()
-        for pid in set(self._marked()) - {self.pid}:
+        for pid in set(self.marked()) - {self.pid}:
             with suppress(OSError):  # it has ended
                 assert b"s3cret" not in Path(f"/proc/{pid}/environ").read_bytes(), name_of(pid)
-
-    def say(self, *what: object) -> None:
-        assert self.driver.process.stdin is not None
-        self.driver.process.stdin.write(json.dumps(what) + "\n")
-        self.driver.process.stdin.flush()
 
     def play(self, row: Row) -> tuple[int, float, int, str]:
         """Returns how many streams were right, the longest gap, the number of attempts at new
         groups, and the error that ended the engine."""
         pace_s = (row.hold_s * OUTLAST + 1.0) / NUM_TOKENS
-        self.say("prefill" if row.moment == "prefill" else "decode", pace_s)
+        self.driver.say("prefill" if row.moment == "prefill" else "decode", pace_s)
         ranks = self.driver.hear(ROW_S)
-        known = self._ranks()
+        known = self.ranks()
         assert known, f"no rank was started by {self._executor}"
         with ExitStack() as stack:
             fault = self.fault(row.below, stack)
             for rank in row.lose:
-                os.kill(ranks[rank], row.signal)
+                os.kill(ranks[rank][1], row.signal)
             if row.moment == "rebuild":
                 self._kill_again(known)
             fault(row.hold_s)
         try:
-            same, gap_s, attempts, error = self.driver.hear(ROW_S)
+            same, gap_s, attempts, error, *_ = self.driver.hear(ROW_S)
         except AssertionError:
             same, gap_s, attempts, error = 0, 0.0, 0, "the driver ended"
         except queue.Empty:
@@ -234,26 +229,26 @@ class Campaign:
 
     def _of_ray(self, who: str) -> int:
         name = {"GCS": "gcs_server"}.get(who, who)
-        [pid] = [pid for pid in self._marked() if name_of(pid) == name]
+        [pid] = [pid for pid in self.marked() if name_of(pid) == name]
         return pid
 
     def _kill_again(self, known: set[int]) -> None:
         """Kills one rank of the next group, at some moment of its start."""
-        deadline = time.monotonic() + ROW_S
-        while not (new := sorted(self._ranks() - known)):
-            assert time.monotonic() < deadline, "there is no new rank"
-            time.sleep(0.005)
+        wait_until(lambda: bool(self.ranks() - known), ROW_S, "there is no new rank", poll_s=0.005)
         rng = random.Random(len(known))
+        new = sorted(self.ranks() - known)
         time.sleep(rng.uniform(0.0, 1.0))
         with suppress(ProcessLookupError):
             os.kill(rng.choice(new), signal.SIGKILL)
 
-    def _ranks(self) -> set[int]:
+    def ranks(self) -> set[int]:
         """Ranks that the campaign's executor has started; others take their place without Ray."""
-        name = RANKS[self._executor]
-        return {pid for pid in actors(self.pid) if name_of(pid).startswith(name)}
+        return set(filter(self.is_rank, actors(self.pid)))
 
-    def _marked(self) -> list[int]:
+    def is_rank(self, pid: int) -> bool:
+        return name_of(pid).startswith(RANKS[self._executor])
+
+    def marked(self) -> list[int]:
         """Processes that the driver has started, and those that they have."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -264,9 +259,7 @@ class Campaign:
 
     def _holdings(self) -> Counter[str]:
         """What of ours a row may leave over."""
-        names = [name_of(pid) for pid in actors(self.pid)]
-        ranks = RANKS[self._executor]
-        found = Counter("rank" if name.startswith(ranks) else name for name in names)
+        found = Counter("rank" if self.is_rank(pid) else name_of(pid) for pid in actors(self.pid))
         for file in Path(f"/proc/{self.pid}/fd").iterdir():
             with suppress(OSError):
                 found[os.readlink(file).partition(":")[0].partition(".")[0]] += 1
@@ -279,7 +272,7 @@ class Campaign:
     def left_over(self, row: Row) -> str:
         """What there is more of than after the start, once it has settled. A driver that has lost
         its Ray, or no longer has it start ranks, serves no other row."""
-        if row.below.endswith("killed") or not self._ranks():
+        if row.below.endswith("killed") or not self.ranks():
             self.is_hurt = True
             return self.end()
         deadline = time.monotonic() + SETTLE_S
@@ -289,22 +282,22 @@ class Campaign:
 
     def end(self) -> str:
         """Ends the driver; returns what it leaves over."""
-        self.say("end", 0.0)
+        self.driver.say("end", 0.0)
         assert self.driver.hear(START_S) == "closed"
         left = [f"process {name_of(pid)}" for pid in actors(self.pid)]
         left += [f"segment {path.name}" for path in (self.root / "dev/shm").glob("tpengine-*")]
-        self.say()
+        self.driver.say()
         assert self.driver.process.wait(START_S) == 0
         deadline = time.monotonic() + SETTLE_S
-        while self._marked() and time.monotonic() < deadline:
+        while self.marked() and time.monotonic() < deadline:
             time.sleep(0.1)
-        left += [f"process {name_of(pid)}" for pid in self._marked()]
+        left += [f"process {name_of(pid)}" for pid in self.marked()]
         left += [f"folder {path.name}" for path in Path(self.folder).iterdir()]
         return ", ".join(left) or "nothing"
 
     def close(self) -> None:
         self.driver.end()
-        for pid in self._marked():
+        for pid in self.marked():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -381,3 +374,21 @@ def test_every_stream_goes_on(executor: str, row: Row, campaigns: Campaigns) -> 
     assert gap_s >= 0.9 * row.hold_s * row.below.startswith("driver"), "the driver was not frozen"
     assert not row.traces or any(trace in log for trace in row.traces), log[-4000:]
     assert left in ("", "nothing")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("executor", RANKS)
+def test_driver_that_is_killed_while_it_rebuilds(
+    executor: str, models: ModelShop, tmp_path: Path
+) -> None:
+    """No rank outlives it, not even one that has just been started."""
+    campaign = Campaign(models.folder(PLAIN), executor, tmp_path / "log")
+    try:
+        campaign.driver.say("decode", 0.02)
+        ranks, known = campaign.driver.hear(ROW_S), campaign.ranks()
+        os.kill(ranks[1][1], signal.SIGKILL)
+        wait_until(lambda: bool(campaign.ranks() - known), ROW_S)
+        campaign.driver.end()
+        wait_until(lambda: not any(map(campaign.is_rank, campaign.marked())))
+    finally:
+        campaign.close()

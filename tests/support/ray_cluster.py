@@ -11,12 +11,10 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from support import waiting
 
 NUM_CPUS = 8
 """What Ray believes; ranks of small models share the real ones."""
@@ -43,12 +41,6 @@ def ray_address() -> Iterator[str]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def wait_until() -> Callable[[Callable[[], bool], float], None]:
-    """See `support.waiting`."""
-    return waiting.wait_until
 
 
 @pytest.fixture

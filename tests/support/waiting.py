@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+PATIENCE_S = 120.0
+"""For an event that only has to come, when other programs use the cores."""
+
 
 def wait_until(
     condition: Callable[[], bool],
-    timeout_s: float,
+    timeout_s: float = PATIENCE_S,
     what: str = "not true",
     more: Callable[[], str] = str,
     poll_s: float = 0.02,

@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from support.engines import generate, open_llm, preemptions
 from support.matrix import only
 from support.models import ModelShop
 from support.variants import VARIANTS
-from support.zoo import PLAIN, ZOO
+from support.zoo import ZOO
 
 from tpengine import LLM, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
@@ -74,13 +74,6 @@ def crowd(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def answers(llm: LLM, requests: tuple[Sequence[Any], Sequence[Any]]) -> list[Any]:
-    return [
-        [(one.token_ids, one.cumulative_logprob, one.logprobs) for one in output.outputs]
-        for output in generate(llm, *requests)
-    ]
-
-
 @pytest.fixture(scope="module")
 def folder_of(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Returns the folder of a model of `ZOO` or `FAMILIES`, by name."""
@@ -122,15 +115,13 @@ def test_same_bits_as_op_by_op(
     for enforce_eager in (True, False):
         with open_llm(folder, enforce_eager=enforce_eager, **args) as llm:
             assert (recording_bytes(llm) == 0) == enforce_eager
-            requests = crowd(llm.llm_engine.get_model_config().vocab_size)
-            found.append(answers(llm, requests))
+            outputs = generate(llm, *crowd(llm.llm_engine.get_model_config().vocab_size))
+        assert (preemptions(outputs) > 0) == (args == SCARCE)
+        found.append([
+            [(one.token_ids, one.cumulative_logprob, one.logprobs) for one in output.outputs]
+            for output in outputs
+        ])  # fmt: skip
     assert found[0] == found[1]
-
-
-def test_small_caches_do_swap(models: ModelShop) -> None:
-    """So the comparison above covers swaps, the default of preemption."""
-    with open_llm(models.folder(PLAIN), **SCARCE) as llm:
-        assert preemptions(generate(llm, *crowd(llm.llm_engine.get_model_config().vocab_size))) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The engine on a GPU. Skips itself where there is none."""
+"""The engine on a GPU, beside `test_gpu_path.py`. Skips itself where there is none."""
 
 from __future__ import annotations
 
@@ -7,32 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import generate, greedy, ids, open_llm, preemptions
+from ops.cases import GPU
+from support.engines import generate, greedy, ids, open_llm
 from support.models import ModelShop
-from support.zoo import PLAIN, ZOO
+from support.zoo import PLAIN
 
 from tpengine import LLM, SamplingParams
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
-from tpengine.ops import library
 from tpengine.worker.gpu.graphs import DRIVER_BYTES, CudaCapture, CudaGrowth, Recorded, Run
 from tpengine.worker.transfers import NUM_BUFFERS, Downloads, Uploads
 from tpengine.worker.worker import Worker
+from worker.test_gpu_path import MODES, check_answers, each_mode
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not library.has_cuda_kernels(), reason="the CUDA library is not built"),
-]
-LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300, 500)
+pytestmark = GPU
 CUDA = torch.device("cuda", 0)
-MODES: dict[str, dict[str, Any]] = {
-    "chunks of 48": {"max_num_batched_tokens": 48},
-    "whole prompts": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": False},
-    "swap": {"preemption_mode": "swap", "num_device_blocks_override": 44, "swap_space": 0.5},
-    "recompute": {"preemption_mode": "recompute", "num_device_blocks_override": 44},
-}
 
 
 def open_on_card(folder: Path, **args: Any) -> LLM:
@@ -40,26 +30,12 @@ def open_on_card(folder: Path, **args: Any) -> LLM:
     return open_llm(folder, **{"device": "cuda", "swap_space": 0.05, **args})
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("name", ["d64-4to1-tied", "d96-7to1-llama3", "d256-2to1-3-layers"])
+@each_mode
 def test_greedy_equals_transformers(
-    models: ModelShop, name: str, mode: str, enforce_eager: bool
+    models: ModelShop, mode: str, name: str, enforce_eager: bool
 ) -> None:
-    folder = models.folder(ZOO[name])
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts(LENGTHS, seed=1)
-    oracle.assert_discerning(prompts)
-    with open_on_card(
-        folder,
-        max_model_len=600,
-        max_num_seqs=12,
-        enforce_eager=enforce_eager,
-        **MODES[mode],
-    ) as llm:
-        outputs = generate(llm, prompts, greedy())
-    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
-    assert (preemptions(outputs) > 0) == (mode in ("swap", "recompute"))
+    card = {"device": "cuda", "swap_space": 0.05}
+    check_answers(models, name, enforce_eager=enforce_eager, **card, **MODES[mode])
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,18 +156,12 @@ def test_graphs_are_estimated_by_the_largest_two(monkeypatch: pytest.MonkeyPatch
     recorded: list[int] = []
     taken = iter([100, 7])
 
-    class Growth:
-        def __init__(self, device: torch.device) -> None:
-            pass
-
-        def num_bytes(self) -> int:
-            return next(taken)
-
     def capture(run: Run) -> Recorded:
         recorded.append(len(run()))
         return Recorded(run, lambda: None)
 
-    monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
+    growth = SimpleNamespace(num_bytes=lambda: next(taken))
+    monkeypatch.setattr(cuda_graph, "CudaGrowth", lambda device: growth)
     assert graphs(capture).estimate_bytes() == 100 + 3 * 7
     assert recorded == [8, 4]
 
@@ -291,25 +286,15 @@ def test_a_worker_reserves_what_it_will_take(
     recorded: list[int] = []
     reserved: list[int] = []
 
-    class Growth:
-        def __init__(self, device: torch.device) -> None:
-            pass
-
-        def num_bytes(self) -> int:
-            return 1000
-
-    class Capture:
-        def __init__(self, device: torch.device) -> None:
-            pass
-
-        def __call__(self, run: Run) -> Recorded:
-            recorded.append(len(run()))
-            return Recorded(run, lambda: None)
+    def capture(run: Run) -> Recorded:
+        recorded.append(len(run()))
+        return Recorded(run, lambda: None)
 
     monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
     monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
-    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", Capture)
-    monkeypatch.setattr(cuda_graph, "CudaGrowth", Growth)
+    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: capture)
+    growth = SimpleNamespace(num_bytes=lambda: 1000)
+    monkeypatch.setattr(cuda_graph, "CudaGrowth", lambda device: growth)
     worker = Worker(config(models, "cpu", dtype="float32", max_num_seqs=8, swap_space=0.01))
     worker.init_device()
     worker.load_model()

@@ -3,20 +3,27 @@ addresses), run on the CPU; see `support.gpu_walk`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engines import generate, greedy, ids, open_llm, preemptions
 from support.gpu_walk import GpuWalk, walk_the_gpus_way
+from support.matrix import matrix
 from support.models import ModelShop
-from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN, ZOO
 
 from tpengine.worker.gpu import attention_plans as gpu
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300)
 MAX_MODEL_LEN = 512
+SCARCE = {"num_device_blocks_override": MAX_MODEL_LEN // 16 + 4, "max_num_batched_tokens": 64}
+MODES: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 48},
+    "swap": {"preemption_mode": "swap", **SCARCE},
+    "recompute": {"preemption_mode": "recompute", **SCARCE},
+    "whole prompts": {"max_num_batched_tokens": 1024, "enable_chunked_prefill": False},
+}
+NAMES = ("d64-4to1-tied", "d96-7to1-llama3", "d256-2to1-3-layers")
 
 
 @pytest.fixture
@@ -24,34 +31,30 @@ def walk(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
     return walk_the_gpus_way(monkeypatch)
 
 
-def answers(models: ModelShop, spec: TinyLlama, **args: Any) -> tuple[list[Any], list[Any]]:
-    """Returns (ids of the engine, ids of transformers)."""
-    folder: Path = models.folder(spec)
+def check_answers(models: ModelShop, name: str, **args: Any) -> None:
+    """Those of the engine are those of transformers."""
+    folder = models.folder(ZOO[name])
     oracle = models.oracle(folder)
     prompts = oracle.prompts(LENGTHS, seed=1)
     with open_llm(folder, max_model_len=MAX_MODEL_LEN, max_num_seqs=16, **args) as llm:
         outputs = generate(llm, prompts, greedy())
-    assert preemptions(outputs) == 0 or "num_device_blocks_override" in args
-    return ids(outputs), [answer.token_ids for answer in oracle.answers(prompts)]
+    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    assert (preemptions(outputs) > 0) == ("num_device_blocks_override" in args)
 
 
-@pytest.mark.parametrize("name", ["d64-4to1-tied", "d96-7to1-llama3", "d256-2to1-3-layers"])
-def test_padded_decodes_and_gathered_chunks_equal_transformers(
-    models: ModelShop, walk: GpuWalk, name: str
+each_mode = pytest.mark.parametrize(
+    ("mode", "name", "enforce_eager"), matrix(list(MODES), NAMES, (False, True))
+)
+
+
+@each_mode
+def test_greedy_equals_transformers(
+    models: ModelShop, walk: GpuWalk, mode: str, name: str, enforce_eager: bool
 ) -> None:
-    found, expected = answers(models, ZOO[name], max_num_batched_tokens=48)
-    assert found == expected
-    assert walk.sizes == [1, 2, 4, 8, 16]
-    assert walk.replays > 20
-    assert walk.gathers > 10
-
-
-def test_prompts_without_context_are_not_gathered(models: ModelShop, walk: GpuWalk) -> None:
-    found, expected = answers(
-        models, PLAIN, max_num_batched_tokens=1024, enable_chunked_prefill=False, enforce_eager=True
-    )
-    assert found == expected
-    assert (walk.gathers, walk.replays) == (0, 0)
+    check_answers(models, name, enforce_eager=enforce_eager, **MODES[mode])
+    assert walk.sizes == ([] if enforce_eager else [1, 2, 4, 8, 16])
+    assert (walk.replays > 20) == (not enforce_eager)
+    assert (walk.gathers > 10) == (mode != "whole prompts")
     assert walk.prefills > 0
 
 
@@ -71,24 +74,10 @@ def test_more_context_than_scratch_goes_in_groups(
     assert walk.gathers > PLAIN.num_layers  # the context of each prompt is gathered separately
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_preemption_between_graphs(models: ModelShop, walk: GpuWalk, mode: str) -> None:
-    found, expected = answers(
-        models,
-        PLAIN,
-        preemption_mode=mode,
-        num_device_blocks_override=MAX_MODEL_LEN // 16 + 4,
-        max_num_batched_tokens=64,
-    )
-    assert found == expected
-    assert walk.replays > 20
-
-
 def test_steps_with_more_rows_than_graphs_run_by_themselves(
     models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tpengine.worker.worker.MAX_RECORDED_ROWS", 4)
-    found, expected = answers(models, PLAIN)
-    assert found == expected
+    check_answers(models, NAMES[0])
     assert walk.sizes == [1, 2, 4]
     assert 0 < walk.replays < 200

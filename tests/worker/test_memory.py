@@ -89,10 +89,7 @@ def test_free_and_total_are_plausible() -> None:
                 f"total_active_file {GIB}\ntotal_inactive_file 0",
             },
         ),
-        (
-            "0::/app",
-            {"app/memory.max": 3 * GIB, "app/memory.current": GIB},
-        ),
+        ("0::/app", {"app/memory.max": 3 * GIB, "app/memory.current": GIB}),
     ],
     ids=["cgroup v2, limit of a parent", "cgroup v1", "no memory.stat"],
 )

@@ -38,42 +38,33 @@ def decodes(*slots: int, **changes: Any) -> StepInput:
     return StepInput(7, list(slots), [1] * len(slots), **changes)
 
 
-def test_an_expected_step_has_nothing_left() -> None:
-    left = divide(decodes(3, 1, 2, new_block_ids=[(1, [9])]), begun(3, 1, 2))
-    assert (left.slots, left.source) == ([], None)
+CHANGES: dict[str, Any] = {
+    "freed_slots": [1],
+    "new_sequences": [NewSequence(1, [5], 1, 0, [4], SamplingRules(), 0, 0, [])],
+    "forks": [Fork(3, 1, 1)],
+    "token_overrides": [(1, 77)],
+    "replaced_block_ids": [(1, 0, 5)],
+}
+"""Of slot 1, whose row is then computed again."""
+DIVISIONS = {  # the step, the slots that were begun, those left to compute, where each row is
+    "as expected": (decodes(3, 1, 2, new_block_ids=[(1, [9])]), (3, 1, 2), [], None),
+    "in another order and fewer": (decodes(2, 3, freed_slots=[1]), (3, 1, 2), [], [2, 0]),
+    "new": (StepInput(7, [2, 5, 3, 4], [1, 1, 2, 3]), (3, 2), [5, 3, 4], [1, 2, 3, 4, 5, 6, 7]),
+    **{
+        field: (decodes(3, 1, **{field: value}), (3, 1), [1], [0, 2])
+        for field, value in CHANGES.items()
+    },
+}
 
 
-def test_rows_in_another_order_and_fewer_of_them() -> None:
-    left = divide(decodes(2, 3, freed_slots=[1]), begun(3, 1, 2))
-    assert left.slots == []
-    assert left.source is not None
-    assert left.source.tolist() == [2, 0]
-
-
-def test_new_rows_are_left_to_compute() -> None:
-    step = StepInput(7, [2, 5, 3, 4], [1, 1, 2, 3])
-    left = divide(step, begun(3, 2))
-    assert (left.slots, left.num_scheduled_tokens) == ([5, 3, 4], [1, 2, 3])
-    assert left.source is not None
-    assert left.source.tolist() == [1, 2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"freed_slots": [1]},
-        {"new_sequences": [NewSequence(1, [5], 1, 0, [4], SamplingRules(), 0, 0, [])]},
-        {"forks": [Fork(3, 1, 1)]},
-        {"token_overrides": [(1, 77)]},
-        {"replaced_block_ids": [(1, 0, 5)]},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_a_slot_that_was_changed_is_computed_again(changes: dict[str, Any]) -> None:
-    left = divide(decodes(3, 1, **changes), begun(3, 1))
-    assert left.slots == [1]
-    assert left.source is not None
-    assert left.source.tolist() == [0, 2]
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_which_rows_are_left_to_compute(name: str) -> None:
+    step, slots, left_slots, source = DIVISIONS[name]
+    counts = dict(zip(step.slots, step.num_scheduled_tokens, strict=True))
+    left = divide(step, begun(*slots))
+    assert left.slots == left_slots
+    assert left.num_scheduled_tokens == [counts[slot] for slot in left_slots]
+    assert (None if left.source is None else left.source.tolist()) == source
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 from support.engines import complete, greedy, make_engine, run
+from support.waiting import PATIENCE_S, wait_until
 
 from executor import driver_process
-from executor.bare_ranks import PATIENCE_S, bare_ranks
+from executor.bare_ranks import bare_ranks
 from executor.driver_process import driver_process as running
-from executor.ray_engines import Wait, executor_of, limited, rank_engine
+from executor.ray_engines import executor_of, limited, rank_engine
 from tpengine import EngineArgs, LLMEngine, envs
 from tpengine.errors import ConfigError, PlacementError
 from tpengine.executor.launch import processes
@@ -45,10 +46,7 @@ def listening(pid: int) -> set[str]:
 
 
 def test_a_driver_without_ray(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    wait_until: Wait,
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks become its children, and the log says so. Nothing listens, no rank has the
     tokens, and when the driver is killed both end, also the one that is stopped."""
@@ -68,20 +66,28 @@ def test_a_driver_without_ray(
             assert b"PYTHONPATH=" in environment
             assert b"do-not-tell-anyone" not in environment
         os.kill(ranks[1][0], signal.SIGSTOP)
-        wait_until(lambda: NodeAgent.state(ranks[1]) == "T", PATIENCE_S)
+        wait_until(lambda: NodeAgent.state(ranks[1]) == "T")
         driver.process.kill()
-        wait_until(lambda: not any(map(NodeAgent.state, ranks)), PATIENCE_S)
+        wait_until(lambda: not any(map(NodeAgent.state, ranks)))
 
 
-def test_spares(folder: Path, wait_until: Wait) -> None:
+def test_spares(folder: Path) -> None:
     """One becomes a rank; a frozen one is ended."""
     with bare_ranks(folder, 2, spare_workers=2) as ranks:
         expected = ranks.generate()
-        now = ranks.replace_beside_frozen_spare(wait_until)
+        wait_until(lambda: len(ranks.spare_processes()) == 2)
+        good, frozen = ranks.spare_processes()
+        os.kill(frozen[0], signal.SIGSTOP)
+        ranks.lose(1)
+        ranks.rebuild()
+        now = [place.process for place in ranks.executor.places]
+        assert good in now
+        assert frozen not in now
+        wait_until(lambda: NodeAgent.state(frozen) == "")
         assert ranks.generate() == expected
         ranks.executor.home.spares.fill([""])
-        wait_until(lambda: ranks.executor.home.spares.num_started == 2, PATIENCE_S)
-    wait_until(lambda: not any(map(NodeAgent.state, now)), PATIENCE_S)
+        wait_until(lambda: ranks.executor.home.spares.num_started == 2)
+    wait_until(lambda: not any(map(NodeAgent.state, now)))
 
 
 def generate(engine: LLMEngine, after_five: Callable[[], None]) -> list[list[int]]:
@@ -152,9 +158,7 @@ def test_devices(
         rank_devices("cuda", 4)
 
 
-def test_a_process_that_cannot_be_started(
-    monkeypatch: pytest.MonkeyPatch, wait_until: Wait
-) -> None:
+def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller gets the error. The thread must not end by it: all processes would end with the
     thread."""
     starter = Starter("executor.nowhere")
@@ -185,7 +189,7 @@ def test_a_process_that_cannot_be_started(
                 RankProcess(starter)
         pairs = [os.pipe() for _ in range(4)]  # they would get closed descriptors' numbers
         waiting.set()
-        wait_until(lambda: len(late) == 2 and late[1].returncode is not None, PATIENCE_S)
+        wait_until(lambda: len(late) == 2 and late[1].returncode is not None)
     assert not {os.fstat(file).st_ino for pair in pairs for file in pair} & set(late[0])
     for file in (file for pair in pairs for file in pair):
         os.close(file)
@@ -194,12 +198,12 @@ def test_a_process_that_cannot_be_started(
     starter.stop()
 
 
-def test_a_program_that_ends_at_once(monkeypatch: pytest.MonkeyPatch, wait_until: Wait) -> None:
+def test_a_program_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is soon found, and its end and its last words are known."""
     monkeypatch.syspath_prepend(Path(driver_process.__file__).parent.parent)
     starter = Starter("executor.nowhere")
     process = RankProcess(starter)
-    wait_until(lambda: process.answer() is None, PATIENCE_S)
+    wait_until(lambda: process.answer() is None)
     machine = OwnMachine()
     machine.children = {process.pid: process}
     assert machine.ask("", "wait_for_end", [(process.pid, 0)], PATIENCE_S) == []

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 pytest.importorskip("ray")
 from tpengine.errors import is_temporary
 from tpengine.executor.launch import ray_calls
 from tpengine.executor.launch.ray_calls import RaySilentError, bounded
-
-PATIENCE_S = 30.0
 
 
 def test_a_call_that_does_not_return_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +23,6 @@ def test_a_call_that_does_not_return_is_abandoned(monkeypatch: pytest.MonkeyPatc
         assert answers.wait(PATIENCE_S)
         return "a placement group"
 
-    start = time.monotonic()
     with pytest.raises(
         RaySilentError, match=r"within 0\.2 s, when asked for room.*gcs_server"
     ) as e:
@@ -35,10 +31,9 @@ def test_a_call_that_does_not_return_is_abandoned(monkeypatch: pytest.MonkeyPatc
     for _ in range(3):
         with pytest.raises(RaySilentError, match="not asked for its nodes: it still"):
             bounded(lambda: made.append("never"), "its nodes")
-    assert time.monotonic() - start < PATIENCE_S
     assert [t.name for t in threading.enumerate()].count("tpengine-ray-call") == 1
     answers.set()
-    wait_until(lambda: made == ["a placement group"], PATIENCE_S)
+    wait_until(lambda: made == ["a placement group"])
     assert bounded(lambda: 7, "a number") == 7
     with pytest.raises(ZeroDivisionError):
         bounded(lambda: 1 // 0, "a quotient")

@@ -134,11 +134,7 @@ def wait_for_workers(machines: Machines) -> None:
         return total is not None and float(total[1]) >= wanted
 
     wait_until(
-        there,
-        WORKERS_S,
-        "workers are missing",
-        lambda: answers[-1] + logs(machines),
-        LOOK_S,
+        there, WORKERS_S, "workers are missing", lambda: answers[-1] + logs(machines), LOOK_S
     )
 
 

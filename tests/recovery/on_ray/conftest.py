@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 from support.models import ModelShop
-from support.server_process import wait_until
+from support.waiting import wait_until
 from support.zoo import PLAIN
 
 from recovery.on_ray.processes import actors
-
-END_S = 30.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,7 +18,7 @@ def _no_actor_is_left() -> Iterator[None]:
     """No file of tests leaves a rank, a spare or an agent, stopped or not."""
     before = actors().keys()
     yield
-    wait_until(lambda: actors().keys() <= before, END_S)
+    wait_until(lambda: actors().keys() <= before)
 
 
 @pytest.fixture(autouse=True)

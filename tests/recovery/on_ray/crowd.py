@@ -5,16 +5,17 @@ A request that finishes is followed by another, so that each loss meets as many 
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from executor.ray_engines import rank_engine
+from executor.ray_engines import executor_of, rank_engine
 
-from recovery.client import Answer, Job, summary
-from tpengine import LLMEngine, RequestOutputKind, SamplingParams
+from recovery.client import Answer, Client, Job, summary
+from tpengine import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 
 NUM_REQUESTS = 64
 MAX_PROMPT, MAX_OUTPUT = 64, 24
@@ -89,7 +90,7 @@ def margin(answers: list[Answer]) -> float:
     return min(leads)
 
 
-class Crowd:
+class Crowd(Client):
     """Keeps jobs in flight on an engine and compares every answer with the undisturbed one.
 
     Attributes:
@@ -97,49 +98,38 @@ class Crowd:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
+        super().__init__(engine, executor_of(engine))
         self.jobs = make_jobs()
         self.num_finished = 0
-        self._number = 0
-        self._open: dict[str, tuple[int, Answer]] = {}
-        self._guests: dict[str, Answer] = {}
+        self._numbers = itertools.count()
+        self._open: dict[str, int] = {}
         self._expected: list[Answer] = []
 
     def serve_undisturbed(self) -> float:
         """All jobs once, in one piece each; returns the margin of the greedy ones."""
         for number, job in enumerate(self.jobs):
-            self._add(number, whole(job))
-        found: dict[int, Answer] = {}
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                number, answer = self._open[output.request_id]
-                answer.add(output, is_delta=False)
-                found[number] = answer
-        self._open.clear()
-        self._expected = [found[number] for number in range(len(self.jobs))]
+            self.add(str(number), whole(job))
+        self._expected = list(self.run().values())
         return margin(self._expected)
 
     def fill(self, count: int = NUM_REQUESTS) -> None:
         """Adds requests until so many of the jobs are open."""
         while len(self._open) < count:
-            self._add(self._number % len(self.jobs), self.jobs[self._number % len(self.jobs)])
+            number = next(self._numbers)
+            job = number % len(self.jobs)
+            self._open[f"job {number}"] = job
+            self.add(f"job {number}", self.jobs[job])
 
-    def follow(self, request_id: str) -> Answer:
-        """The answer of a request that is not one of the jobs, as it comes."""
-        self._guests[request_id] = Answer()
-        return self._guests[request_id]
-
-    def step(self) -> None:
+    def step(self) -> list[RequestOutput]:
         """One step of the engine, whose outputs are checked."""
-        for output in self.engine.step():
-            if output.request_id in self._guests:
-                self._guests[output.request_id].add(output, is_delta=False)
-                continue
-            number, answer = self._open[output.request_id]
-            answer.add(output, self.jobs[number].params.output_kind is DELTA)
-            if output.finished:
-                del self._open[output.request_id]
-                self._check(number, answer)
+        outputs = super().step()
+        for output in outputs:
+            if output.finished and output.request_id in self._open:
+                job, answer = self._open.pop(output.request_id), self.answers[output.request_id]
+                assert answer.error is None
+                assert summary(answer) == summary(self._expected[job]), self.jobs[job].params
+                self.num_finished += 1
+        return outputs
 
     def finish(self, timeout_s: float) -> None:
         """Steps until all have ended."""
@@ -167,14 +157,3 @@ class Crowd:
         assert len(outputs[0].outputs[0].token_ids) == 2
         assert least == 0
         assert engine.num_free_blocks == NUM_BLOCKS
-
-    def _add(self, number: int, job: Job) -> None:
-        request_id = f"{number}-{self._number}"
-        self._number += 1
-        self.engine.add_request(request_id, None, job.params, prompt_token_ids=job.prompt)
-        self._open[request_id] = (number, Answer())
-
-    def _check(self, number: int, answer: Answer) -> None:
-        assert answer.error is None
-        assert summary(answer) == summary(self._expected[number]), self.jobs[number].params
-        self.num_finished += 1

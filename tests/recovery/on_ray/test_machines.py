@@ -5,6 +5,7 @@ Four machines and two ranks; after the first loss three are left, with one to sp
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +14,14 @@ import pytest
 from executor.driver_process import DriverProcess
 from support.machines import Machines, wait_until
 
-DRIVER = Path(__file__).with_name("machine_driver.py")
+from recovery.campaign_driver import NUM_STREAMS
+from tpengine.config import EMBEDDED_MODEL
+
+TESTS = Path(__file__).parents[2]
+DRIVER = TESTS / "recovery" / "campaign_driver.py"
 NUM_MACHINES = 4
 HEAD = "10.77.0.254"
-START_S, LINE_S, FENCE_S = 120.0, 90.0, 15.0
+START_S, LINE_S, FENCE_S = 120.0, 90.0, 60.0
 RAY = (
     "ray start {} --num-cpus={} --object-store-memory=80000000 --disable-usage-stats "
     "> ~/ray.log 2>&1"
@@ -58,12 +63,17 @@ def num_ranks(machines: Machines, machine: int) -> int:
 @pytest.mark.soak  # a minute
 @pytest.mark.timeout(400)
 def test_lost_machines(machines: Machines) -> None:
-    driver = DriverProcess(machines.command(None, f"python {DRIVER} 2 2> ~/log", 5 * LINE_S))
+    program = f"PYTHONPATH=$PYTHONPATH:{TESTS} python {DRIVER} {EMBEDDED_MODEL} ray auto"
+    command = machines.command(None, f"{program} 2> ~/log", 5 * LINE_S)
+    driver = DriverProcess(command, stdin=subprocess.PIPE)
     try:
-        ranks = driver.hear(LINE_S)["ranks"]
+        ranks = driver.hear(LINE_S)
         for way in ("cut", "kill"):
+            driver.say("decode", 0.01)
+            assert driver.hear(LINE_S) == ranks
             assert len({address for address, _ in ranks}) == 2
-            lost = machines.addresses.index(ranks[1][0])
+            address = ranks[1][0]
+            lost = machines.addresses.index(address)
             assert num_ranks(machines, lost) == 1
             {"cut": machines.cut, "kill": machines.kill}[way](lost)
             if way == "cut":
@@ -72,12 +82,17 @@ def test_lost_machines(machines: Machines) -> None:
                     FENCE_S,
                     "the rank behind the cut link lives on",
                 )
-            told = driver.hear(LINE_S)
-            print(way, told)
-            assert f"rank 1 on node {ranks[1][0]}" in told["loss"]
-            assert "its node does not answer" in told["loss"]
-            ranks = driver.hear(LINE_S)["ranks"]
-            assert machines.addresses[lost] not in {address for address, _ in ranks}
+            same, *_, error, loss = driver.hear(LINE_S)
+            assert (same, error) == (NUM_STREAMS, "")
+            assert f"rank 1 on node {address}" in loss
+            assert "its node does not answer" in loss
+            driver.say("prefill", 0.0)
+            ranks = driver.hear(LINE_S)
+            assert driver.hear(LINE_S)[0] == NUM_STREAMS
+            assert address not in {address for address, _ in ranks}
+        driver.say("end", 0.0)
+        assert driver.hear(LINE_S) == "closed"
+        driver.say()
         assert driver.process.wait(LINE_S) == 0
     finally:
         driver.end()

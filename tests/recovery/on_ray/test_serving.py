@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
-from executor.ray_engines import Wait
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.calls import Refusal, ids, refused, sampling
 from support.engines import complete, greedy, make_engine
 from support.server_process import ServerProcess
+from support.waiting import wait_until
 
 from recovery.on_ray.processes import actors
 from tpengine.proto import tpengine_pb2 as pb
@@ -59,7 +59,7 @@ def token_ids(messages: Any) -> list[int]:
     return [token for message in messages for token in message.outputs[0].token_ids]
 
 
-def test_server(server: ServerProcess, expected: list[list[int]], wait_until: Wait) -> None:
+def test_server(server: ServerProcess, expected: list[list[int]]) -> None:
     """Over gRPC; then it is lost once more than it may be."""
     health = health_pb2_grpc.HealthStub(server.channel)
 

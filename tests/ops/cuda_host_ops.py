@@ -1,0 +1,275 @@
+"""The ops of a GPU: on the CPU stand-in, with the arguments that the bindings in csrc/cuda give the
+kernels; and on a card, for tensors of the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cuda_host_library import F32, I32, I64, P, far_pointer, load_host, pointer, struct
+
+FP8 = torch.float8_e4m3fn
+CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+BlockPlace = struct(
+    ("base", P), ("ids", P), ("id_stride", I64), ("block_stride", I64), ("piece_stride", I64)
+)
+CopyBlocksArgs = struct(("source", BlockPlace), ("target", BlockPlace), ("piece_bytes", I64))
+StoreArgs = struct(
+    ("q", P), ("k", P), ("v", P), ("k_cache", P), ("v_cache", P), ("slot_mapping", P),
+    ("positions", P), ("cos_sin_cache", P), ("q_token_stride", I64), ("q_head_stride", I64),
+    ("k_token_stride", I64), ("k_head_stride", I64), ("v_token_stride", I64),
+    ("v_head_stride", I64), ("num_heads", I32), ("num_kv_heads", I32), ("head_dim", I32),
+    ("rotary_dim", I32), ("is_neox", I32), ("num_positions", I32), ("k_inverse_scale", F32),
+    ("v_inverse_scale", F32),
+)  # fmt: skip
+GatherArgs = struct(
+    ("k", P), ("v", P), ("k_cache", P), ("v_cache", P), ("block_table", P), ("token_start", P),
+    ("block_table_stride", I64), ("num_tokens", I32), ("num_seqs", I32), ("block_size", I32),
+    ("row_size", I32), ("k_scale", F32), ("v_scale", F32),
+)  # fmt: skip
+NormArgs = struct(
+    ("out", P), ("x", P), ("residual", P), ("weight", P), ("out_token_stride", I64),
+    ("out_head_stride", I64), ("x_token_stride", I64), ("x_head_stride", I64),
+    ("residual_stride", I64), ("heads_per_token", I32), ("size", I32), ("eps", F32),
+)  # fmt: skip
+GatedArgs = struct(("out", P), ("x", P), ("out_stride", I64), ("x_stride", I64), ("size", I32))
+LogitsArgs = struct(
+    ("out", P), ("logits", P), ("stride", I64), ("vocab_size", I32), ("logprobs", P)
+)
+SampleArgs = struct(
+    ("logits", LogitsArgs), ("temperature", P), ("top_k", P), ("top_p", P), ("min_p", P),
+    ("uniform", P),
+)  # fmt: skip
+LoRAArgs = struct(
+    ("out", P), ("x", P), ("a", P), ("b", P), ("ranks", P), ("first_outputs", P), ("rows", P),
+    ("groups", P), ("shrunk", P), ("out_stride", I64), ("x_stride", I64), ("num_groups", I32),
+    ("num_lora_rows", I32), ("num_parts", I32), ("column_tiles", I32), ("num_lines", I32),
+    ("num_panels", I32), ("in_features", I32), ("wide_x", I32),
+)  # fmt: skip
+PackedWeight = struct(
+    ("packed", P), ("num_panels", I32), ("num_steps", I32), ("num_groups", I32),
+    ("steps_per_group", I32), ("offsets", I32),
+)  # fmt: skip
+WeightOnlyArgs = struct(
+    ("out", P), ("x", P), ("bias", P), ("weight", PackedWeight), ("out_stride", I64),
+    ("x_stride", I64), ("num_rows", I32), ("out_features", I32), ("in_features", I32),
+    ("panels_per_cta", I32),
+)  # fmt: skip
+DequantizeArgs = struct(("out", P), ("weight", PackedWeight), ("first_panel", I32))
+
+
+def _packed_weight(
+    packed: Tensor, outputs: int, inputs: int, group_size: int, offsets: int
+) -> ctypes.Structure:
+    return PackedWeight(
+        packed.data_ptr(), -(-outputs // 32), -(-inputs // 32), -(-inputs // group_size),
+        group_size // 32, offsets,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Looks ops of a GPU up by name.
+
+    Attributes:
+        seed: of the schedule: 0 is round-robin; else warps run ahead of each other, and
+            asynchronous copies happen as late as allowed (even) or at once (odd).
+        is_wide: whether accesses are as wide as on a GPU, or all narrow.
+        is_far: caches are the blocks from `FAR_BLOCKS` on of an imagined one.
+    """
+
+    seed: int = 0
+    is_wide: bool = False
+    is_far: bool = False
+
+    def __call__(self, op: str) -> Callable[..., None]:
+        return getattr(self, f"_{op}")
+
+    def _launch(self, library: str, kernel: str, *arguments: Any) -> None:
+        loaded = load_host(library)
+        loaded.set_schedule(ctypes.c_uint64(self.seed))
+        structs = (isinstance(x, ctypes.Structure) for x in arguments)
+        getattr(loaded, kernel)(
+            *(ctypes.byref(x) if by else x for x, by in zip(arguments, structs, strict=True))
+        )
+
+    def _fits(self, tensors: list[Tensor], *sizes: float, align: int = 16) -> bool:
+        """Whether wide accesses are wanted and possible."""
+        count = 16 // tensors[0].itemsize
+        aligned = all(x.data_ptr() % align == 0 for x in tensors)
+        return self.is_wide and aligned and not any(size % count for size in sizes)
+
+    def _cache(self, cache: Tensor) -> int | None:
+        return far_pointer(cache) if self.is_far else pointer(cache)
+
+    def _norm(
+        self, out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> None:
+        heads, size = (x.shape[1] if x.dim() == 3 else 1), x.shape[-1]
+        strides = [y.stride(i) if i < y.dim() - 1 else 0 for y in (out, x) for i in (0, 1)]
+        strides.append(0 if residual is None else residual.stride(0))
+        wide = self._fits([x, out, *([] if residual is None else [residual])], *strides, size)
+        args = NormArgs(*map(pointer, (out, x, residual, weight)), *strides, heads, size, eps)
+        is_float = weight.dtype == torch.float32
+        rows = len(x) * heads
+        self._launch("elementwise", "rms_norm", CODES[x.dtype], is_float, wide, args, rows)
+
+    def _rms_norm(self, out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+        self._norm(out, x, None, weight, eps)
+
+    _add_rms_norm = _norm
+
+    def _gated(self, activation: int, out: Tensor, x: Tensor) -> None:
+        sizes = out.stride(0), x.stride(0), out.shape[1]
+        args, wide = GatedArgs(pointer(out), pointer(x), *sizes), self._fits([x, out], *sizes)
+        self._launch("elementwise", "gated", CODES[x.dtype], activation, wide, args, len(x))
+
+    def _silu_and_mul(self, out: Tensor, x: Tensor) -> None:
+        self._gated(0, out, x)
+
+    def _gelu_and_mul(self, out: Tensor, x: Tensor) -> None:
+        self._gated(1, out, x)
+
+    def _gelu_tanh_and_mul(self, out: Tensor, x: Tensor) -> None:
+        self._gated(2, out, x)
+
+    def _store(
+        self, parts: list[Tensor | None], caches: list[Tensor], slots: Tensor | None,
+        rotary: tuple[Tensor | None, Tensor | None, bool], *scales: float,
+    ) -> None:  # fmt: skip
+        """Parts: q, k and v by token and head; rotary: positions, table and whether it is NeoX."""
+        positions, table, is_neox = rotary
+        there = [part for part in parts if part is not None]
+        heads = [0 if part is None else part.shape[1] for part in parts]
+        strides = [0 if part is None else part.stride(i) for part in parts for i in (0, 1)]
+        num_positions, rotary_dim = (0, 0) if table is None else table.shape
+        k, is_fp8 = there[-1], bool(caches) and caches[0].dtype == FP8
+        args = StoreArgs(
+            *map(pointer, parts), *(map(self._cache, caches) if caches else (None, None)),
+            *map(pointer, (slots, positions, table)), *strides, heads[0], heads[1], k.shape[2],
+            rotary_dim, is_neox, num_positions,
+            *(1 / scale if is_fp8 else 1.0 for scale in scales or (1.0, 1.0)),
+        )  # fmt: skip
+        wide = self._fits(there, *strides, k.shape[2], rotary_dim // 2)
+        self._launch("elementwise", "store_kv", CODES[k.dtype], is_fp8, wide, args, len(k))
+
+    def _rotary_embedding(self, positions: Tensor, q: Tensor, k: Tensor, *rotary: Any) -> None:
+        self._store([q, k, None], [], None, (positions, *rotary))
+
+    def _write_kv_cache(self, k: Tensor, v: Tensor, *rest: Any) -> None:
+        k_cache, v_cache, slots, *scales = rest
+        self._store([None, k, v], [k_cache, v_cache], slots, (None, None, False), *scales)
+
+    def _rotary_write_kv_cache(
+        self, positions: Tensor, qkv: Tensor, table: Tensor, *rest: Any
+    ) -> None:
+        slots, k_cache, v_cache, num_heads, num_kv_heads, is_neox, *scales = rest
+        heads = qkv.unflatten(1, (-1, k_cache.shape[-1]))
+        parts = list(heads.split([num_heads, num_kv_heads, num_kv_heads], 1))
+        self._store(parts, [k_cache, v_cache], slots, (positions, table, is_neox), *scales)
+
+    def _gather_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
+    ) -> None:
+        table, start, *scales = rest
+        is_fp8, row_size = k_cache.dtype == FP8, k[0].numel()
+        args = GatherArgs(
+            pointer(k), pointer(v), self._cache(k_cache), self._cache(v_cache), pointer(table),
+            pointer(start), table.stride(0), len(k), len(table), k_cache.shape[1], row_size,
+            *(scales if is_fp8 and scales else (1.0, 1.0)),
+        )  # fmt: skip
+        wide = self._fits([k, v], row_size)
+        self._launch("elementwise", "gather_kv", CODES[k.dtype], is_fp8, wide, args)
+
+    def _move(self, source: Any, target: Any, size: int, count: int, pieces: int) -> None:
+        args = CopyBlocksArgs(BlockPlace(*source), BlockPlace(*target), size)
+        self._launch("elementwise", "copy_blocks", args, count, pieces)
+
+    def _copy_blocks(self, k_cache: Tensor, v_cache: Tensor, pairs: Tensor) -> None:
+        size, apart = k_cache[0].nbytes, v_cache.data_ptr() - k_cache.data_ptr()
+        places = [(self._cache(k_cache), pairs.data_ptr() + 8 * i, 2, size, apart) for i in (0, 1)]
+        self._move(*places, size, len(pairs), 2)
+
+    def _copy_cache_blocks(self, pool: Tensor, pairs: Tensor) -> None:
+        size, piece = pool[0, 0].nbytes, pool[0].nbytes
+        places = [(pool.data_ptr(), pairs.data_ptr() + 8 * i, 2, size, piece) for i in (0, 1)]
+        self._move(*places, size, len(pairs), len(pool))
+
+    def _pack_blocks(self, packed: Tensor, pool: Tensor, ids: Tensor, back: bool = False) -> None:
+        size, pieces = pool[0, 0].nbytes, len(pool)
+        inside = pool.data_ptr(), ids.data_ptr(), 1, size, pool[0].nbytes
+        outside = packed.data_ptr(), None, 1, packed[0].nbytes, size
+        self._move(*((outside, inside) if back else (inside, outside)), size, len(ids), pieces)
+
+    def _unpack_blocks(self, pool: Tensor, packed: Tensor, ids: Tensor) -> None:
+        self._pack_blocks(packed, pool, ids, back=True)
+
+    def _argmax(self, out: Tensor, logits: Tensor, logprobs: Tensor | None = None) -> None:
+        args = self._logits(out, logits, logprobs)
+        self._launch("sampling", "argmax", CODES[logits.dtype], args, len(logits))
+
+    def _logits(self, out: Tensor, logits: Tensor, logprobs: Tensor | None) -> ctypes.Structure:
+        shape = logits.stride(0), logits.shape[1]
+        return LogitsArgs(pointer(out), pointer(logits), *shape, pointer(logprobs))
+
+    def _sample_tokens(self, out: Tensor, logits: Tensor, *rest: Tensor) -> None:
+        row = self._logits(out, logits, rest[5] if len(rest) > 5 else None)
+        args = SampleArgs(row, *map(pointer, rest[:5]))
+        self._launch("sampling", "sample_tokens", CODES[logits.dtype], args, len(logits))
+
+    def _add_lora(self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+        ranks, first_outputs, rows, groups, shrunk = rest
+        _, num_parts, column_tiles, num_lines = a.shape[:4]
+        args = LoRAArgs(
+            *map(pointer, (out, x, a, b, ranks, first_outputs, rows, groups, shrunk)),
+            out.stride(0), x.stride(0), len(groups), len(rows), num_parts, column_tiles, num_lines,
+            b.shape[1], x.shape[1], self._fits([x], x.stride(0) / 2, align=32),
+        )  # fmt: skip
+        self._launch("lora", "add_lora", CODES[x.dtype], CODES[a.dtype], args)
+
+    def _weight_only_linear(
+        self, out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, bits: int, *form: int
+    ) -> None:
+        weight = _packed_weight(packed, out.shape[1], x.shape[1], *form)
+        args = WeightOnlyArgs(
+            *map(pointer, (out, x, bias)), weight, out.stride(0), x.stride(0), *x.shape[:1],
+            out.shape[1], x.shape[1], 1,
+        )  # fmt: skip
+        self._launch("quantized", "weight_only_linear", CODES[x.dtype], bits, args)
+
+    def _dequantize_weight(
+        self, out: Tensor, packed: Tensor, first: int, outputs: int, bits: int, *form: int
+    ) -> None:
+        weight = _packed_weight(packed, outputs, out.shape[1], *form)
+        args = DequantizeArgs(out.data_ptr(), weight, first // 32)
+        codes = CODES[out.dtype], bits
+        self._launch("quantized", "dequantize_weight", *codes, args, len(out) // 32)
+
+
+def on_card(op: str, device: str = "cuda") -> Callable[..., None]:
+    """An op on a GPU for tensors of the host: whole storages go there, with what lies beside the
+    tensors, and come back."""
+    kernel = getattr(torch.ops.tpengine, op).default
+
+    def run(*arguments: Any) -> None:
+        storages: dict[int, tuple[Any, Any]] = {}
+
+        def moved(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            own = x.untyped_storage()
+            _, there = storages.setdefault(own.data_ptr(), (own, own.to(device=device)))
+            return torch.empty(0, dtype=x.dtype, device=device).set_(
+                there, x.storage_offset(), x.shape, x.stride()
+            )
+
+        kernel(*map(moved, arguments))
+        for own, there in storages.values():
+            own.copy_(there)
+
+    return run
