@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -58,4 +59,5 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # contexts end what they have started
     sys.exit(main(sys.argv[1:]))
