@@ -55,6 +55,7 @@ def test_a_visit_runs_through_without_a_card(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(sys, "executable", "python3")
+    monkeypatch.setattr(visit, "_LOOK_S", 0.02)
     out = tmp_path / "out"
     assert benchmarks.main(["visit", "--out", str(out)]) == 0
     rows = capsys.readouterr().out.rpartition("--- parts\n")[2].splitlines()

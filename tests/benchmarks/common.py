@@ -6,7 +6,6 @@ import argparse
 import os
 import random
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from tpengine import envs
-from tpengine.bench.harness import GREEDY, SHAPES, shape_folder
+from tpengine.bench.harness import SHAPES, shape_folder
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
@@ -75,15 +74,6 @@ def random_prompt(engine: LLMEngine, num_tokens: int, seed: int) -> list[int]:
     """Uniform ids of the vocabulary."""
     rng, vocab_size = random.Random(seed), engine.get_model_config().vocab_size
     return [rng.randrange(5, vocab_size) for _ in range(num_tokens)]
-
-
-def first_token_s(engine: LLMEngine, prompt: list[int]) -> float:
-    """Seconds from arrival to the first token, in an engine that has nothing else to do."""
-    start = time.perf_counter()
-    engine.add_request("0", None, replace(GREEDY, max_tokens=1), prompt_token_ids=prompt)
-    while engine.has_unfinished_requests():
-        engine.step()
-    return time.perf_counter() - start
 
 
 def alternate(

@@ -8,14 +8,13 @@ import random
 import struct
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from support import http2
 
 from tpengine.proto import tpengine_pb2 as pb
 
 TIMEOUT_S = 600.0
-METHOD = "/tpengine.v1.GenerationService/GenerateStream"
+_METHOD = "/tpengine.v1.GenerationService/GenerateStream"
 _WINDOW = 1 << 30
 _EVENT = b"\n\n"
 
@@ -111,7 +110,7 @@ class _Grpc(asyncio.Protocol):
     def call(self, stream: _Stream, request: bytes) -> None:
         number = 2 * len(self._streams) + 1
         self._streams[number] = stream
-        self._transport.write(http2.call(self._address, METHOD, request, number))
+        self._transport.write(http2.call(self._address, _METHOD, request, number))
 
     def data_received(self, data: bytes) -> None:
         data, at = self._data + data, 0
@@ -148,11 +147,10 @@ def run_load(load: Load) -> LoadResult:
     Raises:
         ConnectionError: a stream was refused, or ended with an error.
     """
-    return asyncio.run(asyncio.wait_for(run_streams(load), TIMEOUT_S))
+    return asyncio.run(asyncio.wait_for(_run_streams(load), TIMEOUT_S))
 
 
-async def run_streams(load: Load) -> LoadResult:
-    """As `run_load`, on this event loop."""
+async def _run_streams(load: Load) -> LoadResult:
     arrivals, loop = random.Random(load.seed), asyncio.get_running_loop()
     rng = random.Random(f"{load}")  # no prompt is in the prefix cache
     host, _, port = load.address.rpartition(":")
@@ -194,13 +192,9 @@ def _over_grpc(prompt: list[int], num_output: int) -> bytes:
 
 
 def _over_http(prompt: list[int], num_output: int) -> bytes:
-    body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True}
-    return over_http("/v1/completions", {**body, "stream": True})
-
-
-def over_http(path: str, body: dict[str, Any]) -> bytes:
     """A call whose connection ends with its answer."""
-    data = json.dumps(body, separators=(",", ":")).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True}
+    data = json.dumps({**body, "stream": True}, separators=(",", ":")).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data

@@ -17,40 +17,29 @@ from tpengine.config import EMBEDDED_MODEL
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        (
-            "adapters",
-            [
-                *("--streams", "2", "--prompt-tokens", "5", "--output-tokens", "2"),
-                *("--adapters", "2", "--rounds", "1", "--in-host", "3", "--requests", "3"),
-            ],
-        ),
-        ("swap", ["--runs", "1", "--lengths", "40"]),
-        (
-            "fairness",
-            [
-                *("--flood", "1000", "--long-tokens", "60", "--tokens", "8", "--outputs", "2"),
-                *("--seconds", "0.3", "--patience", "0.2", "--calibration", "3"),
-                *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
-            ],
-        ),
-    ],
-)
-def test_benchmarks_of_an_engine(
-    models: ModelShop,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    options: list[str],
+def test_what_a_flood_costs(
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(models.folder(PLAIN))
-    # A small model in place of their large shapes.
+    # A small model in place of a large shape.
     monkeypatch.setattr(common, "shape_folder", lambda *_: contextlib.nullcontext(folder))
-    assert main([name, "--model", folder, *options, *ENGINE]) == 0
+    sizes = [
+        *("--flood", "1000", "--long-tokens", "60", "--tokens", "8", "--outputs", "2"),
+        *("--seconds", "0.3", "--patience", "0.2", "--calibration", "3"),
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
+    ]
+    assert main(["fairness", "--model", folder, *sizes, *ENGINE]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^settings +device cpu, dtype float32", shown, re.MULTILINE), shown
+
+
+def test_what_adapters_and_grammars_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--streams", "2", "--prompt-tokens", "5", "--output-tokens", "2"]
+    sizes += ["--adapters", "2", "--rounds", "1"]
+    assert main(["features", "--model", EMBEDDED_MODEL, *sizes, *ENGINE]) == 0
+    shown = capsys.readouterr().out
+    for kind in ("without", "adapters", "schema", "regex"):
+        assert re.search(rf"(?m)^{kind} +[\d.]+ output tokens/s, ratio [\d.]+ ", shown), shown
 
 
 def test_the_scheduler_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,11 +87,3 @@ def test_an_engine_that_cannot_be_installed_is_named_and_the_others_are_measured
     assert "NOT MEASURED: vllm:bf16 is not here: no wheel" in shown
     for case in ("decode:2", "prefill:1x40"):
         assert re.search(rf"(?m)^embedded {case}, tokens/s\ntpengine:int8 +[\d.]+ ", shown), shown
-
-
-def test_what_costly_requests_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--sequences", "4", "--output-tokens", "4", "--rounds", "1", "--only", "bad words"]
-    assert main(["attacks", *few, "--server", "--dtype float32 --cpu-kv-cache-space 0.2"]) == 0
-    shown = capsys.readouterr().out
-    for door in ("gRPC", "HTTP"):
-        assert re.search(rf"(?m)^bad words over {door}: others [\d.]+ tokens/s .*; ratio", shown)
