@@ -109,9 +109,7 @@ def _engine_with_adapters(
             folder.mkdir()
             (folder / CONFIG_FILE).write_text(json.dumps(fields))
             tensors = {
-                f"base_model.model.{name}.lora_{part}.weight": torch.randn(shape)
-                .mul_(0.01)
-                .bfloat16()
+                f"base_model.model.{name}.lora_{part}.weight": 0.01 * torch.randn(shape).bfloat16()
                 for name, (outputs, inputs) in targets.items()
                 for part, shape in (("A", (_RANK, inputs)), ("B", (outputs, _RANK)))
             }
