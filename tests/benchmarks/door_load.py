@@ -26,8 +26,7 @@ class Load:
     Attributes:
         door: "HTTP", with a connection for each stream, or "gRPC", with one for all.
         address: HOST:PORT.
-        num_streams: requests, each for a stream of `num_output` tokens.
-        rate: requests per second, which arrive at random; infinite: all at once.
+        num_streams: requests, which arrive at once, each for a stream of `num_output` tokens.
     """
 
     door: str
@@ -36,39 +35,25 @@ class Load:
     num_prompt: int
     num_output: int
     vocab_size: int
-    rate: float = float("inf")
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What came of it; times in seconds.
-
-    Attributes:
-        first_s: from the moment that each request was due to its first message.
-        own_s: CPU time of the clients.
-    """
+    """What came of it; times in seconds, `own_s` is the CPU time of the clients."""
 
     elapsed_s: float
     num_messages: int
-    first_s: list[float]
     own_s: float
 
 
 class _Stream:
     """One answer, whose messages are counted."""
 
-    def __init__(self, due: float) -> None:
-        self.due = due
+    def __init__(self) -> None:
         self.num_messages = 0
-        self.first_s = 0.0
         self.data = b""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def count(self, num_new: int) -> None:
-        if num_new and not self.num_messages:
-            self.first_s = time.perf_counter() - self.due
-        self.num_messages += num_new
 
     def end(self, problem: str = "") -> None:
         if not self.ended.done():
@@ -88,7 +73,7 @@ class _Http(asyncio.Protocol):
         if not self._last and not data.startswith(b"HTTP/1.1 200"):
             self._stream.end(data[:500].decode(errors="replace"))
         is_split = self._last == b"\n" and data.startswith(b"\n")
-        self._stream.count(data.count(_EVENT) + is_split)
+        self._stream.num_messages += data.count(_EVENT) + is_split
         self._last = data[-1:]
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -130,7 +115,7 @@ class _Grpc(asyncio.Protocol):
             stream.data += payload
             while len(stream.data) >= (size := 5 + int.from_bytes(stream.data[1:5], "big")):
                 stream.data = stream.data[size:]
-                stream.count(1)
+                stream.num_messages += 1
         elif kind == http2.HEADERS and http2.read_status(payload):
             stream.end(payload.decode(errors="replace"))
         if http2.ends_stream(kind, flags):
@@ -151,36 +136,29 @@ def run_load(load: Load) -> LoadResult:
 
 
 async def _run_streams(load: Load) -> LoadResult:
-    arrivals, loop = random.Random(load.seed), asyncio.get_running_loop()
-    rng = random.Random(f"{load}")  # no prompt is in the prefix cache
+    loop, rng = asyncio.get_running_loop(), random.Random(f"{load}")  # none in the prefix cache
     host, _, port = load.address.rpartition(":")
-    make, is_grpc = (_over_grpc, True) if load.door == "gRPC" else (_over_http, False)
+    make = _over_grpc if load.door == "gRPC" else _over_http
     requests = [
         make([rng.randrange(5, load.vocab_size) for _ in range(load.num_prompt)], load.num_output)
         for _ in range(load.num_streams)
     ]
-    if is_grpc:
-        _, grpc = await loop.create_connection(lambda: _Grpc(load.address), host, int(port))
+    streams = [_Stream() for _ in requests]
     own, start = time.process_time(), time.perf_counter()
-    due, streams, connecting = start, [], []
-    for request in requests:
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        streams.append(_Stream(due))
-        if is_grpc:
-            grpc.call(streams[-1], request)
-        else:
-            one = _Http(streams[-1], request)
-            opening = loop.create_connection(lambda one=one: one, host, int(port))
-            connecting.append(asyncio.create_task(opening))
-        due += arrivals.expovariate(load.rate) if load.rate != float("inf") else 0.0
-    await asyncio.gather(*connecting)
+    if load.door == "gRPC":
+        _, grpc = await loop.create_connection(lambda: _Grpc(load.address), host, int(port))
+        for stream, request in zip(streams, requests, strict=True):
+            grpc.call(stream, request)
+    else:
+        protocols = map(_Http, streams, requests)
+        connecting = (loop.create_connection(lambda p=p: p, host, int(port)) for p in protocols)
+        await asyncio.gather(*connecting)
     for problem in await asyncio.gather(*(stream.ended for stream in streams)):
         if problem:
             raise ConnectionError(problem)
     return LoadResult(
         time.perf_counter() - start,
         sum(stream.num_messages for stream in streams),
-        [stream.first_s for stream in streams],
         time.process_time() - own,
     )
 
