@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.server_process import ServerProcess
+from support.tiny_llama import byte_level_tokenizer
 
 from benchmarks.common import ENGINE, add_numbers, add_shape_argument, alternate, thread_times
 from benchmarks.door_load import Load, LoadResult, run_load
@@ -130,16 +131,12 @@ def _model(args: argparse.Namespace) -> Iterator[tuple[str, int, list[str]]]:
 
 _SMALL_VOCAB = 500
 """Ids that every model has."""
+_NUM_OTHER_IDS = 259
+"""Bytes and special tokens."""
 
 
 def _write_tokenizer(folder: str, vocab_size: int) -> None:
     """A tokenizer with a word of five letters for each id, so that each message has a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    for number in range(len(vocab), vocab_size):
-        vocab[f"{number:05d}".translate(str.maketrans("0123456789", "abcdefghij"))] = number
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+    letters = str.maketrans("0123456789", "abcdefghij")
+    words = [f"{number:05d}".translate(letters) for number in range(vocab_size)]
+    byte_level_tokenizer(words[_NUM_OTHER_IDS:]).save_pretrained(folder)
