@@ -19,7 +19,7 @@ BENCHMARKS = {
     "features": "what adapters and grammars cost: output tokens/s beside those without",
     "fairness": "what a client loses beside one that floods the engine, by owner and without",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
-    "peers": "output tokens/s beside those of transformers, on the same requests",
+    "peers": "output tokens/s beside transformers' continuous batching, on the same requests",
     "recovery": "kills of ranks: found, ready, longest gap on a stream; with and without spares",
     "scheduler": "time of schedule and update with many running and waiting requests",
     "transport": "a step without a model, driver to ranks and back, against Ray's own calls",
