@@ -8,9 +8,7 @@ import functools
 import graphlib
 import importlib
 import inspect
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -101,17 +99,16 @@ def parse(path: Path) -> ast.Module:
 @functools.cache
 def code_lines(path: Path) -> frozenset[int]:
     """Numbers of the lines that hold code: no docstrings, comments and blank lines."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT):
-            continue
-        if token.type not in (tokenize.DEDENT, tokenize.ENDMARKER):
-            lines.update(range(token.start[0], token.end[0] + 1))
+    stripped = map(str.strip, path.read_text().splitlines())
+    lines = {i for i, line in enumerate(stripped, 1) if line and not line.startswith("#")}
+    docstrings: set[int] = set()
     for node in ast.walk(parse(path)):
         match node:
             case ast.Expr(ast.Constant(str())):
-                lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
-    return frozenset(lines)
+                docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))
+            case ast.Constant(str()) | ast.JoinedStr():  # all lines of a text are code
+                lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return frozenset(lines - docstrings)
 
 
 def native_code_lines(path: Path) -> int:
