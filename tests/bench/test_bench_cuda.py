@@ -1,13 +1,11 @@
-"""The benchmark of CUDA kernels: its cases run, small and on the CPU; its table and plot."""
+"""The benchmark of CUDA kernels: its cases run, small and on the CPU; its table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import kernel_times
 from benchmarks.__main__ import main as run_benchmark
 from benchmarks.card_times import Ceilings, compare, decode_s
 from benchmarks.kernel_rows import GROUPS, Row, Setting
@@ -50,15 +48,8 @@ def test_actions_are_timed_in_turn() -> None:
     assert calls == [0, 1, 0, 1, 0]
 
 
-def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "shares.png"
-    kernel_times.plot_shares(str(path), [Row("decode fp8", "1 x 1024", 1e-5, 4e6)], CEILINGS)
-    assert path.stat().st_size > 1000
-
-
 def test_gpu_options_are_for_gpus() -> None:
-    with pytest.raises(SystemExit, match="ConfigError: --only, --match and --plot are for a GPU"):
+    with pytest.raises(SystemExit, match="ConfigError: --only and --match are for a GPU"):
         run_benchmark(["kernels", "--device", "cpu", "--only", "decode"])
 
 

@@ -14,15 +14,16 @@ import itertools
 import math
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from benchmarks.common import add_engine_arguments, add_numbers, dummy_model, random_prompt
+from benchmarks.common import add_numbers, random_prompt
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-from tpengine.bench.harness import report_head
+from tpengine.bench.harness import ModelOptions, model_args, report_head
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import GenerateRequest
+from tpengine.engine_args import EngineArgs
 from tpengine.errors import DeadlineExceededError
 from tpengine.inputs import Owner
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
@@ -68,7 +69,6 @@ class Service:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    add_engine_arguments(parser)
     add_numbers(
         parser,
         flood=(1000, "prompts that A sends at once"),
@@ -80,16 +80,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         patience=(30.0, "seconds after which B gives a request up, without fairness"),
         calibration=(24, "requests of each client that measure what the engine can do"),
     )
+    ModelOptions.add_cli_args(parser)
+    EngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
     a = Client(Owner("A", "A"), args.long_tokens, args.long_outputs)
     b = Client(Owner("B", "B"), args.tokens, args.outputs)
-    longest = args.long_tokens + args.long_outputs
     costs: list[float] = []
     for fairness in ("owner", "none"):
-        with dummy_model(args, max(2048, longest), fairness=fairness) as settings:
+        with model_args(args) as settings:
+            settings = replace(settings, fairness=fairness, disable_log_stats=True)
             build = partial(LLMEngine.from_engine_args, settings)
             engine = AsyncLLMEngine(build, _LIMITS, log_requests=False)
             try:

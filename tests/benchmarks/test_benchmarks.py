@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 
 import pytest
@@ -10,25 +9,19 @@ from support import third_party
 from support.models import ModelShop
 from support.zoo import PLAIN
 
-from benchmarks import common
 from benchmarks.__main__ import main
 from tpengine.config import EMBEDDED_MODEL
 
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
 
-def test_what_a_flood_costs(
-    models: ModelShop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(models.folder(PLAIN))
-    # A small model in place of a large shape.
-    monkeypatch.setattr(common, "shape_folder", lambda *_: contextlib.nullcontext(folder))
+def test_what_a_flood_costs(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [
         *("--flood", "1000", "--long-tokens", "60", "--tokens", "8", "--outputs", "2"),
         *("--seconds", "0.3", "--patience", "0.2", "--calibration", "3"),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
     ]
-    assert main(["fairness", "--model", folder, *sizes, *ENGINE]) == 0
+    assert main(["fairness", "--model", str(models.folder(PLAIN)), *sizes, *ENGINE]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^settings +device cpu, dtype float32", shown, re.MULTILINE), shown
 
@@ -47,6 +40,7 @@ def test_the_scheduler_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"median 0\.\d+ ms, p99 [\d.]+ ms a step", capsys.readouterr().out)
 
 
+@pytest.mark.soak
 def test_both_doors_serve_the_same_load(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--streams", "4", "--output-tokens", "8", "--rounds", "1"]
     server = "--dtype float32 --num-device-blocks-override 64 --max-model-len 256"
@@ -57,6 +51,7 @@ def test_both_doors_serve_the_same_load(capsys: pytest.CaptureFixture[str]) -> N
         assert re.search(rf"(?m)^{door}: {cost}; ", shown), shown
 
 
+@pytest.mark.soak
 def test_transformers_serves_the_same_requests(
     models: ModelShop, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,13 +180,11 @@ def _finish(running: list[_Running], results: list[Result], out: Path) -> None:
 
 def _text(path: Path) -> str:
     """The text of a file, without its middle if it is long."""
-    with path.open("rb") as file:
-        text = file.read(_HALF_BYTES)
-        left_out = path.stat().st_size - 2 * _HALF_BYTES
-        if left_out > 0:
-            file.seek(left_out, os.SEEK_CUR)
-            text += f"\n... {left_out} bytes are left out ...\n".encode()
-        return (text + file.read()).decode(errors="replace").replace("\r", "\n")
+    text = path.read_bytes()
+    if (left_out := len(text) - 2 * _HALF_BYTES) > 0:
+        note = f"\n... {left_out} bytes are left out ...\n".encode()
+        text = text[:_HALF_BYTES] + note + text[-_HALF_BYTES:]
+    return text.decode(errors="replace").replace("\r", "\n")
 
 
 def _lines_of(part: Part, text: str) -> list[str]:
@@ -267,7 +265,7 @@ _PARTS: tuple[tuple[int, str, float, str, tuple[str, str]], ...] = (
     (3, "engine, others", 115, f"{_ENGINE} 'not (test_greedy or {_ALONE})'", _TESTS),
     (3, "libraries and ranks", 115, _LIBRARIES, _TESTS),
     (3, "compiler", 115, _NVCC, _TIMES),
-    (4, "decode kernel", 45, f"{_KERNELS} decode --plot {{out}}/decode.png", _TIMES),
+    (4, "decode kernel", 45, f"{_KERNELS} decode", _TIMES),
     (5, "other kernels' times", 40, f"{_KERNELS} linear elementwise blocks prefill", _TIMES),
     (6, "latency", 70, f"{_LATENCY} --trace {{out}}/trace", _TIMES),
     (7, "latency, eager", 35, f"{_LATENCY} --enforce-eager", _TIMES),
