@@ -1,14 +1,14 @@
 """Counts how a step, a gRPC or HTTP request and a rank loss walk through the package's files.
 
-Runs on any commit: `PYTHONPATH=CHECKOUT python walks.py step` (or `grpc`, `http`, `loss`), since it
-uses public names only. Control enters a file when a function of that file is called from another
-file of the package. Fewer files and fewer entries mean that a reader follows the work more easily.
+Runs on commits as of d159646: `PYTHONPATH=CHECKOUT python walks.py step` (or `grpc`, `http`,
+`loss`), since it uses public names only. Control enters a file when a function of that file is
+called from another file of the package. Fewer files and fewer entries mean that a reader follows
+the work more easily.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import runpy
@@ -27,6 +27,8 @@ import grpc
 import psutil
 
 import tpengine
+from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto.tpengine_pb2_grpc import GenerationServiceStub
 
 PACKAGE = f"{Path(tpengine.__file__).parent}{os.sep}"
 TIMEOUT_S = 120.0
@@ -134,11 +136,11 @@ def _ask_server(door: str, times: list[tuple[float, float]]) -> None:
 
 
 def _over_grpc() -> None:
-    pb, stubs = _protocol()
     sampling = pb.SamplingParams(max_tokens=1, temperature=0.0)
     request = pb.GenerateRequest(prompt=PROMPT, sampling=sampling)
     with grpc.insecure_channel(f"127.0.0.1:{PORTS['gRPC']}") as channel:
-        list(stubs.GenerationServiceStub(channel).GenerateStream(request, timeout=TIMEOUT_S))
+        stub = GenerationServiceStub(channel)
+        list(stub.GenerateStream(request, timeout=TIMEOUT_S))
 
 
 def _over_http() -> None:
@@ -190,17 +192,6 @@ def _engine_args(**options: Any) -> Any:
         disable_log_stats=True,
         **options,
     )
-
-
-def _protocol() -> tuple[Any, Any]:
-    """Messages and stubs, wherever the commit keeps them."""
-    for home in ("tpengine.proto", "tpengine.server.proto"):
-        with contextlib.suppress(ModuleNotFoundError):
-            return (
-                importlib.import_module(f"{home}.tpengine_pb2"),
-                importlib.import_module(f"{home}.tpengine_pb2_grpc"),
-            )
-    raise SystemExit("this commit has no stubs where this script looks for them")
 
 
 def _rank_pids() -> list[int]:
