@@ -13,7 +13,6 @@ from pathlib import Path
 from tpengine.errors import TPEngineError
 
 BENCHMARKS = {
-    "accuracy": "loss on a text beside that of llama.cpp's quantised types",
     "doors": "what a token costs over HTTP and over gRPC: throughput and CPU time",
     "engines": "decode and prefill beside llama.cpp, OpenVINO GenAI and vLLM on CPU",
     "features": "what adapters and grammars cost: output tokens/s beside those without",
