@@ -19,7 +19,7 @@ NOT_RUN = {
     "the embedded model",
     "make ": "`make test` is this run, and CI has the set-up of `make demo` already; "
     "`examples/offline_inference.py`, all that follows the set-up, runs below",
-    "PYTHONPATH=. python3": "it needs a GPU; the rehearsal runs the same command",
+    "PYTHONPATH=. python3": "it needs a GPU; tests/bench/test_visit.py runs the same command",
     "cmake ": "the build of the CUDA library takes minutes; `make setup` runs the same files",
     "ray ": "tests/executor walks these five commands over three machines made of namespaces",
 }

@@ -6,25 +6,21 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from pathlib import Path
 
 from tpengine.errors import TPEngineError
 
 BENCHMARKS = {
-    "accuracy": "loss on a text beside that of llama.cpp's quantised types",
-    "adapters": "what LoRA adapters cost: throughput and time to first token",
-    "attacks": "what valid but costly requests cost the other clients of a server",
-    "doors": "what a token costs over HTTP and over gRPC: throughput, CPU time, first token",
+    "doors": "what a token costs over HTTP and over gRPC: throughput and CPU time",
     "engines": "decode and prefill beside llama.cpp, OpenVINO GenAI and vLLM on CPU",
+    "features": "what adapters and grammars cost: output tokens/s beside those without",
     "fairness": "what a client loses beside one that floods the engine, by owner and without",
-    "grammars": "what grammars cost streams that all follow one",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
-    "peers": "output tokens/s beside those of transformers, on the same requests",
+    "peers": "output tokens/s beside transformers' continuous batching, on the same requests",
     "recovery": "kills of ranks: found, ready, longest gap on a stream; with and without spares",
-    "ranks": "two ranks of one thread against one process of two threads; a start by phase",
     "scheduler": "time of schedule and update with many running and waiting requests",
-    "swap": "time to swap a preempted sequence, and to compute it again",
     "transport": "a step without a model, driver to ranks and back, against Ray's own calls",
     "visit": "all checks and measurements that need a GPU, in less than ten minutes",
 }
@@ -58,4 +54,5 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # contexts end what they have started
     sys.exit(main(sys.argv[1:]))

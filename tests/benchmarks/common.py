@@ -6,20 +6,18 @@ import argparse
 import os
 import random
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from tpengine import envs
-from tpengine.bench.harness import GREEDY, SHAPES, shape_folder
+from tpengine.bench.harness import SHAPES
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
@@ -44,46 +42,16 @@ def add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[float, str]) -
         parser.add_argument(option, type=type(default), default=default, help=help_text)
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--shape`, which has a default, and the engine's options."""
-    add_shape_argument(parser)
-    EngineArgs.add_cli_args(parser)
-
-
 def add_shape_argument(parser: argparse.ArgumentParser) -> None:
     """Adds `--shape`."""
     help_text = "run a model of this shape with random weights (default: %(default)s)"
     parser.add_argument("--shape", choices=sorted(SHAPES), default=SHAPE, help=help_text)
 
 
-@contextmanager
-def dummy_model(
-    args: argparse.Namespace, max_positions: int | None = None, **changes: Any
-) -> Iterator[EngineArgs]:
-    """The engine's arguments, with `changes`, for a model of `--shape` with dummy weights.
-
-    Args:
-        max_positions: see `shape_folder`.
-    """
-    with shape_folder(args.shape, max_positions) as folder:
-        settings = EngineArgs.from_cli_args(args)
-        settings = replace(settings, model=folder, load_format="dummy", disable_log_stats=True)
-        yield replace(settings, **changes)
-
-
 def random_prompt(engine: LLMEngine, num_tokens: int, seed: int) -> list[int]:
     """Uniform ids of the vocabulary."""
     rng, vocab_size = random.Random(seed), engine.get_model_config().vocab_size
     return [rng.randrange(5, vocab_size) for _ in range(num_tokens)]
-
-
-def first_token_s(engine: LLMEngine, prompt: list[int]) -> float:
-    """Seconds from arrival to the first token, in an engine that has nothing else to do."""
-    start = time.perf_counter()
-    engine.add_request("0", None, replace(GREEDY, max_tokens=1), prompt_token_ids=prompt)
-    while engine.has_unfinished_requests():
-        engine.step()
-    return time.perf_counter() - start
 
 
 def alternate(

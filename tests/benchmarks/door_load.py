@@ -8,14 +8,13 @@ import random
 import struct
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from support import http2
 
 from tpengine.proto import tpengine_pb2 as pb
 
 TIMEOUT_S = 600.0
-METHOD = "/tpengine.v1.GenerationService/GenerateStream"
+_METHOD = "/tpengine.v1.GenerationService/GenerateStream"
 _WINDOW = 1 << 30
 _EVENT = b"\n\n"
 
@@ -27,8 +26,7 @@ class Load:
     Attributes:
         door: "HTTP", with a connection for each stream, or "gRPC", with one for all.
         address: HOST:PORT.
-        num_streams: requests, each for a stream of `num_output` tokens.
-        rate: requests per second, which arrive at random; infinite: all at once.
+        num_streams: requests, which arrive at once, each for a stream of `num_output` tokens.
     """
 
     door: str
@@ -37,39 +35,25 @@ class Load:
     num_prompt: int
     num_output: int
     vocab_size: int
-    rate: float = float("inf")
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What came of it; times in seconds.
-
-    Attributes:
-        first_s: from the moment that each request was due to its first message.
-        own_s: CPU time of the clients.
-    """
+    """What came of it; times in seconds, `own_s` is the CPU time of the clients."""
 
     elapsed_s: float
     num_messages: int
-    first_s: list[float]
     own_s: float
 
 
 class _Stream:
     """One answer, whose messages are counted."""
 
-    def __init__(self, due: float) -> None:
-        self.due = due
+    def __init__(self) -> None:
         self.num_messages = 0
-        self.first_s = 0.0
         self.data = b""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def count(self, num_new: int) -> None:
-        if num_new and not self.num_messages:
-            self.first_s = time.perf_counter() - self.due
-        self.num_messages += num_new
 
     def end(self, problem: str = "") -> None:
         if not self.ended.done():
@@ -89,7 +73,7 @@ class _Http(asyncio.Protocol):
         if not self._last and not data.startswith(b"HTTP/1.1 200"):
             self._stream.end(data[:500].decode(errors="replace"))
         is_split = self._last == b"\n" and data.startswith(b"\n")
-        self._stream.count(data.count(_EVENT) + is_split)
+        self._stream.num_messages += data.count(_EVENT) + is_split
         self._last = data[-1:]
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -111,7 +95,7 @@ class _Grpc(asyncio.Protocol):
     def call(self, stream: _Stream, request: bytes) -> None:
         number = 2 * len(self._streams) + 1
         self._streams[number] = stream
-        self._transport.write(http2.call(self._address, METHOD, request, number))
+        self._transport.write(http2.call(self._address, _METHOD, request, number))
 
     def data_received(self, data: bytes) -> None:
         data, at = self._data + data, 0
@@ -131,7 +115,7 @@ class _Grpc(asyncio.Protocol):
             stream.data += payload
             while len(stream.data) >= (size := 5 + int.from_bytes(stream.data[1:5], "big")):
                 stream.data = stream.data[size:]
-                stream.count(1)
+                stream.num_messages += 1
         elif kind == http2.HEADERS and http2.read_status(payload):
             stream.end(payload.decode(errors="replace"))
         if http2.ends_stream(kind, flags):
@@ -148,41 +132,33 @@ def run_load(load: Load) -> LoadResult:
     Raises:
         ConnectionError: a stream was refused, or ended with an error.
     """
-    return asyncio.run(asyncio.wait_for(run_streams(load), TIMEOUT_S))
+    return asyncio.run(asyncio.wait_for(_run_streams(load), TIMEOUT_S))
 
 
-async def run_streams(load: Load) -> LoadResult:
-    """As `run_load`, on this event loop."""
-    arrivals, loop = random.Random(load.seed), asyncio.get_running_loop()
-    rng = random.Random(f"{load}")  # no prompt is in the prefix cache
+async def _run_streams(load: Load) -> LoadResult:
+    loop, rng = asyncio.get_running_loop(), random.Random(f"{load}")  # none in the prefix cache
     host, _, port = load.address.rpartition(":")
-    make, is_grpc = (_over_grpc, True) if load.door == "gRPC" else (_over_http, False)
+    make = _over_grpc if load.door == "gRPC" else _over_http
     requests = [
         make([rng.randrange(5, load.vocab_size) for _ in range(load.num_prompt)], load.num_output)
         for _ in range(load.num_streams)
     ]
-    if is_grpc:
-        _, grpc = await loop.create_connection(lambda: _Grpc(load.address), host, int(port))
+    streams = [_Stream() for _ in requests]
     own, start = time.process_time(), time.perf_counter()
-    due, streams, connecting = start, [], []
-    for request in requests:
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        streams.append(_Stream(due))
-        if is_grpc:
-            grpc.call(streams[-1], request)
-        else:
-            one = _Http(streams[-1], request)
-            opening = loop.create_connection(lambda one=one: one, host, int(port))
-            connecting.append(asyncio.create_task(opening))
-        due += arrivals.expovariate(load.rate) if load.rate != float("inf") else 0.0
-    await asyncio.gather(*connecting)
+    if load.door == "gRPC":
+        _, grpc = await loop.create_connection(lambda: _Grpc(load.address), host, int(port))
+        for stream, request in zip(streams, requests, strict=True):
+            grpc.call(stream, request)
+    else:
+        protocols = map(_Http, streams, requests)
+        connecting = (loop.create_connection(lambda p=p: p, host, int(port)) for p in protocols)
+        await asyncio.gather(*connecting)
     for problem in await asyncio.gather(*(stream.ended for stream in streams)):
         if problem:
             raise ConnectionError(problem)
     return LoadResult(
         time.perf_counter() - start,
         sum(stream.num_messages for stream in streams),
-        [stream.first_s for stream in streams],
         time.process_time() - own,
     )
 
@@ -194,13 +170,9 @@ def _over_grpc(prompt: list[int], num_output: int) -> bytes:
 
 
 def _over_http(prompt: list[int], num_output: int) -> bytes:
-    body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True}
-    return over_http("/v1/completions", {**body, "stream": True})
-
-
-def over_http(path: str, body: dict[str, Any]) -> bytes:
     """A call whose connection ends with its answer."""
-    data = json.dumps(body, separators=(",", ":")).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True}
+    data = json.dumps({**body, "stream": True}, separators=(",", ":")).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data

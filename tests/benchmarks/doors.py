@@ -1,10 +1,9 @@
 """What a token costs at each door of one server: OpenAI's HTTP beside gRPC, in one run.
 
-A process of cheap clients opens streams that get a message for each token, and counts the messages.
-Rounds alternate which door comes first. At full load all streams begin at once. At half load they
-arrive at random, at half of the rate that gRPC reached; the time to the first token begins when a
-request is due. The CPU time of the server's process has the model in it; without the engine's
-threads it is that of the doors, conversion and delivery.
+A process of cheap clients opens streams, all at once, that get a message for each token, and counts
+the messages. Rounds alternate which door comes first. The CPU time of the server's process has the
+model in it; without the engine's threads it is that of the doors, conversion and delivery.
+`tpengine bench serve` measures times to the first token.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import multiprocessing
 import shlex
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.pool import Pool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from support.server_process import ServerProcess
+from support.tiny_llama import byte_level_tokenizer
 
 from benchmarks.common import ENGINE, add_numbers, add_shape_argument, alternate, thread_times
 from benchmarks.door_load import Load, LoadResult, run_load
 from tpengine.bench.harness import SHAPES, report_head, shape_folder
-from tpengine.client.load import percentiles
 
 DOORS = ("gRPC", "HTTP")
 _START_S = 600.0
@@ -42,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_numbers(
         parser,
-        streams=(256, "streams at full load"),
-        half_streams=(100, "streams at half load"),
+        streams=(256, "streams at a time"),
         prompt_tokens=(32, "tokens of a prompt"),
         output_tokens=(64, "tokens of a stream"),
         rounds=(3, "median of these"),
@@ -79,13 +77,13 @@ def run(args: argparse.Namespace) -> int:
         loads = {door: Load(door, addresses[door], *sizes) for door in DOORS}
         for door in DOORS:  # touches all memory
             clients.apply(run_load, (replace(loads[door], num_output=_WARM_UP_TOKENS),))
-        costs = _at_both(args.rounds, loads, lambda load: _measure(server.pid, clients, load))
-        rate = statistics.median(cost.rate for cost in costs["gRPC"]) / args.output_tokens / 2
-        loads = {
-            door: replace(load, num_streams=args.half_streams, rate=rate)
-            for door, load in loads.items()
-        }
-        halves = _at_both(args.rounds, loads, lambda load: clients.apply(run_load, (load,)))
+        costs = alternate(
+            DOORS,
+            args.rounds,
+            lambda door, number: _measure(
+                server.pid, clients, replace(loads[door], seed=number + 1)
+            ),
+        )
     work = f"{args.model or args.shape}, {args.streams} streams of {args.output_tokens} tokens"
     print(report_head(None, {"work": work, "server": args.server}))
     for door in DOORS:
@@ -95,22 +93,7 @@ def run(args: argparse.Namespace) -> int:
         ratios = [getattr(http, field) / getattr(grpc, field) for http, grpc in pairs]
         listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         print(f"HTTP / gRPC, {field}: median {statistics.median(ratios):.2f} ({listed})")
-    for door in DOORS:
-        times = percentiles([first for half in halves[door] for first in half.first_s])
-        print(
-            f"{door} at half load, {rate:.2f} requests/s: first token, ms: "
-            f"p50 {1e3 * times[50]:.1f} p99 {1e3 * times[99]:.1f}"
-        )
     return 0
-
-
-def _at_both(
-    rounds: int, loads: dict[str, Load], measure: Callable[[Load], Any]
-) -> dict[str, list[Any]]:
-    """What is measured at each door, in rounds whose requests differ."""
-    return alternate(
-        DOORS, rounds, lambda door, number: measure(replace(loads[door], seed=number + 1))
-    )
 
 
 def _measure(pid: int, clients: Pool, load: Load) -> Cost:
@@ -120,7 +103,7 @@ def _measure(pid: int, clients: Pool, load: Load) -> Cost:
     num_tokens = load.num_streams * load.num_output
     cpu_s = sum(spent.values())
     times_s = (cpu_s, cpu_s - spent.get(ENGINE, 0.0), result.own_s)
-    per_token = [1e6 * one / num_tokens for one in times_s]
+    per_token = [1e6 * time_s / num_tokens for time_s in times_s]
     return Cost(num_tokens / result.elapsed_s, *per_token, num_tokens / result.num_messages)
 
 
@@ -148,16 +131,12 @@ def _model(args: argparse.Namespace) -> Iterator[tuple[str, int, list[str]]]:
 
 _SMALL_VOCAB = 500
 """Ids that every model has."""
+_NUM_OTHER_IDS = 259
+"""Bytes and special tokens."""
 
 
 def _write_tokenizer(folder: str, vocab_size: int) -> None:
     """A tokenizer with a word of five letters for each id, so that each message has a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    for number in range(len(vocab), vocab_size):
-        vocab[f"{number:05d}".translate(str.maketrans("0123456789", "abcdefghij"))] = number
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+    letters = str.maketrans("0123456789", "abcdefghij")
+    words = [f"{number:05d}".translate(letters) for number in range(vocab_size)]
+    byte_level_tokenizer(words[_NUM_OTHER_IDS:]).save_pretrained(folder)

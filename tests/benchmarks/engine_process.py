@@ -1,9 +1,9 @@
 """One engine in a process of its own, with the Python of its environment: `engine_process.py
-SETTINGS`, started by `engines.py` and `accuracy.py`.
+SETTINGS`, started by `engines.py`.
 
 SETTINGS is JSON: the engine, the path of its model, and options. After the load the process writes
-a line of JSON about itself; then it reads questions, one JSON object a line, and answers each with
-a line. This file imports nothing of the project but the engine that it runs.
+a line of JSON about itself; then it reads workloads, one a line in JSON, and answers each with a
+line. This file imports nothing of the project but the engine that it runs.
 """
 
 from __future__ import annotations
@@ -188,23 +188,6 @@ class LlamaCpp:
         if self._lib.llama_decode(self._context, batch):
             raise SystemExit(f"llama.cpp failed in a batch of {len(rows)} tokens")
 
-    def loss(self, window: list[int]) -> float:
-        """Sum over the tokens after the first of minus the logarithm of their probability."""
-        import numpy
-
-        self.prepare([(window, 0)])
-        width = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
-        total = 0.0
-        for first in range(0, len(window), LLAMA_BATCH):
-            rows = window[first : first + LLAMA_BATCH]
-            self._compute([(token, first + i, 0, True) for i, token in enumerate(rows)])
-            for i, target in enumerate(window[first + 1 : first + 1 + len(rows)]):
-                found = self._lib.llama_get_logits_ith(self._context, i)
-                logits = numpy.ctypeslib.as_array(found, (width,)).astype(numpy.float64)
-                top = logits.max()
-                total += top + numpy.log(numpy.exp(logits - top).sum()) - logits[target]
-        return float(total)
-
 
 ENGINES = {
     "tpengine": Stepping,
@@ -249,11 +232,7 @@ def main() -> None:
     about = {"version": engine.version, "start_s": time.perf_counter() - start}
     print(json.dumps(about), file=answers, flush=True)
     for line in sys.stdin:
-        question = json.loads(line)
-        if "window" in question:
-            answer = {"loss": engine.loss(question["window"])}
-        else:
-            answer = measure(engine, question["workload"])
+        answer = measure(engine, json.loads(line))
         print(json.dumps(answer), file=answers, flush=True)
 
 

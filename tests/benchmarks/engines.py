@@ -141,15 +141,15 @@ class EngineProcess:
             self.close()
             raise
 
-    def ask(self, question: dict[str, Any]) -> dict[str, float]:
-        """Returns the answer.
+    def ask(self, workload: Workload) -> dict[str, float]:
+        """Serves a workload; returns the answer.
 
         Raises:
             EngineError: the engine has ended, or does not answer.
         """
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended: see `_read`
-            _pipe(self._process.stdin).write(json.dumps(question).encode() + b"\n")
+            _pipe(self._process.stdin).write(json.dumps(workload).encode() + b"\n")
             _pipe(self._process.stdin).flush()
         answer = self._read(_ANSWER_S)
         self._signal(signal.SIGSTOP)
@@ -274,7 +274,7 @@ def measure(case: Case, engines: list[EngineProcess], runs: int) -> dict[str, li
         for engine in engines[turn:] + engines[:turn]:
             if engine.name in rates:
                 try:
-                    rate = case.rate(engine.ask({"workload": workload}))
+                    rate = case.rate(engine.ask(workload))
                 except EngineError as error:
                     print(f"NOT MEASURED in {case.name}: {error}")
                     del rates[engine.name]

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import math
 import random
-import statistics
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from benchmarks.common import add_engine_arguments, add_numbers, dummy_model, random_prompt
+from benchmarks.common import add_numbers, random_prompt
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-from tpengine.bench.harness import report_head
+from tpengine.bench.harness import ModelOptions, model_args, report_head
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.requests import GenerateRequest
+from tpengine.engine_args import EngineArgs
 from tpengine.errors import DeadlineExceededError
 from tpengine.inputs import Owner
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
@@ -49,32 +47,28 @@ class Client:
 
 @dataclass
 class Service:
-    """What one client got; times in seconds.
+    """What one client got.
 
     Attributes:
-        whole_s: from arrival to end.
+        first_token_s: of each request, from arrival on; infinite: it was given up before.
         tokens: moments, each with the number of tokens that came then.
         tokens_per_s: while it sent requests, without the first quarter of this time, in which the
             first of them run.
     """
 
     first_token_s: list[float] = field(default_factory=list)
-    whole_s: list[float] = field(default_factory=list)
-    num_late: int = 0
     tokens: list[tuple[float, int]] = field(default_factory=list)
     tokens_per_s: float = 0.0
 
     def first(self, quantile: float) -> float:
         """The time to the first token at place `quantile * count`, rounded down, from 0, in
-        ascending order; requests without a token count as infinite. `load.percentiles` instead
-        interpolates, which it cannot do between infinite times."""
-        times = sorted(self.first_token_s) + self.num_late * [math.inf]
-        return times[min(len(times) - 1, int(quantile * len(times)))]
+        ascending order. `load.percentiles` instead interpolates, which it cannot do between
+        infinite times."""
+        return sorted(self.first_token_s)[int(quantile * len(self.first_token_s))]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    add_engine_arguments(parser)
     add_numbers(
         parser,
         flood=(1000, "prompts that A sends at once"),
@@ -86,16 +80,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         patience=(30.0, "seconds after which B gives a request up, without fairness"),
         calibration=(24, "requests of each client that measure what the engine can do"),
     )
+    ModelOptions.add_cli_args(parser)
+    EngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
     a = Client(Owner("A", "A"), args.long_tokens, args.long_outputs)
     b = Client(Owner("B", "B"), args.tokens, args.outputs)
-    longest = args.long_tokens + args.long_outputs
     costs: list[float] = []
     for fairness in ("owner", "none"):
-        with dummy_model(args, max(2048, longest), fairness=fairness) as settings:
+        with model_args(args) as settings:
+            settings = replace(settings, fairness=fairness, disable_log_stats=True)
             build = partial(LLMEngine.from_engine_args, settings)
             engine = AsyncLLMEngine(build, _LIMITS, log_requests=False)
             try:
@@ -117,42 +113,43 @@ async def _measure(
     b: Client,
     costs: list[float],
     patience_s: float,
-) -> tuple[Service, Service]:
+) -> list[Service]:
     """What B gets while A asks for half, and while A floods the engine.
 
     Args:
         costs: of a request of A and of B; see `_costs_s`.
     """
-    name = engine.llm_engine._config.scheduler.fairness
-    found = []
-    for is_flood in (False, True):
-        async with contextlib.AsyncExitStack() as stack:
-            if is_flood:
-                await stack.enter_async_context(_flooding(engine, a, args.flood))
-            else:
-                await stack.enter_async_context(_offering(engine, a, 2 * costs[0]))
-            service = await _serve(engine, b, 2 * costs[1], args.seconds, patience_s)
-        kind = f"{args.flood} waiting prompts" if is_flood else "half of the load"
-        print(f"fairness {name}, A {kind}: {_line(service)}", flush=True)
-        found.append(service)
-    return found[0], found[1]
+    fairness = engine.llm_engine._config.scheduler.fairness
+    services = []
+    for beside in ("half of the load", f"{args.flood} waiting prompts"):
+        is_flood, of_a = bool(services), Service()
+        work = _flood(engine, a, args.flood, of_a) if is_flood else _serve(engine, a, 2 * costs[0])
+        task = asyncio.create_task(work)
+        while is_flood and not of_a.tokens and engine.stats().queues.num_waiting < args.flood // 2:
+            await asyncio.sleep(0.1)
+        service = await _serve(engine, b, 2 * costs[1], args.seconds, patience_s)
+        assert not task.done(), "A has ended: make the flood larger"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        print(f"fairness {fairness}, A {beside}: {_line(service)}", flush=True)
+        services.append(service)
+    return services
 
 
 async def _costs_s(engine: AsyncLLMEngine, clients: tuple[Client, ...], count: int) -> list[float]:
     """Seconds of the whole engine that a request of each client takes when many are served; the
     better of two measurements."""
-    found = []
+    costs = []
     for client in clients:
         times = []
         for _ in range(2):
             start = time.perf_counter()
-            asking = (_ask(engine, client, Service()) for _ in range(count))
-            await asyncio.gather(*asking)
+            await _flood(engine, client, count, Service())
             times.append((time.perf_counter() - start) / count)
-        found.append(min(times))
-        rate = 1 / found[-1]
+        costs.append(min(times))
+        rate = 1 / costs[-1]
         print(f"{client.owner.name} alone: {rate:.2f} requests of {client.num_prompt} tokens a s")
-    return found
+    return costs
 
 
 async def _ask(
@@ -185,78 +182,46 @@ async def _ask(
                 service.tokens.append((time.perf_counter(), len(output.outputs[0].token_ids)))
                 if output.finished:
                     break
-        service.whole_s.append(time.perf_counter() - start)
     except DeadlineExceededError:
-        service.num_late += not has_begun
+        if not has_begun:
+            service.first_token_s.append(math.inf)
 
 
 async def _serve(
-    engine: AsyncLLMEngine, client: Client, pause_s: float, seconds: float, patience_s: float
+    engine: AsyncLLMEngine,
+    client: Client,
+    pause_s: float,
+    seconds: float = math.inf,
+    patience_s: float = math.inf,
 ) -> Service:
     """Sends requests at random moments, with this mean pause, and reads all answers. It takes more
     seconds if fewer than `_LEAST_REQUESTS` are due in these."""
-    rng, service = random.Random(0), Service()
-    arrivals = list(
-        itertools.accumulate(rng.expovariate(1 / pause_s) for _ in range(_LEAST_REQUESTS))
-    )
-    seconds = max(seconds, arrivals[-1])
-    while (due := arrivals[-1] + rng.expovariate(1 / pause_s)) < seconds:
-        arrivals.append(due)
-    start = time.perf_counter()
+    rng, service, num_sent = random.Random(client.owner.name), Service(), 0
+    start = due = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for due in arrivals:
-            await asyncio.sleep(start + due - time.perf_counter())
+        while (
+            following := due + rng.expovariate(1 / pause_s)
+        ) < start + seconds or num_sent < _LEAST_REQUESTS:
+            due, num_sent = following, num_sent + 1
+            await asyncio.sleep(due - time.perf_counter())
             group.create_task(_ask(engine, client, service, patience_s))
-    begin, end = start + seconds / 4, start + seconds
+    end = max(start + seconds, due)
+    begin = start + (end - start) / 4
     num_tokens = sum(count for moment, count in service.tokens if begin <= moment < end)
     service.tokens_per_s = num_tokens / (end - begin)
     return service
 
 
-@contextlib.asynccontextmanager
-async def _offering(engine: AsyncLLMEngine, client: Client, pause_s: float) -> AsyncIterator[None]:
-    """Requests at random moments, for as long as the context is open."""
-    rng, tasks = random.Random(1), []
-
-    async def send() -> None:
-        while True:
-            await asyncio.sleep(rng.expovariate(1 / pause_s))
-            tasks.append(asyncio.create_task(_ask(engine, client, Service())))
-
-    tasks.append(asyncio.create_task(send()))
-    try:
-        yield
-    finally:
-        await _cancel(tasks)
-
-
-@contextlib.asynccontextmanager
-async def _flooding(engine: AsyncLLMEngine, client: Client, count: int) -> AsyncIterator[None]:
-    """So many requests wait, or run, for as long as the context is open."""
-    service = Service()
-    tasks = [asyncio.create_task(_ask(engine, client, service)) for _ in range(count)]
-    try:
-        while engine.stats().queues.num_waiting < count // 2 and not service.tokens:
-            await asyncio.sleep(0.1)
-        yield
-        assert sum(not task.done() for task in tasks) > 8, "the flood ended: make it larger"
-    finally:
-        await _cancel(tasks)
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _flood(engine: AsyncLLMEngine, client: Client, count: int, service: Service) -> None:
+    """Sends so many requests at once, and reads all answers."""
+    await asyncio.gather(*(_ask(engine, client, service) for _ in range(count)))
 
 
 def _line(service: Service) -> str:
-    late = f", {service.num_late} never" if service.num_late else ""
-    num_requests = len(service.first_token_s) + service.num_late
     return (
-        f"B's {num_requests} requests got their first token after p50 {service.first(0.5):.2f} s, "
-        f"p99 {service.first(0.99):.2f} s{late}; {service.tokens_per_s:.1f} output tokens/s; a "
-        f"request took {statistics.median(service.whole_s or [math.inf]):.2f} s"
+        f"B's {len(service.first_token_s)} requests got their first token after p50 "
+        f"{service.first(0.5):.2f} s, p99 {service.first(0.99):.2f} s, "
+        f"{service.first_token_s.count(math.inf)} never; {service.tokens_per_s:.1f} output tokens/s"
     )
 
 

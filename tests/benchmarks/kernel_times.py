@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import kernel_rows
-from benchmarks.card_times import Ceilings, graph_s, measure_ceilings
+from benchmarks.card_times import graph_s, measure_ceilings
 from benchmarks.kernel_rows import Row, Setting
-from tpengine.bench.harness import BenchOptions, plot, report_head
+from tpengine.bench.harness import BenchOptions, report_head
 from tpengine.bench.timing import Action, ReadBandwidth, eager_s, fastest_s
 from tpengine.config import DEVICES
 from tpengine.errors import ConfigError, NativeLibraryError
@@ -50,8 +50,6 @@ class KernelOptions(BenchOptions):
     """auto: a GPU if there is one."""
     match: str = option("", metavar="NAME")
     """On a GPU: only this case of decode, such as "64 x 4096"; default: all."""
-    plot: str | None = option(None, metavar="FILE")
-    """On a GPU: write a PNG of decode's share of the copy bandwidth."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +64,8 @@ def run(args: argparse.Namespace) -> int:
     options = KernelOptions.parse(args)
     if detect_device(options.device) == "cuda":
         return _run_on_gpu(options, args.only or kernel_rows.GROUPS)
-    if args.only or options.match or options.plot:
-        raise ConfigError(
-            "--only, --match and --plot are for a GPU; leave them out, or use --device cuda"
-        )
+    if args.only or options.match:
+        raise ConfigError("--only and --match are for a GPU; leave them out, or use --device cuda")
     set_num_threads(1)
     bandwidth = ReadBandwidth().measure()
     timer = partial(in_turn_s, repeats=options.repeats)
@@ -125,7 +121,6 @@ def _run_on_gpu(options: KernelOptions, groups: Iterable[str]) -> int:
             "CUDA toolkit (nvcc) and run `TPENGINE_CUDA=ON pip install .`"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    rows = []
     print(report_head(None, {"card": describe_card(device)}, width=10), flush=True)
     with torch.inference_mode():
         ceilings = measure_ceilings(device)
@@ -135,10 +130,7 @@ def _run_on_gpu(options: KernelOptions, groups: Iterable[str]) -> int:
             setting = kernel_rows.Setting(device, timer, match=options.match)
             for row in kernel_rows.GROUPS[name](setting):
                 print(row.text(ceilings), flush=True)
-                rows.append(row)
             torch.cuda.empty_cache()
-    if options.plot:
-        plot_shares(options.plot, rows, ceilings)
     return 0
 
 
@@ -165,14 +157,3 @@ def in_turn_s(actions: Sequence[Action], repeats: int) -> float:
     """Seconds of the fastest of `repeats` calls; each call runs the next action."""
     in_turn = itertools.cycle(actions)
     return fastest_s(lambda: next(in_turn)(), repeats)
-
-
-def plot_shares(path: str, rows: Sequence[Row], ceilings: Ceilings) -> None:
-    """Bars of decode attention's share of the copy bandwidth, by case and dtype."""
-    shown = [row for row in rows if row.kernel.startswith("decode")]
-    shares = [100 * row.num_bytes / row.seconds / ceilings.copy for row in shown]
-    with plot(path, "decode attention", (7, 1 + 0.25 * len(shown))) as (panel,):
-        panel.barh([f"{row.kernel} {row.case}" for row in shown], shares)
-        panel.invert_yaxis()
-        panel.set_xlabel(f"% of the measured copy bandwidth ({ceilings.copy / 1e12:.2f} TB/s)")
-        panel.tick_params(labelsize=7)

@@ -6,15 +6,14 @@ import argparse
 import statistics
 import time
 
+from scheduling.loop import make_request
+
 from benchmarks.common import add_numbers
 from tpengine.bench.harness import report_head
 from tpengine.config import SchedulerConfig
-from tpengine.messages import SamplingRules
-from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.scheduler import Scheduler
-from tpengine.scheduling.sequence import Request, Sequence
 from tpengine.scheduling.step import StepDecisions
 
 PROMPT_TOKENS = 64
@@ -40,7 +39,10 @@ def run(args: argparse.Namespace) -> int:
     scheduler, params = _build(args), SamplingParams(max_tokens=None)
     start = time.perf_counter()
     for index in range(args.running + args.waiting):
-        scheduler.add_request(_request(index, params))
+        # Lengths differ, so that not all sequences want their next block in the same step; so does
+        # the first token, so that the prefix cache finds none of them again.
+        prompt = [index, *range(1, PROMPT_TOKENS - index % BLOCK_SIZE)]
+        scheduler.add_request(make_request(index, prompt, params))
     add_s = time.perf_counter() - start
     while scheduler.num_running < args.running:
         _step(scheduler)
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     steps_ms = sorted(_step(scheduler) for _ in range(args.steps))
     start = time.perf_counter()
     for index in range(args.running, args.running + args.waiting):
-        scheduler.abort_request(str(index))
+        scheduler.abort_request(f"r{index}")
     abort_s = time.perf_counter() - start
 
     print(
@@ -85,23 +87,6 @@ def _build(args: argparse.Namespace) -> Scheduler:
         enable_prefix_caching=not args.no_prefix_caching,
     )
     return Scheduler(config, blocks)
-
-
-def _request(index: int, params: SamplingParams) -> Request:
-    # Lengths differ, so that not all sequences want their next block in the same step; so does the
-    # first token, so that the prefix cache finds none of them again.
-    token_ids = [index, *range(1, PROMPT_TOKENS - index % BLOCK_SIZE)]
-    return Request(
-        request_id=str(index),
-        prompt=None,
-        prompt_token_ids=token_ids,
-        sampling_params=params,
-        rules=SamplingRules(),
-        seed=index,
-        arrival_index=index,
-        sequences=[Sequence(index, 0, token_ids.copy(), len(token_ids))],
-        metrics=RequestMetrics.of_arrival(time.monotonic()),
-    )
 
 
 def _step(scheduler: Scheduler) -> float:

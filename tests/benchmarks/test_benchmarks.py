@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 
 import pytest
@@ -10,47 +9,30 @@ from support import third_party
 from support.models import ModelShop
 from support.zoo import PLAIN
 
-from benchmarks import common
 from benchmarks.__main__ import main
 from tpengine.config import EMBEDDED_MODEL
 
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        (
-            "adapters",
-            [
-                *("--streams", "2", "--prompt-tokens", "5", "--output-tokens", "2"),
-                *("--adapters", "2", "--rounds", "1", "--in-host", "3", "--requests", "3"),
-            ],
-        ),
-        ("swap", ["--runs", "1", "--lengths", "40"]),
-        (
-            "fairness",
-            [
-                *("--flood", "1000", "--long-tokens", "60", "--tokens", "8", "--outputs", "2"),
-                *("--seconds", "0.3", "--patience", "0.2", "--calibration", "3"),
-                *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
-            ],
-        ),
-    ],
-)
-def test_benchmarks_of_an_engine(
-    models: ModelShop,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    options: list[str],
-) -> None:
-    folder = str(models.folder(PLAIN))
-    # A small model in place of their large shapes.
-    monkeypatch.setattr(common, "shape_folder", lambda *_: contextlib.nullcontext(folder))
-    assert main([name, "--model", folder, *options, *ENGINE]) == 0
+def test_what_a_flood_costs(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [
+        *("--flood", "1000", "--long-tokens", "60", "--tokens", "8", "--outputs", "2"),
+        *("--seconds", "0.3", "--patience", "0.2", "--calibration", "3"),
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
+    ]
+    assert main(["fairness", "--model", str(models.folder(PLAIN)), *sizes, *ENGINE]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^settings +device cpu, dtype float32", shown, re.MULTILINE), shown
+
+
+def test_what_adapters_and_grammars_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--streams", "2", "--prompt-tokens", "5", "--output-tokens", "2"]
+    sizes += ["--adapters", "2", "--rounds", "1"]
+    assert main(["features", "--model", EMBEDDED_MODEL, *sizes, *ENGINE]) == 0
+    shown = capsys.readouterr().out
+    for kind in ("without", "adapters", "schema", "regex"):
+        assert re.search(rf"(?m)^{kind} +[\d.]+ output tokens/s, ratio [\d.]+ ", shown), shown
 
 
 def test_the_scheduler_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,17 +40,18 @@ def test_the_scheduler_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"median 0\.\d+ ms, p99 [\d.]+ ms a step", capsys.readouterr().out)
 
 
+@pytest.mark.soak
 def test_both_doors_serve_the_same_load(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--streams", "4", "--half-streams", "3", "--output-tokens", "8", "--rounds", "1"]
+    sizes = ["--streams", "4", "--output-tokens", "8", "--rounds", "1"]
     server = "--dtype float32 --num-device-blocks-override 64 --max-model-len 256"
     assert main(["doors", "--model", EMBEDDED_MODEL, "--server", server, *sizes]) == 0
     shown = capsys.readouterr().out
     for door in ("gRPC", "HTTP"):
         cost = r"[\d.]+ tokens/s; server's CPU, µs per token: [\d.]+, without the engine [\d.]+"
         assert re.search(rf"(?m)^{door}: {cost}; ", shown), shown
-        assert re.search(rf"(?m)^{door} at half load, .* ms: p50 [\d.]+ p99 [\d.]+$", shown), shown
 
 
+@pytest.mark.soak
 def test_transformers_serves_the_same_requests(
     models: ModelShop, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,15 +59,8 @@ def test_transformers_serves_the_same_requests(
     assert main(["peers", *options]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"(?m)^output tokens/s +[\d.]+ ", shown), shown
-    for name in ("hf", "hf-cb"):
-        rate = rf"(?m)^{name} +[\d.]+ output tokens/s .*; tpengine does [\d.]+ x that$"
-        assert re.search(rate, shown), shown
-
-
-def test_an_unknown_peer_is_refused(models: ModelShop) -> None:
-    options = ["--model", str(models.folder(PLAIN)), "--against", "hf,gpt", *ENGINE]
-    with pytest.raises(SystemExit, match="--against must name hf or hf-cb, got 'gpt'"):
-        main(["peers", *options])
+    rate = r"(?m)^transformers +[\d.]+ output tokens/s .*; tpengine does [\d.]+ x that$"
+    assert re.search(rate, shown), shown
 
 
 def test_an_engine_that_cannot_be_installed_is_named_and_the_others_are_measured(
@@ -98,11 +74,3 @@ def test_an_engine_that_cannot_be_installed_is_named_and_the_others_are_measured
     assert "NOT MEASURED: vllm:bf16 is not here: no wheel" in shown
     for case in ("decode:2", "prefill:1x40"):
         assert re.search(rf"(?m)^embedded {case}, tokens/s\ntpengine:int8 +[\d.]+ ", shown), shown
-
-
-def test_what_costly_requests_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--sequences", "4", "--output-tokens", "4", "--rounds", "1", "--only", "bad words"]
-    assert main(["attacks", *few, "--server", "--dtype float32 --cpu-kv-cache-space 0.2"]) == 0
-    shown = capsys.readouterr().out
-    for door in ("gRPC", "HTTP"):
-        assert re.search(rf"(?m)^bad words over {door}: others [\d.]+ tokens/s .*; ratio", shown)

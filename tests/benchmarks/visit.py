@@ -5,8 +5,8 @@ limit, and the next part runs even if one fails. Times are printed next to their
 command runs the tests of its checkout, with kernels that are built. It does not change the card's
 settings: the profiler is told not to change the clocks.
 
-The runner, `run_parts`, gives each part a time limit, keeps what a part printed when it is killed,
-and leaves no process behind.
+The runner, `run_parts`, starts each part by `timeout` of coreutils, which ends the part and its
+children even if the runner itself is killed, and keeps what a part printed until then.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from tpengine.options import Options, option
 
@@ -37,44 +35,13 @@ _MOST_COLUMNS = 240
 LEAST_S = 10.0
 TELL_S = 6.0
 """Time for a part that exceeds its limit to print what it found."""
-KILL_S = 5.0
 _LOOK_S = 0.2
 _SAVE_S = 2.0
 """Between two writes of `all.txt`."""
 _HALF_BYTES = 256 << 10
 """Kept of a part's output, at each end: a lent machine returns at most 16 MiB."""
-_GUARD = """
-groups=
-while read -r line; do groups=$line; done
-for group in $groups; do kill -s KILL -- "-$group"; done
-"""
-
-
-class NotedSignal:
-    """Context in which SIGTERM, SIGINT and SIGHUP are noted and have no other effect.
-
-    A signal that the process ignores, such as SIGHUP under nohup, stays ignored.
-
-    Attributes:
-        signal: the last one that has come; None: no signal.
-    """
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> NotedSignal:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
+_TIMED_OUT = (124, -signal.SIGKILL)
+"""What `timeout` ends with: after SIGINT was enough, and after SIGKILL, which ends itself too."""
 
 
 @dataclass(frozen=True)
@@ -116,157 +83,108 @@ class Result:
         return f"{self.part.name:<32s} {self.seconds:7.1f} s  {self.outcome}"
 
 
-class Guard:
-    """A process that ends the running parts after this process has ended in any way. The parts have
-    sessions of their own and would continue."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            ["sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True, text=True
-        )
-
-    def watch(self, groups: Sequence[int]) -> None:
-        """Replaces the process groups to end."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            print(*groups, file=self._process.stdin, flush=True)
-
-    def __enter__(self) -> Guard:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.watch([])
-        try:
-            self._process.communicate(timeout=KILL_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
 class _Running:
     """A part that runs."""
 
     def __init__(self, part: Part, limit_s: float, folder: Path) -> None:
         self.part = part
-        self.start = time.monotonic()
-        self._deadline = self.start + limit_s
-        self._told: float | None = None
+        self._start = time.monotonic()
         self._path = folder / f"{part.name.replace(' ', '-')}.txt"
+        timeout = ("timeout", "--signal=INT", f"--kill-after={TELL_S}", str(limit_s))
         with self._path.open("w") as file:
             self._process = subprocess.Popen(
-                part.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                [*timeout, *part.command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
-        self.group = self._process.pid
 
-    def look(self, cut: NotedSignal) -> Result | None:
-        """Returns how the part ended; None: it runs. Ends it step by step when its time is over."""
-        code, now = self._process.poll(), time.monotonic()
-        if code is not None and self._told is None:
-            return self.result("passed" if code == 0 else f"failed with {code}")
-        if self._told is None:
-            if cut.signal is not None or now >= self._deadline:
-                self._told = now
-                self._send(signal.SIGINT)
-            return None
-        if code is None and now < self._told + TELL_S:
-            return None
-        ended = f"ended after {self._told - self.start:.0f} s"
-        return self.result(ended if cut.signal is None else f"cut by {cut.signal.name}")
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program has ended, by itself or by its time limit."""
+        return self._process.poll() is not None
 
-    def result(self, outcome: str) -> Result:
+    def result(self) -> Result:
         """The result with the output until now."""
-        text = _text(self._path)
-        if outcome == "passed" and self.part.proof not in text:
-            outcome = "failed: nothing ran"
-        lines = _lines_of(self.part, text)
-        return Result(self.part, outcome, time.monotonic() - self.start, lines, text)
+        text, seconds = _text(self._path), time.monotonic() - self._start
+        code = self._process.poll()
+        if code is None:
+            outcome = "was running"
+        elif code in _TIMED_OUT:
+            outcome = f"ended after {seconds:.0f} s"
+        elif code != 0:
+            outcome = f"failed with {code}"
+        else:
+            outcome = "passed" if self.part.proof in text else "failed: nothing ran"
+        return Result(self.part, outcome, seconds, _lines_of(self.part, text), text)
 
     def end(self) -> None:
         """Ends all processes of the part, its children included."""
-        self._send(signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILL_S)
-
-    def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.group, number)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(TELL_S)
 
 
 def run_parts(parts: Sequence[Part], out: Path, budget_s: float) -> list[Result]:
-    """Runs parts until the budget is spent or a signal arrives. Prints the result of each part when
-    it ends; `all.txt` holds all output, including that of running parts.
+    """Runs parts until the budget is spent. Prints the result of each part when it ends; `all.txt`
+    holds all output, including that of running parts.
 
     Args:
         budget_s: seconds for all parts together, including the end of the last one.
     """
-    end = time.monotonic() + budget_s - TELL_S - KILL_S
+    end = time.monotonic() + budget_s - TELL_S
     stages = [list(stage) for _, stage in itertools.groupby(parts, lambda part: part.stage)]
     limits = [max(part.limit_s for part in stage) for stage in stages]
     results: list[Result] = []
     out.mkdir(parents=True, exist_ok=True)
-    with NotedSignal() as cut, Guard() as guard, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         for number, stage in enumerate(stages):
             left = end - time.monotonic()
             spare = max(0.0, left - sum(limits[number:]))
             print(f"--- {', '.join(part.name for part in stage)}", flush=True)
-            started = []
+            running = []
             for part in stage:
-                outcome = _why_not(part, left, cut)
-                if outcome is None:
-                    limit_s = min(part.limit_s + spare, 2 * part.limit_s, left)
-                    started.append(_Running(part, limit_s, Path(folder)))
+                limit_s = min(part.limit_s + spare, 2 * part.limit_s, left)
+                if shutil.which(part.command[0]) is None:
+                    results.append(Result(part, "not here"))
+                elif left < min(LEAST_S, part.limit_s):
+                    results.append(Result(part, "no time left"))
                 else:
-                    results.append(Result(part, outcome))
-                    print(results[-1], flush=True)
-            _finish(started, results, out, cut, guard)
+                    running.append(_Running(part, limit_s, Path(folder)))
+            _finish(running, results, out)
     return results
 
 
-def _why_not(part: Part, left: float, cut: NotedSignal) -> str | None:
-    """Why a part is not started; None: it is started."""
-    if shutil.which(part.command[0]) is None:
-        return "not here"
-    if cut.signal is not None:
-        return f"not run: cut by {cut.signal.name}"
-    return "no time left" if left < min(LEAST_S, part.limit_s) else None
-
-
-def _finish(
-    running: list[_Running], results: list[Result], out: Path, cut: NotedSignal, guard: Guard
-) -> None:
+def _finish(running: list[_Running], results: list[Result], out: Path) -> None:
     """Waits for the parts of a stage, and saves their output while they run."""
     saved = -_SAVE_S
     try:
         while running:
-            guard.watch([one.group for one in running])
-            for one in list(running):
-                if (result := one.look(cut)) is None:
-                    continue
-                one.end()
-                running.remove(one)
-                results.append(result)
+            for part in [part for part in running if part.has_ended]:
+                running.remove(part)
+                part.end()
+                results.append(part.result())
                 saved = -_SAVE_S
                 write_all(results, out)  # first, because print fails if its reader has gone
-                print("\n".join([*result.lines, str(result)]), flush=True)
+                print("\n".join([*results[-1].lines, str(results[-1])]), flush=True)
             if time.monotonic() - saved >= _SAVE_S:
-                write_all([*results, *(one.result("is running") for one in running)], out)
+                write_all([*results, *(part.result() for part in running)], out)
                 saved = time.monotonic()
             time.sleep(_LOOK_S if running else 0.0)
     finally:
-        for one in running:
-            one.end()
-        guard.watch([])
-        write_all(results, out)
+        write_all([*results, *(part.result() for part in running)], out)
+        for part in running:
+            part.end()
 
 
 def _text(path: Path) -> str:
     """The text of a file, without its middle if it is long."""
-    with path.open("rb") as file:
-        text = file.read(_HALF_BYTES)
-        left_out = path.stat().st_size - 2 * _HALF_BYTES
-        if left_out > 0:
-            file.seek(left_out, os.SEEK_CUR)
-            text += f"\n... {left_out} bytes are left out ...\n".encode()
-        return (text + file.read()).decode(errors="replace").replace("\r", "\n")
+    text = path.read_bytes()
+    if (left_out := len(text) - 2 * _HALF_BYTES) > 0:
+        note = f"\n... {left_out} bytes are left out ...\n".encode()
+        text = text[:_HALF_BYTES] + note + text[-_HALF_BYTES:]
+    return text.decode(errors="replace").replace("\r", "\n")
 
 
 def _lines_of(part: Part, text: str) -> list[str]:
@@ -279,13 +197,13 @@ def _lines_of(part: Part, text: str) -> list[str]:
 
 def table(results: Sequence[Result]) -> str:
     """A line for each part."""
-    return "\n".join(str(one) for one in results)
+    return "\n".join(map(str, results))
 
 
 def write_all(results: Sequence[Result], out: Path) -> None:
     """Writes the table, the lines to print and the outputs of all parts to `all.txt`."""
-    ends = [f"--- {one.part.name}\n" + "\n".join(one.lines) for one in results if one.lines]
-    whole = [f"=== {one.part.name}\n{one.text}" for one in results if one.seconds]
+    ends = [f"--- {each.part.name}\n" + "\n".join(each.lines) for each in results if each.lines]
+    whole = [f"=== {each.part.name}\n{each.text}" for each in results if each.seconds]
     new = out / "all.txt.new"
     new.write_text("\n".join([table(results), *ends, *whole]))
     new.replace(out / "all.txt")  # atomic: a signal leaves the old or the new file
@@ -347,7 +265,7 @@ _PARTS: tuple[tuple[int, str, float, str, tuple[str, str]], ...] = (
     (3, "engine, others", 115, f"{_ENGINE} 'not (test_greedy or {_ALONE})'", _TESTS),
     (3, "libraries and ranks", 115, _LIBRARIES, _TESTS),
     (3, "compiler", 115, _NVCC, _TIMES),
-    (4, "decode kernel", 45, f"{_KERNELS} decode --plot {{out}}/decode.png", _TIMES),
+    (4, "decode kernel", 45, f"{_KERNELS} decode", _TIMES),
     (5, "other kernels' times", 40, f"{_KERNELS} linear elementwise blocks prefill", _TIMES),
     (6, "latency", 70, f"{_LATENCY} --trace {{out}}/trace", _TIMES),
     (7, "latency, eager", 35, f"{_LATENCY} --enforce-eager", _TIMES),
@@ -405,7 +323,7 @@ def run(args: argparse.Namespace) -> int:
         parts = visit_parts(out, Path(scratch))
         parts = [replace(part, limit_s=scale * part.limit_s) for part in parts]
         results = run_parts(parts, out, options.budget_s)
-    timed = [one for one in results if one.part.shown == _FIGURES]
-    predicted = [line for one in timed for line in one.lines if _PREDICTED in line]
+    timed = [result for result in results if result.part.shown == _FIGURES]
+    predicted = [line for result in timed for line in result.lines if _PREDICTED in line]
     print("\n".join(["--- measured and predicted", *predicted, "--- parts", table(results)]))
-    return 0 if all(one.is_good for one in results) else 1
+    return 0 if all(result.is_good for result in results) else 1

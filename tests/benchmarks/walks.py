@@ -1,33 +1,39 @@
-"""Counts how a step, a gRPC request and a rank loss walk through the package's files.
+"""Counts how a step, a gRPC or HTTP request and a rank loss walk through the package's files.
 
-Runs on any commit: `PYTHONPATH=CHECKOUT python walks.py step` (or `request`, `loss`), since it uses
-public names only. Control enters a file when a function of that file is called from another file
-of the package. Fewer files and fewer entries mean that a reader follows the work more easily.
+Runs on commits as of d159646: `PYTHONPATH=CHECKOUT python walks.py step` (or `grpc`, `http`,
+`loss`), since it uses public names only. Control enters a file when a function of that file is
+called from another file of the package. Fewer files and fewer entries mean that a reader follows
+the work more easily.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import grpc
+import psutil
+
 import tpengine
+from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto.tpengine_pb2_grpc import GenerationServiceStub
 
 PACKAGE = f"{Path(tpengine.__file__).parent}{os.sep}"
 TIMEOUT_S = 120.0
+PORTS = {"gRPC": 50151, "HTTP": 50152}
+PROMPT = "The capital of France is"
 Entry = tuple[float, str, str]
 """When, which file of the package, which function."""
 
@@ -76,39 +82,32 @@ def walk_step() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with LLMEngine.from_engine_args(_engine_args()) as engine:
         for index in range(4):
-            engine.add_request(str(index), "The capital of France is", params)
+            engine.add_request(str(index), PROMPT, params)
         for _ in range(20):
             engine.step()
-        engine.add_request("4", "The capital of France is", params)
+        engine.add_request("4", PROMPT, params)
         with Walk() as walk:
             engine.step()
         engine.abort_request([str(index) for index in range(5)])
     report("a step", walk.entries)
-    report("  of it in the worker", [one for one in walk.entries if one[1].startswith("worker")])
+    report(
+        "  of it in the worker", [entry for entry in walk.entries if entry[1].startswith("worker")]
+    )
 
 
-def walk_request() -> None:
-    """A streamed request of one token through gRPC: down to the scheduler, and up again."""
-    import grpc
-
-    pb, stubs = _protocol()
-    with tempfile.TemporaryDirectory() as folder, _server(Path(folder)) as target:
-        with grpc.insecure_channel(target) as channel:
-            stub = stubs.GenerationServiceStub(channel)
-            request = pb.GenerateRequest(
-                prompt="The capital of France is",
-                sampling=pb.SamplingParams(max_tokens=1, temperature=0.0),
-            )
-            times = []
-            for _ in range(3):
-                time.sleep(0.5)  # what the request before left to do is over
-                start = time.monotonic()
-                list(stub.GenerateStream(request, timeout=TIMEOUT_S))
-                times.append((start, time.monotonic()))
-        (Path(folder) / "end").touch()
-        entries = _read_entries(Path(folder) / "entries.json")
+def walk_request(door: str) -> None:
+    """A streamed request of one token through gRPC or HTTP: down to the scheduler, and up again.
+    The server runs in this process, the client in a thread."""
+    times: list[tuple[float, float]] = []
+    client = threading.Thread(target=_ask_server, args=(door, times), daemon=True)
+    client.start()
+    sys.argv = ["tpengine", "serve", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
+    sys.argv += ["--port", str(PORTS["gRPC"]), "--http-port", str(PORTS["HTTP"])]
+    with Walk() as walk, contextlib.suppress(SystemExit):
+        runpy.run_module("tpengine", run_name="__main__")
+    client.join(TIMEOUT_S)
     start, end = times[-1]
-    of_request = [one for one in entries if start <= one[0] <= end]
+    of_request = [entry for entry in walk.entries if start <= entry[0] <= end]
     added = next(
         index
         for index, (_, place, name) in enumerate(of_request)
@@ -117,8 +116,42 @@ def walk_request() -> None:
     computed = max(
         index for index, (_, place, _) in enumerate(of_request) if place.startswith("worker")
     )
-    report("a gRPC request on its way down", of_request[: added + 1])
-    report("a gRPC request on its way up", of_request[computed + 1 :])
+    report(f"a request through {door} on its way down", of_request[: added + 1])
+    report(f"a request through {door} on its way up", of_request[computed + 1 :])
+
+
+def _ask_server(door: str, times: list[tuple[float, float]]) -> None:
+    """Waits for the server, notes when three requests began and ended, and ends the server."""
+    ask = {"gRPC": _over_grpc, "HTTP": _over_http}[door]
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while len(times) < 3 and time.monotonic() < deadline:
+            time.sleep(0.5)  # what the request before left to do is over
+            start = time.monotonic()
+            with contextlib.suppress(OSError, grpc.RpcError):  # the server is not ready
+                ask()
+                times.append((start, time.monotonic()))
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _over_grpc() -> None:
+    sampling = pb.SamplingParams(max_tokens=1, temperature=0.0)
+    request = pb.GenerateRequest(prompt=PROMPT, sampling=sampling)
+    with grpc.insecure_channel(f"127.0.0.1:{PORTS['gRPC']}") as channel:
+        stub = GenerationServiceStub(channel)
+        list(stub.GenerateStream(request, timeout=TIMEOUT_S))
+
+
+def _over_http() -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "stream": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORTS['HTTP']}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        answer.read()
 
 
 def walk_loss() -> None:
@@ -131,7 +164,7 @@ def walk_loss() -> None:
     with walk:  # threads of the start are watched too
         engine = LLMEngine.from_engine_args(args)
     with engine:
-        engine.add_request("0", "The capital of France is", params)
+        engine.add_request("0", PROMPT, params)
         for _ in range(10):
             engine.step()
         with walk:
@@ -143,9 +176,9 @@ def walk_loss() -> None:
                     raise SystemExit(f"no recovery within {TIMEOUT_S:g} s")
             engine.step()
         engine.abort_request("0")
-    lost = [one for one in walk.entries if one[0] >= start]
+    lost = [entry for entry in walk.entries if entry[0] >= start]
     report("a rank loss, in the driver", lost)
-    report("  of it in the executor", [one for one in lost if one[1].startswith("executor")])
+    report("  of it in the executor", [entry for entry in lost if entry[1].startswith("executor")])
 
 
 def _engine_args(**options: Any) -> Any:
@@ -161,95 +194,28 @@ def _engine_args(**options: Any) -> Any:
     )
 
 
-def _protocol() -> tuple[Any, Any]:
-    """Messages and stubs, wherever the commit keeps them."""
-    for home in ("tpengine.proto", "tpengine.server.proto"):
-        with contextlib.suppress(ModuleNotFoundError):
-            return (
-                importlib.import_module(f"{home}.tpengine_pb2"),
-                importlib.import_module(f"{home}.tpengine_pb2_grpc"),
-            )
-    raise SystemExit("this commit has no stubs where this script looks for them")
-
-
-@contextlib.contextmanager
-def _server(folder: Path) -> Iterator[str]:
-    """A server that notes its entries; its address. Ends when the file `end` appears, and has
-    written them when this context is left."""
-    log = folder / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, __file__, "serve-and-note", str(folder)], stdout=out, stderr=out
-        )
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while " is ready on " not in (said := log.read_text()):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the server did not start:\n{said}")
-            time.sleep(0.1)
-        yield said.partition(" is ready on ")[2].split()[0].rstrip(":;,")
-    finally:
-        process.kill()
-        process.wait(TIMEOUT_S)
-
-
-def _serve_and_note(folder: Path) -> None:
-    """In the server's process. The entries are written by a thread when `end` appears."""
-    walk = Walk()
-
-    def write_at_end() -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (folder / "end").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        new = folder / "entries.new"
-        new.write_text(json.dumps(walk.entries))
-        new.replace(folder / "entries.json")
-
-    threading.Thread(target=write_at_end, daemon=True).start()
-    options = ["--port", "0", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
-    sys.argv = ["tpengine", "serve", *options]
-    with walk:
-        runpy.run_module("tpengine", run_name="__main__")
-
-
-def _read_entries(path: Path) -> list[Entry]:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise SystemExit("the server did not write its entries")
-        time.sleep(0.05)
-    return [(when, place, name) for when, place, name in json.loads(path.read_text())]
-
-
-def _is_mine(pid: int) -> bool:
-    """Whether this process has started a process, directly or through others."""
-    while pid > 1 and pid != os.getpid():
-        status = Path(f"/proc/{pid}/stat").read_text()
-        pid = int(status.rpartition(")")[2].split()[1])  # the parent
-    return pid == os.getpid()
-
-
 def _rank_pids() -> list[int]:
     """This program's actors of Ray that have loaded the package's kernels."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            is_actor = (folder / "cmdline").read_bytes().startswith(b"ray::")
-            has_kernels = "libtpengine_cpu.so" in (folder / "maps").read_text()
-            if is_actor and has_kernels and _is_mine(int(folder.name)):
-                found.append(int(folder.name))
-    return sorted(found)
+    pids = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            has_kernels = any("libtpengine_cpu.so" in part.path for part in process.memory_maps())
+            if has_kernels and process.cmdline()[0].startswith("ray::"):
+                pids.append(process.pid)
+    return sorted(pids)
 
 
 def main(words: list[str]) -> None:
     """Counts the walk that is named."""
-    walks = {"step": walk_step, "request": walk_request, "loss": walk_loss}
-    if words[:1] == ["serve-and-note"]:
-        _serve_and_note(Path(words[1]))
-    elif len(words) == 1 and words[0] in walks:
-        walks[words[0]]()
-    else:
+    walks = {
+        "step": walk_step,
+        "grpc": partial(walk_request, "gRPC"),
+        "http": partial(walk_request, "HTTP"),
+        "loss": walk_loss,
+    }
+    if len(words) != 1 or words[0] not in walks:
         raise SystemExit(f"usage: python walks.py {'|'.join(walks)}")
+    walks[words[0]]()
 
 
 if __name__ == "__main__":

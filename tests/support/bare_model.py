@@ -33,27 +33,20 @@ def tensor(values: Sequence[int]) -> torch.Tensor:
 
 def prefill_metadata(lengths: Sequence[int]) -> AttentionMetadata:
     """Whole prompts as one step."""
-    first = BLOCKS_EACH * BLOCK_SIZE
-    return AttentionMetadata(
-        positions=tensor([p for length in lengths for p in range(length)]),
-        slot_mapping=tensor([first * i + p for i, n in enumerate(lengths) for p in range(n)]),
-        block_table=tensor(range(BLOCKS_EACH * len(lengths))).view(-1, BLOCKS_EACH),
-        seq_lens=tensor(lengths),
-        query_start_loc=tensor([0, *np.cumsum(lengths).tolist()]),
-        num_decodes=0,
-    )
+    return _metadata([range(length) for length in lengths], num_decodes=0)
 
 
-def decode_metadata(lengths: Sequence[int]) -> AttentionMetadata:
-    """The next step: one more token of each sequence."""
-    first = BLOCKS_EACH * BLOCK_SIZE
+def _metadata(positions: Sequence[range], num_decodes: int) -> AttentionMetadata:
+    """A step that computes these positions of each sequence; decodes are first."""
+    places = [(i, place) for i, own in enumerate(positions) for place in own]
+    starts = np.cumsum([0, *map(len, positions[num_decodes:])])
     return AttentionMetadata(
-        positions=tensor(lengths),
-        slot_mapping=tensor([first * i + n for i, n in enumerate(lengths)]),
-        block_table=tensor(range(BLOCKS_EACH * len(lengths))).view(-1, BLOCKS_EACH),
-        seq_lens=tensor([n + 1 for n in lengths]),
-        query_start_loc=tensor([0]),
-        num_decodes=len(lengths),
+        positions=tensor([place for _, place in places]),
+        slot_mapping=tensor([BLOCKS_EACH * BLOCK_SIZE * i + place for i, place in places]),
+        block_table=tensor(range(BLOCKS_EACH * len(positions))).view(-1, BLOCKS_EACH),
+        seq_lens=tensor([own.stop for own in positions]),
+        query_start_loc=tensor(starts.tolist()),
+        num_decodes=num_decodes,
     )
 
 
@@ -92,7 +85,7 @@ class BareModel:
         found = []
         for ids, metadata in (
             (token_ids, prefill_metadata(lengths)),
-            (tensor(NEXT), decode_metadata(lengths)),
+            (tensor(NEXT), _metadata([range(n, n + 1) for n in lengths], len(lengths))),
         ):
             hidden = self.model.forward(ids % self._vocab_size, self.kv_caches, metadata)
             found.append(self.model.compute_logits(hidden))

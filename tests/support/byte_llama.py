@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
 
 from support import engines
 from support.engines import serve
 from support.small_llamas import write_llama
+from support.tiny_llama import byte_level_tokenizer
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 
 VOCAB_SIZE = 288
@@ -31,19 +31,10 @@ def write(path: Path) -> Path:
 
 def write_tokenizer(path: Path, *added: AddedToken, chat_template: str | None = None) -> None:
     """Byte-level BPE that knows "ab" and, apart from it, " ab"; and added tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = ["<pad>", "<s>", "</s>"]
-    vocab = {token: i for i, token in enumerate([*specials, *alphabet, "ab", "Ġab"])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("Ġ", "ab")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(specials)
-    backend.add_tokens(list(added))
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
-    hf.chat_template = chat_template
-    hf.save_pretrained(path)
+    words, merges = ["ab", "Ġab"], [("a", "b"), ("Ġ", "ab")]
+    tokenizer = byte_level_tokenizer(words, merges, added=added)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(path)
 
 
 def make_engine(folder: Path, **kwargs: Any) -> LLMEngine:

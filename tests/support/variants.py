@@ -26,7 +26,7 @@ _COMMON = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
-_LLAMA_SHAPE = {
+_LLAMA = {
     "hidden_size": 128,
     "intermediate_size": 160,
     "num_hidden_layers": 2,
@@ -36,7 +36,8 @@ _LLAMA_SHAPE = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-_OPT_SHAPE = {
+_GEMMA = {**_LLAMA, "num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_scalar": 50}
+_OPT = {
     "hidden_size": 128,
     "ffn_dim": 192,
     "num_hidden_layers": 2,
@@ -45,33 +46,57 @@ _OPT_SHAPE = {
     "dropout": 0.0,
     "tie_word_embeddings": False,
 }
-_BLOOM_SHAPE = {"n_layer": 2, "tie_word_embeddings": False}
-_GEMMA_SHAPE = {
-    **_LLAMA_SHAPE,
-    "num_hidden_layers": 3,
-    "sliding_window": WINDOW,
-    "query_pre_attn_scalar": 50,
+_SHAPES = {
+    "bloom": {"n_layer": 2, "tie_word_embeddings": False},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "gpt2": {"n_layer": 2, "n_positions": MAX_POSITIONS, "tie_word_embeddings": True},
+    "gpt_neox": {**_OPT, "intermediate_size": 154},
+    "opt": _OPT,
 }
-_NEOX_SHAPE = {**_OPT_SHAPE, "intermediate_size": 154}
-_TIED_BIASES = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
-_GPT2_SHAPE = {"n_layer": 2, "n_positions": MAX_POSITIONS, "tie_word_embeddings": True}
+"""By model type; other models have `_LLAMA`."""
+_TIED = {"tie_word_embeddings": True}
+_TIED_BIASES = {**_TIED, "attention_bias": True, "mlp_bias": True}
+_WINDOWS = {"sliding_window": WINDOW}
+_NO_WINDOWS = {"sliding_window": None}
+_SOME_WINDOWS = {
+    **_WINDOWS,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_ALL_FULL = {"layer_types": ["full_attention"] * 3}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0 + 0.1 * i for i in range(12)],
     "long_factor": [1.0 + 0.4 * i for i in range(12)],
+    "partial_rotary_factor": 0.75,
 }
 """For heads of 32 elements of which three quarters are rotated, as in Phi-4-mini."""
-_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
-_ALL_FULL = ["full_attention"] * 3
 
 
 def _rope(scaling: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {**scaling, "rope_theta": 10000.0}}
 
 
-_HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
+_HALF = _rope({"rope_type": "default", "partial_rotary_factor": 0.5})
 _UNSCALED = _rope({"rope_type": "default"})
+
+
+def _local_rope(theta: float) -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": theta}
+    full = {**LINEAR_ROPE, "rope_theta": 1e6}
+    return {"rope_parameters": {"sliding_attention": local, "full_attention": full}}
+
+
+def _heads(num_heads: int, num_kv_heads: int = 1, **sizes: int) -> dict[str, int]:
+    return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, **sizes}
+
+
+def _experts(number: int, chosen: int, inner: int) -> dict[str, int]:
+    return {
+        "num_experts": number, "num_experts_per_tok": chosen, "moe_intermediate_size": inner
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,176 +144,124 @@ class Variant:
         edit_json(target / "config.json", lambda config: config.update(self.ablation))
 
 
-def _variant(
-    name: str,
-    shape: dict[str, Any],
-    ablation: dict[str, Any] | None = None,
-    old_spelling: str | None = None,
-    bias_std: float = INITIALIZER_RANGE,
-    embedding_scale: float = 1.0,
-    **fields: Any,
-) -> Variant:
-    model_type, config = name.partition("-")[0], {**shape, **fields}
-    stds = bias_std, embedding_scale
-    return Variant(name, model_type, config, ablation or {}, old_spelling, *stds)
+def _variant(name: str, ablation: dict[str, Any] | None = None, /, **fields: Any) -> Variant:
+    """A variant, whose name begins with its model type.
+
+    Args:
+        fields: those of `Variant`, and of the configuration in addition to the type's shape.
+    """
+    model_type = name.partition("-")[0]
+    own = {key: fields.pop(key) for key in _OWN_FIELDS & fields.keys()}
+    if _SHAPES.get(model_type) is _GEMMA:
+        # Larger embeddings, which the model multiplies, would outweigh all layers.
+        own["embedding_scale"] = 0.2
+    config = {**_SHAPES.get(model_type, _LLAMA), **fields}
+    return Variant(name, model_type, config, ablation or {}, **own)
 
 
-def _llama(name: str, ablation: dict[str, Any] | None = None, **fields: Any) -> Variant:
-    return _variant(name, _LLAMA_SHAPE, ablation, **fields)
-
-
-def _gemma(name: str, ablation: dict[str, Any], **fields: Any) -> Variant:
-    # Larger embeddings, which the model multiplies, would outweigh all layers.
-    return _variant(name, _GEMMA_SHAPE, ablation, embedding_scale=0.2, **fields)
-
-
-def _local_rope(theta: float) -> dict[str, Any]:
-    local, scaled = {"rope_type": "default", "rope_theta": theta}, LINEAR_ROPE
-    full = {**scaled, "rope_theta": 1e6}
-    return {"rope_parameters": {"sliding_attention": local, "full_attention": full}}
-
-
-def _opt(name: str, ablation: dict[str, Any] | None = None, **fields: Any) -> Variant:
-    return _variant(f"opt-{name}", _OPT_SHAPE, ablation, **fields)
-
-
-def _bloom(name: str, hidden_size: int, heads: int, **fields: Any) -> Variant:
-    return _variant(f"bloom-{name}", _BLOOM_SHAPE, hidden_size=hidden_size, n_head=heads, **fields)
-
-
-def _phi(name: str, ablation: dict[str, Any] | None = None, **fields: Any) -> Variant:
-    return _variant(f"phi3-{name}", _LLAMA_SHAPE, ablation, **fields)
-
-
-def _gpt2(
-    name: str, size: int, heads: int, ablation: dict[str, Any] | None = None, **fields: Any
-) -> Variant:
-    return _variant(f"gpt2-{name}", _GPT2_SHAPE, ablation, n_embd=size, n_head=heads, **fields)
-
-
+_OWN_FIELDS = {"old_spelling", "bias_std"}
 VARIANTS = [
-    _llama("llama-biases", attention_bias=True, mlp_bias=True),
-    _llama(
-        "llama-tied-6-to-1",
-        tie_word_embeddings=True,
-        hidden_size=96,
-        head_dim=80,
-        num_attention_heads=6,
-        num_key_value_heads=1,
-    ),
-    _llama(
-        "llama-7-to-1", hidden_size=112, head_dim=112, num_attention_heads=7, num_key_value_heads=1
-    ),
-    _llama("llama-linear", _UNSCALED, head_dim=96, **_rope(LINEAR_ROPE)),
-    _llama("llama-dynamic", **_rope({"rope_type": "dynamic", "factor": 2.0})),
-    _llama(
+    _variant("llama-biases", attention_bias=True, mlp_bias=True),
+    _variant("llama-tied-6-to-1", **_TIED, **_heads(6, hidden_size=96, head_dim=80)),
+    _variant("llama-7-to-1", **_heads(7, hidden_size=112, head_dim=112)),
+    _variant("llama-linear", _UNSCALED, head_dim=96, **_rope(LINEAR_ROPE)),
+    _variant("llama-dynamic", **_rope({"rope_type": "dynamic", "factor": 2.0})),
+    _variant(
         "llama-llama3-old", {"rope_scaling": None}, old_spelling="rope_type", **_rope(LLAMA3_ROPE)
     ),
-    _llama("llama-yarn-old", {"rope_scaling": None}, old_spelling="type", **_rope(_YARN)),
-    _llama("mistral-window", {"sliding_window": None}, sliding_window=WINDOW, head_dim=48),
-    _llama("mistral-no-window", sliding_window=None),
-    _llama(
-        "ministral-layers",
-        {"layer_types": _ALL_FULL},
-        num_hidden_layers=3,
-        layer_types=_ALTERNATING,
-        sliding_window=WINDOW,
-        head_dim=64,
-    ),
-    _llama("qwen2-tied", tie_word_embeddings=True, num_attention_heads=8),
-    _llama(
+    _variant("llama-yarn-old", {"rope_scaling": None}, old_spelling="type", **_rope(_YARN)),
+    _variant("mistral-window", _NO_WINDOWS, **_WINDOWS, head_dim=48),
+    _variant("mistral-no-window", **_NO_WINDOWS),
+    _variant("ministral-layers", _ALL_FULL, **_SOME_WINDOWS, head_dim=64),
+    _variant("qwen2-tied", **_TIED, num_attention_heads=8),
+    _variant(
         "qwen2-upper-windows",
-        {"layer_types": _ALL_FULL},
+        _ALL_FULL,
+        **_WINDOWS,
         num_hidden_layers=3,
         use_sliding_window=True,
-        sliding_window=WINDOW,
         max_window_layers=1,
     ),
-    _llama("qwen2-yarn", _UNSCALED, **_rope({**_YARN, "attention_factor": 1.3})),
-    _llama("qwen3-head-dim", hidden_size=96, head_dim=64),
-    _llama(
+    _variant("qwen2-yarn", _UNSCALED, **_rope({**_YARN, "attention_factor": 1.3})),
+    _variant("qwen3-head-dim", hidden_size=96, head_dim=64),
+    _variant(
         "qwen3-layers-biases",
-        {"layer_types": _ALL_FULL},
-        num_hidden_layers=3,
-        layer_types=_ALTERNATING,
+        _ALL_FULL,
+        **_SOME_WINDOWS,
         use_sliding_window=True,
-        sliding_window=WINDOW,
         attention_bias=True,
         head_dim=32,
     ),
-    _llama("gemma-biases", hidden_act="gelu", attention_bias=True, head_dim=48),
-    _gemma(
+    _variant("gemma-biases", hidden_act="gelu", attention_bias=True, head_dim=48),
+    _variant(
         "gemma2-caps",
         {"attn_logit_softcapping": None},
+        **_TIED,
         attn_logit_softcapping=1.5,
         final_logit_softcapping=5.0,
-        tie_word_embeddings=True,
         hidden_size=112,
         head_dim=80,
     ),
-    _gemma(
+    _variant(
         "gemma2-layers-biases",
-        {"layer_types": _ALL_FULL},
+        _ALL_FULL,
+        **_heads(6, hidden_size=96, head_dim=32),
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
         attention_bias=True,
-        head_dim=32,
-        num_attention_heads=6,
-        hidden_size=96,
-        num_key_value_heads=1,
         final_logit_softcapping=None,
     ),
-    _gemma("gemma3_text-ropes", _local_rope(1e6), layer_types=_ALTERNATING, **_local_rope(50.0)),
-    _gemma(
+    _variant("gemma3_text-ropes", _local_rope(1e6), **_SOME_WINDOWS, **_local_rope(50.0)),
+    _variant(
         "gemma3_text-256",
         {"query_pre_attn_scalar": 256},
-        layer_types=_ALTERNATING,
-        tie_word_embeddings=True,
+        **_SOME_WINDOWS,
+        **_TIED,
         head_dim=256,
         num_key_value_heads=1,
         final_logit_softcapping=4.0,
     ),
-    _phi("window", {"sliding_window": None}, sliding_window=WINDOW, intermediate_size=154),
-    _phi("partial", {"rope_parameters": {}}, num_key_value_heads=4, **_rope(_HALF)),
-    _phi(
-        "longrope-short-old",
+    _variant("phi3-window", _NO_WINDOWS, **_WINDOWS, intermediate_size=154),
+    _variant("phi3-partial", {"rope_parameters": {}}, num_key_value_heads=4, **_HALF),
+    _variant(
+        "phi3-longrope-short-old",
         old_spelling="type",
         original_max_position_embeddings=MAX_POSITIONS,
-        **_rope({**_LONGROPE, "partial_rotary_factor": 0.75, "factor": 4.0}),
+        **_rope({**_LONGROPE, "factor": 4.0}),
     ),
     # transformers takes the short factors up to the original length, and at position 0 no factor
     # changes anything.
-    _phi(
-        "longrope-long",
-        tie_word_embeddings=True,
+    _variant(
+        "phi3-longrope-long",
+        **_TIED,
         original_max_position_embeddings=1,
-        **_rope({**_LONGROPE, "partial_rotary_factor": 0.75, "attention_factor": 1.3}),
+        **_rope({**_LONGROPE, "attention_factor": 1.3}),
     ),
-    _gpt2("8-heads", 128, 8, n_inner=154, activation_function="relu"),
-    _gpt2(
-        "layer-scale",
-        192,
-        4,
+    _variant("gpt2-8-heads", n_embd=128, n_head=8, n_inner=154, activation_function="relu"),
+    _variant(
+        "gpt2-layer-scale",
         {"scale_attn_by_inverse_layer_idx": False},
+        n_embd=192,
+        n_head=4,
         scale_attn_by_inverse_layer_idx=True,
         reorder_and_upcast_attn=True,
     ),
-    _gpt2(
-        "untied-unscaled",
-        96,
-        6,
+    _variant(
+        "gpt2-untied-unscaled",
         {"scale_attn_weights": True},
+        n_embd=96,
+        n_head=6,
         scale_attn_weights=False,
         tie_word_embeddings=False,
     ),
-    _llama(
+    _variant(
         "mixtral-odd",
         {"num_experts_per_tok": 2},
         num_local_experts=5,
         num_experts_per_tok=3,
         intermediate_size=92,
     ),
-    _llama("mixtral-window", {"sliding_window": None}, sliding_window=WINDOW, num_local_experts=4),
-    _llama(
+    _variant("mixtral-window", _NO_WINDOWS, **_WINDOWS, num_local_experts=4),
+    _variant(
         "qwen2_moe-shared",
         {"norm_topk_prob": True},
         num_experts=6,
@@ -296,43 +269,35 @@ VARIANTS = [
         shared_expert_intermediate_size=106,
         norm_topk_prob=False,
     ),
-    _llama(
+    _variant(
         "qwen2_moe-layers",
         {"norm_topk_prob": False},
-        num_hidden_layers=3,
-        num_experts=5,
-        num_experts_per_tok=3,
-        moe_intermediate_size=48,
+        **_SOME_WINDOWS,
+        **_experts(5, 3, 48),
         shared_expert_intermediate_size=64,
         norm_topk_prob=True,
         qkv_bias=False,
         mlp_only_layers=[1],
         use_sliding_window=True,
-        sliding_window=WINDOW,
-        layer_types=_ALTERNATING,
     ),
-    _llama(
+    _variant(
         "qwen3_moe-sparse-step",
         {"num_experts_per_tok": 2},
-        num_experts=7,
-        num_experts_per_tok=3,
-        moe_intermediate_size=40,
+        **_experts(7, 3, 40),
         decoder_sparse_step=2,
         norm_topk_prob=True,
         head_dim=48,
     ),
-    _llama(
+    _variant(
         "qwen3_moe-window",
-        {"sliding_window": None},
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
+        _NO_WINDOWS,
+        **_WINDOWS,
+        **_experts(4, 2, 40),
         use_sliding_window=True,
-        sliding_window=WINDOW,
         attention_bias=True,
         head_dim=32,
     ),
-    _llama(
+    _variant(
         "granite-odd",
         {"residual_multiplier": 1.0},
         embedding_multiplier=3.0,
@@ -341,55 +306,61 @@ VARIANTS = [
         logits_scaling=1.7,
         intermediate_size=154,
     ),
-    _llama(
+    _variant(
         "granite-tied-biases",
         {"attention_multiplier": 0.6},
+        **_TIED_BIASES,
         attention_multiplier=0.1,
         num_key_value_heads=1,
-        **_TIED_BIASES,
     ),
-    _llama("olmo2-odd", intermediate_size=154),
-    _llama(
-        "olmo2-biases-6-to-1",
-        bias_std=0.05,
-        hidden_size=96,
-        num_attention_heads=6,
-        num_key_value_heads=1,
-        attention_bias=True,
+    _variant("olmo2-odd", intermediate_size=154),
+    _variant(
+        "olmo2-biases-6-to-1", **_heads(6, hidden_size=96), bias_std=0.05, attention_bias=True
     ),
-    _llama("smollm3-odd", {"no_rope_layers": [1, 1]}, no_rope_layers=[1, 0], intermediate_size=154),
-    _llama(
+    _variant(
+        "smollm3-odd", {"no_rope_layers": [1, 1]}, no_rope_layers=[1, 0], intermediate_size=154
+    ),
+    _variant(
         "smollm3-window-biases",
-        {"layer_types": _ALL_FULL},
+        _ALL_FULL,
+        **_WINDOWS,
+        **_TIED_BIASES,
         num_hidden_layers=3,
         no_rope_layers=[0, 1, 0, 1],
         use_sliding_window=True,
-        sliding_window=WINDOW,
-        **_TIED_BIASES,
     ),
-    _variant("gpt_neox-odd", _NEOX_SHAPE, {"use_parallel_residual": False}),
+    _variant("gpt_neox-odd", {"use_parallel_residual": False}),
     _variant(
         "gpt_neox-sequential-half",
-        {**_NEOX_SHAPE, "intermediate_size": 192, "hidden_act": "gelu_new"},
         {"rope_parameters": {}},
+        intermediate_size=192,
+        hidden_act="gelu_new",
         use_parallel_residual=False,
         attention_bias=False,
-        **_rope(_HALF),
+        **_HALF,
     ),
-    _opt("before", {"do_layer_norm_before": False}),
+    _variant("opt-before", {"do_layer_norm_before": False}),
     # Larger biases would make the logits independent of the tokens.
-    _opt("after-projected", word_embed_proj_dim=80, do_layer_norm_before=False, bias_std=0.05),
-    _opt("no-final-norm", {"_remove_final_layer_norm": False}, _remove_final_layer_norm=True),
-    _opt(
-        "no-bias-gelu",
+    _variant(
+        "opt-after-projected", word_embed_proj_dim=80, do_layer_norm_before=False, bias_std=0.05
+    ),
+    _variant(
+        "opt-no-final-norm", {"_remove_final_layer_norm": False}, _remove_final_layer_norm=True
+    ),
+    _variant(
+        "opt-no-bias-gelu",
         {"activation_function": "relu"},
         enable_bias=False,
         layer_norm_elementwise_affine=False,
         activation_function="gelu",
     ),
-    _bloom("8-heads", 128, 8),
-    _bloom("12-heads", 192, 12),
-    _bloom(
-        "residual-after-norm", 96, 6, bias_std=0.05, apply_residual_connection_post_layernorm=True
+    _variant("bloom-8-heads", hidden_size=128, n_head=8),
+    _variant("bloom-12-heads", hidden_size=192, n_head=12),
+    _variant(
+        "bloom-residual-after-norm",
+        hidden_size=96,
+        n_head=6,
+        bias_std=0.05,
+        apply_residual_connection_post_layernorm=True,
     ),
 ]
