@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,42 +43,78 @@ from tpengine.inputs import TokensPrompt
 from tpengine.proto.status_details import write_details
 from tpengine.server.auth import Authenticator
 
-PROMPT = "Once upon a time"
+PROMPT, FRANCE = "Once upon a time", "The capital of France is"
 LONG = greedy(LASTING)
 NOTICED_S = 20.0
 """Two seconds, on a loaded machine."""
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def test_outputs_are_those_of_the_engine(server: ServerProcess, llm: LLM) -> None:
-    params = SamplingParams(
-        temperature=0.9, seed=7, max_tokens=40, n=3, logprobs=3, prompt_logprobs=1, stop=["."]
-    )
-    (offline,) = llm.generate(PROMPT, params, use_tqdm=False)
+def check_output(server: ServerProcess, llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """The server gives what the offline engine gives, in one message and in a stream."""
+    (offline,) = llm.generate(prompt, params, use_tqdm=False)
 
     async def talk(client: GenerationClient) -> Any:
-        whole = await client.generate(PROMPT, params)
-        parts = [part async for part in client.stream(PROMPT, params)]
-        return whole, parts
+        whole = await client.generate(prompt, params)
+        return whole, [part async for part in client.stream(prompt, params)]
 
     whole, parts = talk_with(server.target, talk)
     assert whole.outputs == offline.outputs
     assert repr(whole.prompt_logprobs) == repr(offline.prompt_logprobs), "in the same order"
-    assert whole.prompt == PROMPT
-    assert whole.usage is not None
-    assert whole.usage.num_prompt_tokens == len(offline.prompt_token_ids)
-    assert whole.usage.num_output_tokens == sum(len(one.token_ids) for one in offline.outputs)
+    assert whole.prompt == prompt
+    for usage in (whole.usage, parts[-1].usage):
+        assert usage.num_prompt_tokens == len(offline.prompt_token_ids)
+        assert usage.num_output_tokens == sum(len(one.token_ids) for one in offline.outputs)
+        assert 0.0 <= usage.queue_s <= usage.first_token_s <= usage.total_s
     for one in offline.outputs:
         mine = [got for part in parts for got in part.outputs if got.index == one.index]
         assert "".join(got.text for got in mine) == one.text
         assert tuple(token for got in mine for token in got.token_ids) == one.token_ids
+        assert [entry for got in mine for entry in got.logprobs or ()] == (one.logprobs or [])
         # Only the last message has a finish reason.
-        reasons = [got.finish_reason for got in mine]
-        assert reasons == [None] * (len(mine) - 1) + [one.finish_reason]
+        reasons = [(got.finish_reason, got.stop_reason) for got in mine]
+        end = (one.finish_reason, one.stop_reason)
+        assert reasons == [(None, None)] * (len(mine) - 1) + [end]
     assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
-def test_all_forms_of_a_prompt(server: ServerProcess) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "fields"),
+    [
+        (PROMPT, {"temperature": 0.9, "seed": 7, "max_tokens": 40, "n": 3, "logprobs": 3,
+                  "prompt_logprobs": 1, "stop": ["."]}),
+        (PROMPT, {"max_tokens": 40, "ignore_eos": True, "repetition_penalty": 1.3}),
+        ("Der Fluß fließt über Ærø: 東京 🙂", {"max_tokens": 24, "ignore_eos": True}),
+        (FRANCE, {"max_tokens": 12, "detokenize": False}),
+        (FRANCE, {"max_tokens": 12, "temperature": 0.8, "seed": 0, "n": 3}),
+        (FRANCE, {"max_tokens": 12, "use_beam_search": True, "best_of": 3, "n": 2}),
+        (FRANCE, {"max_tokens": 60, "stop": ["Seine"]}),
+        (FRANCE, {"max_tokens": 60, "stop": ["Seine"], "include_stop_str_in_output": True}),
+        (FRANCE, {"max_tokens": 60, "stop_token_ids": [1152]}),
+    ],
+)  # fmt: skip
+def test_outputs_are_those_of_the_engine(
+    server: ServerProcess, llm: LLM, prompt: str, fields: dict[str, Any]
+) -> None:
+    check_output(server, llm, prompt, SamplingParams(**{"temperature": 0.0, **fields}))
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_a_stop_string_that_ends_inside_a_character(
+    server: ServerProcess, llm: LLM, includes: bool
+) -> None:
+    """Each token is one byte of a character: the stop matches inside the text of a token."""
+    text = "é" * 6
+    params = greedy(16, allowed_token_ids=sorted({*llm.get_tokenizer().encode(text)}))
+    whole = llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
+    params = replace(params, stop=[whole[1:3]], include_stop_str_in_output=includes)
+    cut = llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
+    assert len(whole[1:3]) == 2
+    assert cut == whole[: whole.index(whole[1:3])] + whole[1:3] * includes
+    check_output(server, llm, text, params)
+
+
+def test_all_forms_of_a_prompt(server: ServerProcess, llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello"}]
 
     async def talk(client: GenerationClient) -> Any:
@@ -95,7 +132,12 @@ def test_all_forms_of_a_prompt(server: ServerProcess) -> None:
         assert by_text.outputs == by_ids.outputs
         assert by_chat.outputs == by_chat_ids.outputs != by_text.outputs
         assert by_ids.prompt_token_ids == ids
+        assert ids == llm.get_tokenizer().encode(PROMPT)
+        assert chat_ids == llm.chat_token_ids(messages)
         assert await client.detokenize(ids) == PROMPT
+        assert await client.detokenize([0]) == ""
+        assert await client.detokenize([0], False) == llm.get_tokenizer().decode([0])
+        assert await client.tokenize("") == []
 
     talk_with(server.target, talk)
 
