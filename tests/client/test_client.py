@@ -20,7 +20,7 @@ from support.engines import greedy
 from support.server_process import ServerProcess, wait_until
 from support.servers import LASTING, MODEL_LENGTH
 
-from client.talks import PATIENCE_S, talk_with
+from client.talks import PATIENCE_S, joined_parts, talk_with
 from tpengine import LLM, SamplingParams
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
@@ -66,16 +66,7 @@ def check_output(server: ServerProcess, llm: LLM, prompt: str, params: SamplingP
         assert usage.num_prompt_tokens == len(offline.prompt_token_ids)
         assert usage.num_output_tokens == sum(len(one.token_ids) for one in offline.outputs)
         assert 0.0 <= usage.queue_s <= usage.first_token_s <= usage.total_s
-    for one in offline.outputs:
-        mine = [got for part in parts for got in part.outputs if got.index == one.index]
-        assert "".join(got.text for got in mine) == one.text
-        assert tuple(token for got in mine for token in got.token_ids) == one.token_ids
-        assert [entry for got in mine for entry in got.logprobs or ()] == (one.logprobs or [])
-        # Only the last message has a finish reason.
-        reasons = [(got.finish_reason, got.stop_reason) for got in mine]
-        end = (one.finish_reason, one.stop_reason)
-        assert reasons == [(None, None)] * (len(mine) - 1) + [end]
-    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert joined_parts(parts) == offline.outputs
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,6 @@ def selenium_packages() -> str:
     return str(folder)
 
 
-def h2load() -> str:
-    """Path of `h2load`, nghttp2's load generator: HTTP/2 in C, nothing of gRPC."""
-    return require("h2load", "nghttp2-client")
-
-
 def _install(
     folder: Path,
     wanted: str,

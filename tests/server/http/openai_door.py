@@ -6,7 +6,9 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import ssl
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,23 +31,32 @@ QUESTIONS = ["What is two plus three?", "Tell me a story.", "Wie heißt die Haup
 
 
 class Door:
-    """Calls the routes at `http://HOST:PORT`; each call has a connection of its own."""
+    """Calls the routes at `http://HOST:PORT`; each call has a connection of its own.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        token: of the client; empty: it has none.
+        tls: for a server that has a certificate.
+    """
+
+    def __init__(self, address: str, token: str = "", tls: ssl.SSLContext | None = None) -> None:
         self.host = urlsplit(address).netloc
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._connect = partial(http.client.HTTPSConnection, context=tls) if tls else None
 
-    def begin(self, path: str, body: Any) -> http.client.HTTPConnection:
+    def begin(self, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
         """Sends a body to a path of the server, or without / to one below /v1, and does not wait
-        for the answer; a client leaves by closing this."""
-        connection = http.client.HTTPConnection(self.host, timeout=TIMEOUT_S)
+        for the answer; a client leaves by closing this. Without a body it is a GET."""
+        connect = self._connect or http.client.HTTPConnection
+        connection = connect(self.host, timeout=TIMEOUT_S)
         data = body if isinstance(body, bytes) else json.dumps(body)
         url = path if path.startswith("/") else f"/v1/{path}"
-        connection.request("POST", url, data, {"content-type": "application/json"})
+        sent = {"content-type": "application/json", **self._headers, **headers}
+        connection.request("GET" if body is None else "POST", url, data, sent)
         return connection
 
-    def open(self, path: str, body: Any) -> http.client.HTTPResponse:
-        """Sends a body."""
-        return self.begin(path, body).getresponse()
+    def open(self, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
+        """The answer to a body, or to a GET."""
+        return self.begin(path, body, **headers).getresponse()
 
     def refused(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
         """Status and error of a call that must fail before its first byte."""

@@ -18,15 +18,8 @@ from typing import Any
 import pytest
 from support.waiting import wait_until
 
-from server.guarded import Authority
-from server.http.open_port import (
-    WAIT_S,
-    OpenPort,
-    open_port,
-    posted,
-    read_answer,
-    request,
-)
+from server.guarded import WAIT_S, Authority
+from server.http.open_port import OpenPort, open_port, posted, read_answer, request
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError
 from tpengine.server.auth import Authenticator, TlsFiles
