@@ -168,7 +168,10 @@ def test_an_interrupt_prints_how_many_prompts_are_finished(
 
 @pytest.mark.parametrize(
     ("sent", "interrupt"),
-    [(signal.SIGTERM, signal.SIG_IGN), (signal.SIGINT, signal.default_int_handler)],
+    [
+        (signal.SIGTERM, signal.SIG_IGN),
+        pytest.param(signal.SIGINT, signal.default_int_handler, marks=pytest.mark.soak),
+    ],
 )
 def test_signals_end_the_command_in_order(sent: signal.Signals, interrupt: Any) -> None:
     """A shell's background jobs ignore Ctrl-C, but must end on SIGTERM."""

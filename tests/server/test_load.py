@@ -170,12 +170,14 @@ def test_a_crowd_is_refused(crowded: ServerProcess, size: int) -> None:
 
     async def come() -> list[str]:
         gate = asyncio.Semaphore(CONNECTING)
-        crowd = asyncio.gather(*(_come(crowded.target, gate) for _ in range(size)))
-        while not crowd.done():
+        crowd = [asyncio.create_task(_come(crowded.target, gate)) for _ in range(size)]
+        while (num_done := sum(client.done() for client in crowd)) < size:
             queued.append((await asyncio.to_thread(crowded.loads)).num_queued)
             held.append(crowded.resident_bytes() - memory)
-            await asyncio.wait([crowd], timeout=0.1)
-        return await crowd
+            if num_done >= size - QUEUE:
+                taken.close()  # all others are refused: those that wait may begin
+            await asyncio.wait(crowd, timeout=0.1)
+        return [client.result() for client in crowd]
 
     with ExitStack() as taken:
         for _ in range(NUM_SEQS):

@@ -23,7 +23,7 @@ from tpengine.proto import tpengine_pb2 as pb
 SMALL = ["--device", "cpu", "--dtype", "float32", "--num-device-blocks-override", "1024"]
 TWO = ["--tensor-parallel-size", "2"]
 CHILDREN = [*TWO, "--executor", "processes"]
-NUM_TOKENS, MAX_TOKENS = 600, 200
+NUM_TOKENS, MAX_TOKENS = 400, 200
 RAY_S = 120.0
 """Time for Ray and two ranks to start on a loaded machine."""
 

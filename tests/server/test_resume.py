@@ -55,9 +55,11 @@ QUESTIONS = ["What is two plus three?", "Tell me a story.", "Wie heißt die Haup
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that keeps streams, for two clients and the operator."""
+    """A server that keeps streams, for two clients and the operator. It loses its rank, and is
+    drained by the last test."""
     folder = tmp_path_factory.mktemp("resume")
     options = ["--http-port", "0", "--resume-window", str(WINDOW_S)]
+    options += ["--isolate", "--drain-timeout", "1"]
     with serving(
         folder, *OPTIONS, *options, *token_files(folder, ONE, TWO, admin=ADMIN)
     ) as process:
@@ -497,45 +499,24 @@ def test_our_client_ends_what_it_leaves(server: ServerProcess) -> None:
         asyncio.run(cut_once(server, print, priority=1, resume_window_s=WINDOW_S))
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that loses its rank, and is drained by the last test that has it."""
-    options = ["--http-port", "0", "--resume-window", str(WINDOW_S), "--drain-timeout", "1"]
-    log = tmp_path_factory.mktemp("alone") / "log"
-    with ServerProcess(*OPTIONS, *options, "--isolate", log=log) as process:
-        yield process
-
-
-def test_a_rank_is_lost_while_no_client_reads(alone: ServerProcess) -> None:
+def test_a_rank_is_lost_while_no_client_reads(server: ServerProcess) -> None:
     def about() -> Any:
-        return alone.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
+        return server.stub.GetServerInfo(pb.GetServerInfoRequest(), **as_client(ONE))
 
-    wanted = Grpc(alone).read(Grpc(alone).open("undisturbed", length=800))
-    for key, door in (("lost", Grpc(alone)), ("lost-too", Http(alone))):
-        stream = door.open(key, length=800)
-        begun = door.read(stream, 5)
+    doors = [Grpc(server), Http(server)]
+    wanted = doors[0].read(doors[0].open("undisturbed", length=800))
+    begun = []
+    for key, door in enumerate(doors):
+        stream = door.open(f"lost-{key}", length=800)
+        begun.append(door.read(stream, 5))
         door.leave(stream)
-        os.kill(rank_pid(about().ranks[0]), signal.SIGKILL)
-        rest = door.read(door.open(key, after=door.positions[-1], length=800))
-        assert begun + rest == wanted
-    assert about().recoveries == 2
-
-
-def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess) -> None:
-    """The last test of this server."""
-    doors = [Grpc(alone), Http(alone)]
-    read, left = ([(door, door.open(f"{key}-{place}")) for place, door in enumerate(doors)]
-                  for key in ("read", "left"))  # fmt: skip
-    for door, stream in (*read, *left):
-        door.read(stream, 2)
-    for door, stream in left:
-        door.leave(stream)
-    alone.process.send_signal(signal.SIGTERM)
-    _, over_http = doors
-    again = over_http.open("left-1", after=2)  # while it drains
-    for door, stream in (*read, (over_http, again)):
-        assert door.fault(stream) == "draining"
-    assert alone.process.wait(TIMEOUT_S) == 0
+    os.kill(rank_pid(about().ranks[0]), signal.SIGKILL)
+    for key, door in enumerate(doors):
+        rest = door.read(door.open(f"lost-{key}", after=door.positions[-1], length=800))
+        assert begun[key] + rest == wanted
+    assert about().recoveries == 1
+    for door in doors:
+        door.close()
 
 
 def answer_of(found: list[str]) -> dict[str, Any]:
@@ -627,3 +608,20 @@ def test_cut_streams_end_with_the_output_of_uncut_ones(server: ServerProcess, co
     seeds = [random.Random(rng.random()) for _ in range(count)]
     cuts = asyncio.run(all_cuts())
     print(f"{count} streams, {sum(cuts)} cuts")
+
+
+def test_a_server_that_drains_ends_kept_streams(server: ServerProcess) -> None:
+    """The last test of this server."""
+    doors = [Grpc(server), Http(server)]
+    read, left = ([(door, door.open(f"{key}-{place}")) for place, door in enumerate(doors)]
+                  for key in ("read", "left"))  # fmt: skip
+    for door, stream in (*read, *left):
+        door.read(stream, 2)
+    for door, stream in left:
+        door.leave(stream)
+    server.process.send_signal(signal.SIGTERM)
+    _, over_http = doors
+    again = over_http.open("left-1", after=2)  # while it drains
+    for door, stream in (*read, (over_http, again)):
+        assert door.fault(stream) == "draining"
+    assert server.process.wait(TIMEOUT_S) == 0

@@ -87,6 +87,13 @@ def bounded(check: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
     return run
 
 
+def begin(is_fast: bool = True) -> tuple[Mailbox, Connection, asyncio.Task[None]]:
+    """A mailbox whose outputs a task sends over a connection."""
+    box, connection = Mailbox(merges=True), Connection(is_fast)
+    sending = send_stream(box, ResponseWriter(), connection.write, WAIT_S)
+    return box, connection, asyncio.create_task(sending)
+
+
 async def _turns(count: int = 8) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -94,8 +101,7 @@ async def _turns(count: int = 8) -> None:
 
 @bounded
 async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
-    box, connection = Mailbox(merges=True), Connection()
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
+    box, connection, sending = begin()
     await _turns()
     for token in range(5):
         box.put(_output(token))
@@ -121,8 +127,7 @@ async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
 async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
     rng = random.Random(seed)
 
-    box, connection = Mailbox(merges=True), Connection(is_fast=False)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
+    box, connection, sending = begin(is_fast=False)
     for token in range(60):
         box.put(_output(token, finished=token == 59, logprobs=rng.random() < 0.1))
         for _ in range(rng.randrange(3)):
@@ -142,8 +147,7 @@ async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
 @pytest.mark.parametrize("is_fast", [True, False])
 @bounded
 async def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
-    box, connection = Mailbox(merges=True), Connection(is_fast)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
+    box, connection, sending = begin(is_fast)
     await _turns()
     box.put(_output(1))
     box.put(_output(2))
@@ -181,8 +185,7 @@ async def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 @bounded
 async def test_a_stream_that_is_left_leaves_nothing(num_tokens: int) -> None:
-    box, connection = Mailbox(merges=True), Connection(is_fast=False)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
+    box, connection, sending = begin(is_fast=False)
     await _turns()
     for token in range(num_tokens):
         box.put(_output(token))

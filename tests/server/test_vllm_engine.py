@@ -144,7 +144,8 @@ def test_what_unset_and_zero_mean(stub: Any) -> None:
     neutral.stop, neutral.detokenize, neutral.truncate_prompt_tokens = ["a"], True, 99
     given = {"temperature": 0.0, "seed": 0, "logprobs": 0, "stop": ["a"]}
     assert read(**given, truncate_prompt_tokens=-1) == neutral
-    (end,) = generate(stub, asked({"max_tokens": None, "ignore_eos": True}))
+    prompt = {"text": None, "tokenized": pb.TokenizedInput(input_ids=[5] * (MODEL_LENGTH - 9))}
+    (end,) = generate(stub, asked({"max_tokens": None, "ignore_eos": True}, **prompt))
     assert end.prompt_tokens + end.completion_tokens == MODEL_LENGTH
 
 

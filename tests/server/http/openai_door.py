@@ -17,6 +17,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tpengine import LLM, RequestOutput, SamplingParams
+from tpengine.server.http.tools import Tools
+from tpengine.server.http.write import AnswerWriter, Style, usage
+from tpengine.server.stream_sender import has_only_tokens
 
 TIMEOUT_S = 120.0
 PROMPTS = [
@@ -153,6 +156,25 @@ def _add_calls(known: list[dict[str, Any]], deltas: list[dict[str, Any]]) -> Non
         else:
             assert delta.keys() == {"function"}
             known[-1]["function"]["arguments"] += delta["function"]["arguments"]
+
+
+async def written(
+    whole: RequestOutput, parts: list[RequestOutput], tools: Tools | None = None
+) -> tuple[list[Any], dict[str, Any], int]:
+    """The choices that the writer makes of an output, the answer that the chunks of its parts make
+    together, and how many parts took the fast way."""
+    styles = Style(True, tools=tools), Style(True, streams=True, usage=True, tools=tools)
+    choices, _ = await AnswerWriter(styles[0], styles[0].head("it", 1, "m")).write_whole(whole)
+    head = styles[1].head("it", 1, "m")
+    writer, sent, num_fast = AnswerWriter(styles[1], head), b"", 0
+    for part in parts:
+        tokens = writer.write_tokens(part) if has_only_tokens(part) else None
+        num_fast += tokens is not None
+        sent += tokens or await writer.write(part)
+    sent += f'data: {head}],"usage":{usage([writer])}}}'.encode()
+    chunks = [json.loads(event[6:]) for event in sent.split(b"\n\n")]
+    assert all("<think>" not in str(chunk) for chunk in chunks)
+    return json.loads(f"[{choices}]"), joined(chunks), num_fast
 
 
 def mixed(count: int, seed: int, max_tokens: int = 24) -> list[tuple[str, dict[str, Any]]]:
