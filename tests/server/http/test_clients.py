@@ -16,7 +16,6 @@ import pytest
 from pydantic import BaseModel, Field
 from support import third_party, tool_models
 from support.server_process import ServerProcess, serving
-from support.system_packages import require
 
 from tpengine import LLM, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
@@ -249,21 +248,3 @@ def test_guidellm_fails_no_request(server: ServerProcess, tmp_path: Path) -> Non
     assert (totals["successful"], totals["errored"]) == (NUM_LOAD, 0)
     tokens = run["metrics"]["output_token_count"]["successful"]
     assert tokens["total_sum"] == NUM_LOAD * LOAD_TOKENS
-
-
-def test_curl(server: ServerProcess, answers: dict[str, Any]) -> None:
-    curl = [require("curl", "curl"), "-sS", "-w", "\n%{http_code} %{content_type}"]
-    body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": NUM_TOKENS}
-    url = f"{server.http_address}/v1/completions"
-    key = ["-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
-    *_, end = _run(*curl, url, "-d", json.dumps(body)).splitlines()
-    assert end.split() == ["401", "application/json"]
-    said, end = _run(*curl, *key, url, "-d", json.dumps(body)).splitlines()
-    assert json.loads(said)["choices"][0]["text"] == answers["text"]
-    stream = _run(*curl, "-N", *key, url, "-d", json.dumps({**body, "stream": True}))
-    *events, end = stream.split("\n\n")
-    assert end.split()[:2] == ["200", "text/event-stream;"]
-    assert events.pop() == "data: [DONE]"
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert len(chunks) > 1  # outputs that arrive while one is written share the next chunk
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == answers["text"]
