@@ -55,11 +55,9 @@ QUESTIONS = ["What is two plus three?", "Tell me a story.", "Wie heißt die Haup
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that keeps streams, for two clients and the operator. It loses its rank, and is
-    drained by the last test."""
+    """A server that keeps streams, for two clients and the operator."""
     folder = tmp_path_factory.mktemp("resume")
     options = ["--http-port", "0", "--resume-window", str(WINDOW_S)]
-    options += ["--isolate", "--drain-timeout", "1"]
     with serving(
         folder, *OPTIONS, *options, *token_files(folder, ONE, TWO, admin=ADMIN)
     ) as process:
@@ -499,11 +497,20 @@ def test_our_client_ends_what_it_leaves(server: ServerProcess) -> None:
         asyncio.run(cut_once(server, print, priority=1, resume_window_s=WINDOW_S))
 
 
-def test_a_rank_is_lost_while_no_client_reads(server: ServerProcess) -> None:
-    def about() -> Any:
-        return server.stub.GetServerInfo(pb.GetServerInfoRequest(), **as_client(ONE))
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that loses its rank, and is drained by the last test that has it."""
+    options = ["--http-port", "0", "--resume-window", str(WINDOW_S), "--drain-timeout", "1"]
+    log = tmp_path_factory.mktemp("alone") / "log"
+    with ServerProcess(*OPTIONS, *options, "--isolate", log=log) as process:
+        yield process
 
-    doors = [Grpc(server), Http(server)]
+
+def test_a_rank_is_lost_while_no_client_reads(alone: ServerProcess) -> None:
+    def about() -> Any:
+        return alone.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
+
+    doors = [Grpc(alone), Http(alone)]
     wanted = doors[0].read(doors[0].open("undisturbed", length=800))
     begun = []
     for key, door in enumerate(doors):
@@ -515,8 +522,6 @@ def test_a_rank_is_lost_while_no_client_reads(server: ServerProcess) -> None:
         rest = door.read(door.open(f"lost-{key}", after=door.positions[-1], length=800))
         assert begun[key] + rest == wanted
     assert about().recoveries == 1
-    for door in doors:
-        door.close()
 
 
 def answer_of(found: list[str]) -> dict[str, Any]:
@@ -610,18 +615,18 @@ def test_cut_streams_end_with_the_output_of_uncut_ones(server: ServerProcess, co
     print(f"{count} streams, {sum(cuts)} cuts")
 
 
-def test_a_server_that_drains_ends_kept_streams(server: ServerProcess) -> None:
+def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess) -> None:
     """The last test of this server."""
-    doors = [Grpc(server), Http(server)]
+    doors = [Grpc(alone), Http(alone)]
     read, left = ([(door, door.open(f"{key}-{place}")) for place, door in enumerate(doors)]
                   for key in ("read", "left"))  # fmt: skip
     for door, stream in (*read, *left):
         door.read(stream, 2)
     for door, stream in left:
         door.leave(stream)
-    server.process.send_signal(signal.SIGTERM)
+    alone.process.send_signal(signal.SIGTERM)
     _, over_http = doors
     again = over_http.open("left-1", after=2)  # while it drains
     for door, stream in (*read, (over_http, again)):
         assert door.fault(stream) == "draining"
-    assert server.process.wait(TIMEOUT_S) == 0
+    assert alone.process.wait(TIMEOUT_S) == 0

@@ -123,26 +123,6 @@ def test_abort(server: ServerProcess) -> None:
     assert not again.aborted
 
 
-def refused_beside_two(stub: Any, request: pb.GenerateRequest) -> Refusal:
-    """Makes a call while both places are taken; again, if one was free before the call came."""
-    for _ in range(20):
-        with running(stub, long_request(LASTING // 2)), running(stub, long_request(LASTING // 2)):
-            try:
-                stub.Generate(request, timeout=TIMEOUT_S)
-            except grpc.RpcError as error:
-                return Refusal(error)
-    raise AssertionError("answered 20 times")
-
-
-def test_time_in_the_queue_is_bounded(tight: ServerProcess) -> None:
-    for max_queue_ms in (0, 50):
-        refusal = refused_beside_two(tight.stub, long_request(1, max_queue_ms=max_queue_ms))
-        assert refusal.code is Code.DEADLINE_EXCEEDED
-        assert "waited" in refusal.text
-        assert tight.loads().num_queued == 0
-    wait_until(lambda: tight.loads().num_open_calls == 0, TIMEOUT_S)
-
-
 def test_priorities(tight: ServerProcess) -> None:
     stub = tight.stub
     with (
