@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from support.engines import make_engine
 from support.models import ModelShop
 from support.oracle import Oracle
+from support.waiting import wait_until
 from support.zoo import PLAIN
 
 from async_engine.tools import TIMEOUT_S, Gate, MakeGate, TokenizerGate, run_async
@@ -73,10 +73,8 @@ def engine(shared: AsyncLLMEngine) -> Iterator[AsyncLLMEngine]:
     """An engine that the tests of a file share; after each test all blocks are free."""
     yield shared
     # A reader that leaves does not wait for the step that frees the blocks of its request.
-    end = time.monotonic() + TIMEOUT_S
-    while shared.llm_engine.num_free_blocks != shared.llm_engine.num_total_blocks:
-        assert time.monotonic() < end, "blocks are held, and no request is left"
-        time.sleep(0.005)
+    inner = shared.llm_engine
+    wait_until(lambda: inner.num_free_blocks == inner.num_total_blocks, TIMEOUT_S)
     assert shared.stats().queues.num_queued == shared.stats().queues.num_queued_tokens == 0
 
 

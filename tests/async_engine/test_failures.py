@@ -7,6 +7,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from async_engine.tools import (
     until,
 )
 from tpengine import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+from tpengine.async_engine import async_llm_engine
 from tpengine.errors import (
     EngineDeadError,
     EngineError,
@@ -220,24 +222,26 @@ def test_shutdown_fails_requests_and_leaves_no_thread(folder: Path) -> None:
     assert set(threading.enumerate()) == before
 
 
-def test_health_means_progress(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make(max_step_s=1.0)
-    held = gate(engine)
-
-    def seen_late() -> bool:
-        health = engine.health()
-        assert health.ready == (health.seconds_since_progress <= 1.0)
-        return not health.ready
+def test_health_means_progress(
+    make: MakeEngine, gate: MakeGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(max_step_s=100.0)
+    held, ahead_s = gate(engine), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
+    monkeypatch.setattr(async_llm_engine, "time", clock)
 
     async def ask() -> None:
-        await asyncio.sleep(1.1)
-        await until(lambda: engine.health().ready)  # an idle engine is ready
+        thread, seen = engine._thread, engine._thread.progress_at
+        await until(lambda: thread.progress_at > seen)  # an idle engine is ready
         reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
         await held.reached(1)
-        await until(seen_late)
+        assert engine.health().ready
+        ahead_s[0] = 200.0
         health = engine.health()
-        assert (health.state, health.alive) == ("running", True)
-        assert "no step was finished for" in health.reason
+        assert (health.state, health.alive, health.ready) == ("running", True, False)
+        assert health.seconds_since_progress >= 200
+        assert "no step was finished for 20" in health.reason
+        ahead_s[0] = 0.0
         held.open()
         assert len(await reader) == 10
         await until(lambda: engine.health().ready)
@@ -249,18 +253,18 @@ def test_steps_without_progress_are_seen(make: MakeEngine, monkeypatch: pytest.M
     """An engine whose steps do nothing while requests wait is not ready, and does not
     run in a busy loop."""
     engine = make(max_step_s=1.0)
-    turns: list[float] = []
+    pauses: list[float] = []
 
     def nothing() -> list[Any]:
-        turns.append(time.monotonic())
+        pauses.append(engine._thread._pause_s)
         return []
 
     async def ask() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(engine.llm_engine, "step", nothing)
             reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
-            await until(lambda: len(turns) > 1 and not engine.health().ready)
-        assert len(turns) / (turns[-1] - turns[0]) < 400
+            await until(lambda: len(pauses) > 1 and not engine.health().ready)
+        assert min(pauses[1:]) > 0, "it pauses before each step but the first"
         assert len(await reader) == 10
 
     run_async(ask())

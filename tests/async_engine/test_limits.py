@@ -47,12 +47,10 @@ def test_a_full_queue_refuses_at_once_and_serves_again(make: MakeEngine, gate: M
         assert engine.stats().queues.num_queued <= 1, "a request in its first step does not wait"
         waiting = [asyncio.create_task(read_ids(engine, [i + 9], stream(4))) for i in range(4)]
         await until(lambda: engine.stats().queues.num_queued == 4)
-        start = time.monotonic()
-        for _ in range(500):
+        for _ in range(500):  # while a step is held: a refusal does not wait for it
             with pytest.raises(QueueFullError, match="4 requests wait") as caught:
                 await read_ids(engine, [7], stream(4))
             assert 0 < caught.value.retry_after_s < 60
-        assert time.monotonic() - start < TIMEOUT_S / 2, "a refusal does not wait for the step"
         assert engine.stats().refused == {"QueueFullError": 500}
         held.open()
         assert [len(one) for one in await asyncio.gather(*running, *waiting)] == [4] * 6

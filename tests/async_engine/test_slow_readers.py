@@ -8,38 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.deltas import delta
 
 from async_engine.tools import DELTA, MakeGate, read_ids, run_async, stream, until
-from tpengine import AsyncLLMEngine, CompletionOutput, RequestOutput, SamplingParams
+from tpengine import AsyncLLMEngine, RequestOutput, SamplingParams
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.outputs import Logprob
 
 NUM_TOKENS = 200
-
-
-def _delta(
-    tokens: dict[int, list[int]], finished: bool = False, num_output_tokens: int = 0
-) -> RequestOutput:
-    """Makes a delta by sequence; a token's text is its number."""
-    return RequestOutput(
-        request_id="it",
-        prompt=None,
-        prompt_token_ids=[1],
-        prompt_logprobs=None,
-        outputs=[
-            CompletionOutput(
-                index=index,
-                text="".join(f"{token} " for token in ids),
-                token_ids=tuple(ids),
-                cumulative_logprob=-float(sum(ids)),
-                logprobs=[{token: Logprob(-1.0)} for token in ids],
-                finish_reason="stop" if finished else None,
-            )
-            for index, ids in tokens.items()
-        ],
-        finished=finished,
-        num_output_tokens=num_output_tokens,
-    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,14 +40,14 @@ def test_merged_deltas_are_the_deltas(steps: list[tuple[dict[int, list[int]], bo
     for tokens, looks in steps:
         for index, ids in tokens.items():
             sent.setdefault(index, []).extend(ids)
-        box.put(_delta(tokens))
+        box.put(delta(tokens))
         if looks:
             take(box.take_unread())
-    box.put(_delta({0: []}, finished=True, num_output_tokens=7))
+    box.put(delta({0: []}, finished=True, num_output_tokens=7))
     last = box.take_unread()
     assert last is not None
     assert last.finished
-    assert last.outputs[0].finish_reason == "stop"
+    assert last.outputs[0].finish_reason == "length"
     take(last)
     assert box.take_unread() is None
     sent.setdefault(0, [])
@@ -84,15 +60,15 @@ def test_merged_deltas_are_the_deltas(steps: list[tuple[dict[int, list[int]], bo
 
 def test_nothing_comes_after_the_end() -> None:
     box = Mailbox(merges=True)
-    box.put(_delta({0: [1]}, finished=True))
-    box.put(_delta({0: [2]}))
+    box.put(delta({0: [1]}, finished=True))
+    box.put(delta({0: [2]}))
     box.close(ValueError("late"))
     output = run_async(box.take())
     assert output.outputs[0].token_ids == (1,)
     box = Mailbox(merges=True)
     box.close(ValueError("first"))
     box.close(ValueError("second"))
-    box.put(_delta({0: [2]}))
+    box.put(delta({0: [2]}))
     with pytest.raises(ValueError, match="first"):
         run_async(box.take())
 

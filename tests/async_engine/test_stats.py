@@ -21,6 +21,17 @@ from tpengine.errors import InvalidPromptError
 from tpengine.sampling_params import RequestOutputKind
 
 SECRET = "the password is swordfish"
+NONE = """num_requests_running num_requests_waiting num_requests_swapped kv_cache_usage_perc
+    num_preemptions_total recoveries_total prefix_cache_hits_total"""
+EXPECTED = dict.fromkeys(NONE.split(), 0) | {
+    "prompt_tokens_total": 80, "generation_tokens_total": 40, "prefix_cache_queries_total": 80,
+    "request_success_total length": 4, "engine_state running": 1, "engine_state dead": 0,
+    "time_to_first_token_seconds_count": 4, "inter_token_latency_seconds_count": 36,
+    "e2e_request_latency_seconds_count": 4, "request_queue_time_seconds_count": 4,
+    "request_prompt_tokens_bucket 16.0": 0, "request_prompt_tokens_bucket 32.0": 4,
+    "request_generation_tokens_sum": 40,
+}  # fmt: skip
+"""Metrics, each with its label but `model_name`, after four requests of 20 and 10 tokens."""
 
 
 @pytest.fixture
@@ -87,29 +98,9 @@ def test_metrics_have_the_usual_names(make: MakeEngine) -> None:
 
     run_async(ask())
     samples = _samples(engine)
-    expected = {
-        ("tpengine:num_requests_running", ""): 0,
-        ("tpengine:num_requests_waiting", ""): 0,
-        ("tpengine:num_requests_swapped", ""): 0,
-        ("tpengine:kv_cache_usage_perc", ""): 0,
-        ("tpengine:num_preemptions_total", ""): 0,
-        ("tpengine:recoveries_total", ""): 0,
-        ("tpengine:prompt_tokens_total", ""): 80,
-        ("tpengine:generation_tokens_total", ""): 40,
-        ("tpengine:prefix_cache_queries_total", ""): 80,
-        ("tpengine:prefix_cache_hits_total", ""): 0,
-        ("tpengine:request_success_total", "length"): 4,
-        ("tpengine:engine_state", "running"): 1,
-        ("tpengine:engine_state", "dead"): 0,
-        ("tpengine:time_to_first_token_seconds_count", ""): 4,
-        ("tpengine:inter_token_latency_seconds_count", ""): 36,
-        ("tpengine:e2e_request_latency_seconds_count", ""): 4,
-        ("tpengine:request_queue_time_seconds_count", ""): 4,
-        ("tpengine:request_prompt_tokens_bucket", "16.0"): 0,
-        ("tpengine:request_prompt_tokens_bucket", "32.0"): 4,
-        ("tpengine:request_generation_tokens_sum", ""): 40,
-    }
-    assert {key: samples[key] for key in expected} == expected
+    for name, value in EXPECTED.items():
+        name, _, label = name.partition(" ")
+        assert samples[f"tpengine:{name}", label] == value, name
     for part in ("schedule", "execute", "model", "process", "update", "hand_over"):
         assert samples["tpengine:step_seconds_total", part] > 0
     steps = samples["tpengine:engine_steps_total", ""]
@@ -121,7 +112,7 @@ def test_engines_have_metrics_of_their_own(make: MakeEngine) -> None:
     first, second = make(), make()
     run_async(read_ids(first, [5], stream(4)))
     key = ("tpengine:generation_tokens_total", "")
-    assert (_samples(first)[key], _samples(second)[key]) == (4, 0)
+    assert [_samples(engine)[key] for engine in (first, second)] == [4, 0]
 
 
 def test_one_line_per_request_and_no_prompt_in_it(make: MakeEngine, lines: list[str]) -> None:

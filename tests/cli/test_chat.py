@@ -80,6 +80,8 @@ def test_answers_follow_the_conversation(
     first, second = user("Hello, my name is Anna."), user("What is two plus three?")
     answers = [one := answer(system, first), answer(system, first, one, second)]
     answers += [answer(first), answer(system, user("/reset\nlike this"))]
+    assert main(["chat", *GREEDY, *first["content"].split()]) == 0
+    assert capsys.readouterr().out == f"{answers[2]['content']}\n", "words are one message"
     type_lines(
         monkeypatch,
         *("", first["content"], "  ", second["content"], "/clear", "/system", first["content"]),
@@ -103,13 +105,6 @@ def test_a_message_that_is_not_utf_8_is_named_by_its_line(monkeypatch: pytest.Mo
     with pytest.raises(InvalidPromptError, match=r"^line 6 of the input is not UTF-8"):
         block.checked()
     assert (first.checked(), last.checked(), last.number) == ("Hello", "\u20ac", 8)
-
-
-def test_words_are_one_message(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=12)
-    expected = llm.chat([user(QUESTION)], params, use_tqdm=False)[0].outputs[0].text
-    assert main(["chat", *GREEDY, *QUESTION.split()]) == 0
-    assert capsys.readouterr().out == f"{expected}\n"
 
 
 def test_the_oldest_turns_are_forgotten(
@@ -226,13 +221,6 @@ def test_keys_at_a_terminal() -> None:
         assert "once more" in terminal.interrupt("\r\n> ")
         terminal.interrupt("\r\n")
         assert terminal.process.wait(END_S) == 130
-
-
-def test_the_end_of_what_is_typed() -> None:
-    with Terminal("chat", *GREEDY) as terminal:
-        terminal.read_until("> ")
-        terminal.type("\x04")
-        assert terminal.process.wait(START_S) == 0
 
 
 def test_sigterm_ends_the_program_in_an_answer() -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from tpengine import LLM, LLMEngine, SamplingParams
 from tpengine.cli.main import main
 from tpengine.errors import EngineDeadError
-from tpengine.outputs import RequestOutput
 
 TIMEOUT_S = 120
 SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512"]
@@ -40,18 +38,19 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "typed", "num_shown"),
+    ("words", "num_shown"),
     [
-        ([PROMPT], None, 1),
-        (["--cpu-kv-cache-space", "0.05", PROMPT, PROMPT], None, 2),
-        (["--file", "prompts.txt"], None, 2),
-        (["--file", "-"], f"{PROMPT}\n", 1),
+        ([PROMPT], 1),
+        # After an option of one or more numbers.
+        (["--cpu-kv-cache-space", "0.05", PROMPT, PROMPT], 2),
+        (["--file", "prompts.txt"], 2),
+        (["--file", "-"], 1),
+        ([], 1),
     ],
-    ids=["argument", "arguments after an option of one or more numbers", "file", "stdin"],
+    ids=str,
 )
 def test_where_prompts_come_from(
     words: list[str],
-    typed: str | None,
     num_shown: int,
     completion: str,
     tmp_path: Path,
@@ -60,8 +59,8 @@ def test_where_prompts_come_from(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text(f"{PROMPT}\n\n{PROMPT}\n")
-    if typed is not None:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    if PROMPT not in words:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n"))
     assert main(["generate", *GREEDY, *words]) == 0
     assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n" * num_shown
 
@@ -103,10 +102,7 @@ def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--model", "/nowhere"], ("ModelLoadError", "/nowhere")),
         (["--temperature", "nan"], ("InvalidSamplingParamsError", "temperature", "nan")),
-        (
-            ["--fully_sharded_loras"],
-            ("ConfigError", "fully_sharded_loras", "divide the layer"),
-        ),
+        (["--fully_sharded_loras"], ("ConfigError", "fully_sharded_loras", "divide the layer")),
         (["--max-num-seqs", "0"], ("ConfigError", "max_num_seqs", "at least 1")),
         (["--cpu-kv-cache-space", "1,2"], ("ConfigError", "one per rank", "got 2 numbers")),
         (["--file", "/nowhere/at.all"], ("/nowhere/at.all", "cannot be read")),
@@ -120,10 +116,8 @@ def test_errors_go_to_stderr(
     assert main(["generate", PROMPT, *SMALL, *arguments]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
-    lines = [line for line in shown.err.splitlines() if line.startswith("tpengine: ")]
-    assert len(lines) == 1
-    for word in words:
-        assert word in lines[0]
+    (line,) = (line for line in shown.err.splitlines() if line.startswith("tpengine: "))
+    assert all(word in line for word in words)
     assert "Traceback" not in shown.err
 
 
@@ -139,17 +133,23 @@ def test_one_bad_prompt_does_not_stop_the_others(
     assert "max_model_len = 512" in shown.err
 
 
+def fail_at_the_fourth_call(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException
+) -> None:
+    method, calls = getattr(owner, name), iter(range(4))
+
+    def short_lived(*args: Any) -> Any:
+        if next(calls) == 3:
+            raise error
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, short_lived)
+
+
 def test_the_death_of_the_engine_ends_the_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step, calls = LLMEngine.step, iter(range(4))
-
-    def short_lived_step(engine: LLMEngine) -> list[RequestOutput]:
-        if next(calls) == 3:
-            raise EngineDeadError("gone")
-        return step(engine)
-
-    monkeypatch.setattr(LLMEngine, "step", short_lived_step)
+    fail_at_the_fourth_call(monkeypatch, LLMEngine, "step", EngineDeadError("gone"))
     assert main(["generate", PROMPT, *GREEDY]) == 1
     shown = capsys.readouterr().out
     assert len(shown) > len(PROMPT) + 1
@@ -159,38 +159,18 @@ def test_the_death_of_the_engine_ends_the_line(
 def test_an_interrupt_prints_how_many_prompts_are_finished(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stream, calls = LLM.stream, iter(range(4))
-
-    def interrupted_stream(*args: Any) -> Iterator[str]:
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return stream(*args)
-
-    monkeypatch.setattr(LLM, "stream", interrupted_stream)
+    fail_at_the_fourth_call(monkeypatch, LLM, "stream", KeyboardInterrupt())
     assert main(["generate", PROMPT, "a " * 600, *[PROMPT] * 3, *GREEDY]) == 130
     shown = capsys.readouterr()
     assert shown.err.endswith("\ntpengine: interrupted; 2 of 5 prompts finished, 1 failed\n")
     assert shown.out.endswith("\n")
 
 
-def test_the_command_itself(completion: str) -> None:
-    """As a process, its output piped, its text in the order in which it was generated."""
-    child = subprocess.run(
-        [sys.executable, "-m", "tpengine", "generate", *GREEDY],
-        input=f"{PROMPT}\n",
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stdout == f"{PROMPT}{completion}\n\n"
-
-
 @pytest.mark.parametrize(
     ("sent", "interrupt"),
     [
         (signal.SIGTERM, signal.SIG_IGN),
-        (signal.SIGINT, signal.default_int_handler),
+        pytest.param(signal.SIGINT, signal.default_int_handler, marks=pytest.mark.soak),
     ],
 )
 def test_signals_end_the_command_in_order(sent: signal.Signals, interrupt: Any) -> None:

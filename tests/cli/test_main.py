@@ -21,39 +21,29 @@ PROMPT = "The capital of France is"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "words"),
     [
-        (["--help"], ("generate", "bench", "Begin with")),
-        (["generate", "--help"], ("--chat", "--max-num-seqs", "Examples", "--top-p")),
-        (
-            ["serve", "--help"],
-            (
-                *("tpengine client generate", "readiness", "RESOURCE_EXHAUSTED", "SIGTERM"),
-                *("--drain-timeout", "--admin-token-file", "--max-num-seqs"),
-            ),
-        ),
-        (["bench", "--help"], ("throughput", "perplexity")),
-        (["chat", "--help"], ("/reset", "/system", "Ctrl-C", "generation_config.json")),
-        (["client", "chat", "--help"], ("/reset", "/system", "Ctrl-C", "--target")),
-        (["bench", "throughput", "--help"], ("--num-requests", "--shape", "--model")),
-        (["--version"], ("tpengine 0",)),
+        ("--help", "generate bench Begin"),
+        ("generate --help", "--chat --max-num-seqs Examples --top-p"),
+        ("serve --help", "readiness RESOURCE_EXHAUSTED SIGTERM --drain-timeout --max-num-seqs"),
+        ("bench --help", "throughput perplexity"),
+        ("chat --help", "/reset /system Ctrl-C generation_config.json"),
+        ("client chat --help", "/reset /system Ctrl-C --target"),
+        ("bench throughput --help", "--num-requests --shape --model"),
+        ("--version", "tpengine"),
     ],
 )
-def test_help(
-    arguments: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(command.split())
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for word in words:
+    for word in words.split():
         assert word in shown
 
 
 COMMANDS = [
-    ["generate"],
-    ["chat"],
-    ["serve"],
+    *([name] for name in ("generate", "chat", "serve")),
     *(["client", name] for name in ("generate", "chat", "health", "load")),
     *(["bench", name] for name in BENCHMARKS),
 ]

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from support.engines import greedy
 from support.server_process import ServerProcess, wait_until
 from support.servers import LASTING, MODEL_LENGTH
 
-from client.talks import PATIENCE_S, talk_with
+from client.talks import PATIENCE_S, Talk, collect, joined_parts, talk_with
 from tpengine import LLM, SamplingParams
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
@@ -27,7 +28,6 @@ from tpengine.client.client_messages import to_request
 from tpengine.client.generation_client import GenerationClient, typed_errors
 from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
 from tpengine.errors import (
-    ConfigError,
     DeadlineExceededError,
     DuplicateRequestError,
     InvalidPriorityError,
@@ -42,42 +42,67 @@ from tpengine.inputs import TokensPrompt
 from tpengine.proto.status_details import write_details
 from tpengine.server.auth import Authenticator
 
-PROMPT = "Once upon a time"
+PROMPT, FRANCE = "Once upon a time", "The capital of France is"
 LONG = greedy(LASTING)
-NOTICED_S = 20.0
-"""Two seconds, on a loaded machine."""
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def test_outputs_are_those_of_the_engine(server: ServerProcess, llm: LLM) -> None:
-    params = SamplingParams(
-        temperature=0.9, seed=7, max_tokens=40, n=3, logprobs=3, prompt_logprobs=1, stop=["."]
-    )
-    (offline,) = llm.generate(PROMPT, params, use_tqdm=False)
+def check_output(server: ServerProcess, llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """The server gives what the offline engine gives, in one message and in a stream."""
+    (offline,) = llm.generate(prompt, params, use_tqdm=False)
 
     async def talk(client: GenerationClient) -> Any:
-        whole = await client.generate(PROMPT, params)
-        parts = [part async for part in client.stream(PROMPT, params)]
-        return whole, parts
+        whole = await client.generate(prompt, params)
+        return whole, await collect(client.stream(prompt, params))
 
     whole, parts = talk_with(server.target, talk)
     assert whole.outputs == offline.outputs
     assert repr(whole.prompt_logprobs) == repr(offline.prompt_logprobs), "in the same order"
-    assert whole.prompt == PROMPT
-    assert whole.usage is not None
-    assert whole.usage.num_prompt_tokens == len(offline.prompt_token_ids)
-    assert whole.usage.num_output_tokens == sum(len(one.token_ids) for one in offline.outputs)
-    for one in offline.outputs:
-        mine = [got for part in parts for got in part.outputs if got.index == one.index]
-        assert "".join(got.text for got in mine) == one.text
-        assert tuple(token for got in mine for token in got.token_ids) == one.token_ids
-        # Only the last message has a finish reason.
-        reasons = [got.finish_reason for got in mine]
-        assert reasons == [None] * (len(mine) - 1) + [one.finish_reason]
-    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert whole.prompt == prompt
+    for usage in (whole.usage, parts[-1].usage):
+        assert usage.num_prompt_tokens == len(offline.prompt_token_ids)
+        assert usage.num_output_tokens == sum(len(one.token_ids) for one in offline.outputs)
+        assert 0.0 <= usage.queue_s <= usage.first_token_s <= usage.total_s
+    assert joined_parts(parts) == offline.outputs
 
 
-def test_all_forms_of_a_prompt(server: ServerProcess) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "fields"),
+    [
+        (PROMPT, {"temperature": 0.9, "seed": 7, "max_tokens": 40, "n": 3, "logprobs": 3,
+                  "prompt_logprobs": 1, "stop": ["."]}),
+        (PROMPT, {"max_tokens": 40, "ignore_eos": True, "repetition_penalty": 1.3}),
+        ("Der Fluß fließt über Ærø: 東京 🙂", {"max_tokens": 24, "ignore_eos": True}),
+        (FRANCE, {"max_tokens": 12, "detokenize": False}),
+        (FRANCE, {"max_tokens": 12, "temperature": 0.8, "seed": 0, "n": 3}),
+        (FRANCE, {"max_tokens": 12, "use_beam_search": True, "best_of": 3, "n": 2}),
+        (FRANCE, {"max_tokens": 60, "stop": ["Seine"]}),
+        (FRANCE, {"max_tokens": 60, "stop": ["Seine"], "include_stop_str_in_output": True}),
+        (FRANCE, {"max_tokens": 60, "stop_token_ids": [1152]}),
+    ],
+)  # fmt: skip
+def test_outputs_are_those_of_the_engine(
+    server: ServerProcess, llm: LLM, prompt: str, fields: dict[str, Any]
+) -> None:
+    check_output(server, llm, prompt, SamplingParams(**{"temperature": 0.0, **fields}))
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_a_stop_string_that_ends_inside_a_character(
+    server: ServerProcess, llm: LLM, includes: bool
+) -> None:
+    """Each token is one byte of a character: the stop matches inside the text of a token."""
+    text = "é" * 6
+    params = greedy(16, allowed_token_ids=sorted({*llm.get_tokenizer().encode(text)}))
+    whole = llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
+    params = replace(params, stop=[whole[1:3]], include_stop_str_in_output=includes)
+    cut = llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
+    assert len(whole[1:3]) == 2
+    assert cut == whole[: whole.index(whole[1:3])] + whole[1:3] * includes
+    check_output(server, llm, text, params)
+
+
+def test_all_forms_of_a_prompt(server: ServerProcess, llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello"}]
 
     async def talk(client: GenerationClient) -> Any:
@@ -95,9 +120,31 @@ def test_all_forms_of_a_prompt(server: ServerProcess) -> None:
         assert by_text.outputs == by_ids.outputs
         assert by_chat.outputs == by_chat_ids.outputs != by_text.outputs
         assert by_ids.prompt_token_ids == ids
+        assert ids == llm.get_tokenizer().encode(PROMPT)
+        assert chat_ids == llm.chat_token_ids(messages)
         assert await client.detokenize(ids) == PROMPT
+        assert await client.detokenize([0]) == ""
+        assert await client.detokenize([0], False) == llm.get_tokenizer().decode([0])
+        assert await client.tokenize("") == []
 
     talk_with(server.target, talk)
+
+
+REFUSED: list[tuple[type[Exception], str, Talk]] = [
+    (InvalidPromptError, "prompt", lambda c: c.generate([])),
+    (InvalidPromptError, str(MODEL_LENGTH),
+     lambda c: c.generate([5] * (MODEL_LENGTH + 1), greedy(4))),
+    (InvalidSamplingParamsError, "stop_token_ids",
+     lambda c: c.generate(PROMPT, SamplingParams(stop_token_ids=[10**6]))),
+    (InvalidPriorityError, "priority", lambda c: c.generate(PROMPT, priority=5)),
+    (InvalidPromptError, "tokens_ids", lambda c: c.generate({"tokens_ids": [5]})),
+    (InvalidPromptError, "Unicode", lambda c: c.generate("\ud800")),
+    (InvalidSamplingParamsError, "logits_processors",
+     lambda c: c.generate(PROMPT, SamplingParams(logits_processors="os:getcwd"))),
+    (InvalidSamplingParamsError, "visible_token_ids",
+     lambda c: c.generate(PROMPT, SamplingParams(visible_token_ids=[1]))),
+    (ModelNotFoundError, "nothing", lambda c: c.health("nothing")),
+]  # fmt: skip
 
 
 def test_errors_are_those_of_the_engine(
@@ -106,49 +153,35 @@ def test_errors_are_those_of_the_engine(
     monkeypatch.setattr(client_module, "GRACE_S", PATIENCE_S)  # a deadline the server tells of
 
     async def refused(client: GenerationClient) -> None:
-        with pytest.raises(InvalidPromptError, match="prompt"):
-            await client.generate([])
-        with pytest.raises(InvalidPromptError, match=str(MODEL_LENGTH)):
-            await client.generate([5] * (MODEL_LENGTH + 1), greedy(4))
-        with pytest.raises(InvalidSamplingParamsError, match="stop_token_ids"):
-            await client.generate(PROMPT, SamplingParams(stop_token_ids=[10**6]))
-        with pytest.raises(InvalidPriorityError, match="priority"):
-            await client.generate(PROMPT, priority=5)
-        with pytest.raises(InvalidPromptError, match="tokens_ids"):
-            await client.generate({"tokens_ids": [5]})  # type: ignore[arg-type]
-        with pytest.raises(InvalidPromptError, match="Unicode"):
-            await client.generate("\ud800")
-        with pytest.raises(InvalidSamplingParamsError, match="logits_processors"):
-            await client.generate(PROMPT, SamplingParams(logits_processors="os:getcwd"))
-        with pytest.raises(InvalidSamplingParamsError, match="visible_token_ids"):
-            await client.generate(PROMPT, SamplingParams(visible_token_ids=[1]))
+        for kind, words, call in REFUSED:
+            with pytest.raises(kind, match=words):
+                await call(client)
         for _ in range(5):  # said by the server: it does not merely win a race
             with pytest.raises(DeadlineExceededError) as late:
                 await client.generate(PROMPT, LONG, timeout_s=0.05)
             assert late.value.where in ("queued", "prefill", "decode"), late.value
-        with pytest.raises(ModelNotFoundError):
-            await client.health("nothing")
         assert not await client.abort("unknown")
         stream = client.stream(PROMPT, LONG, request_id="mine")
         await anext(stream)
         with pytest.raises(DuplicateRequestError):
             await client.generate(PROMPT, request_id="mine")
         await stream.aclose()
+        assert (await client.generate(PROMPT, greedy(1), request_id="mine")).finished
 
     async def crowded(client: GenerationClient) -> None:
         calls = [asyncio.create_task(client.generate(PROMPT, LONG)) for _ in range(8)]
-        try:
-            with pytest.raises(QueueFullError) as full:
-                await asyncio.gather(*calls)
-            assert full.value.retry_after_s > 0
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.wait(calls)
+        with pytest.raises(QueueFullError) as full:
+            await asyncio.gather(*calls)
+        assert 0.0 < full.value.retry_after_s <= 30.0
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
 
     talk_with(server.target, refused)
     talk_with(tight.target, crowded)
     wait_until(lambda: tight.loads().num_open_calls == 0, PATIENCE_S)
+    with pytest.raises(ServerUnavailableError):
+        talk_with("127.0.0.1:1", lambda client: client.loads())
 
 
 def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
@@ -159,7 +192,7 @@ def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
         await anext(stream)
         assert await client.abort("gone")
         with pytest.raises(RequestAbortedError):
-            [part async for part in stream]
+            await collect(stream)
         await stream.aclose()
 
     talk_with(tight.target, talk)
@@ -206,13 +239,11 @@ def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
         await anext(stream)
         os.kill(tight.pid, signal.SIGSTOP)
         try:
-            async with asyncio.timeout(NOTICED_S):
-                with pytest.raises(ServerUnavailableError):
-                    async for _ in stream:
-                        pass
+            with pytest.raises(ServerUnavailableError):
+                await collect(stream)
             async with GenerationClient(tight.target) as late:  # it is accepted, and hears nothing
                 with pytest.raises(ServerUnavailableError):
-                    await asyncio.wait_for(late.generate(PROMPT, LONG), NOTICED_S)
+                    await late.generate(PROMPT, LONG)
         finally:
             os.kill(tight.pid, signal.SIGCONT)
 
@@ -220,28 +251,14 @@ def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
     wait_until(lambda: tight.loads().num_open_calls == 0, PATIENCE_S)
 
 
-def test_what_cannot_be_a_server() -> None:
-    for target in ("localhost", "host:", ":5", "host:70000", "host:x", "http://host:5"):
-        with pytest.raises(ConfigError, match="HOST:PORT"):
-            GenerationClient(target)
-
-    async def talk() -> None:
-        async with GenerationClient("127.0.0.1:1") as client:
-            with pytest.raises(ServerUnavailableError):
-                await client.loads()
-
-    asyncio.run(talk())
-
-
 def test_explicit_zeros_are_sent() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=0, seed=0, logprobs=0, max_tokens=None)
-    sampling = to_request([], params, None, 0, 0.0).sampling
-    for name in ("temperature", "min_tokens", "seed", "logprobs"):
-        assert sampling.HasField(name)
-        assert getattr(sampling, name) == 0
-    assert not sampling.HasField("prompt_logprobs")
-    assert sampling.max_tokens > 10**9
     request = to_request([], params, None, 0, 0.0)
+    for name in ("temperature", "min_tokens", "seed", "logprobs"):
+        assert request.sampling.HasField(name)
+        assert getattr(request.sampling, name) == 0
+    assert not request.sampling.HasField("prompt_logprobs")
+    assert request.sampling.max_tokens > 10**9
     assert request.WhichOneof("input") == "prompt_token_ids"
     assert request.HasField("max_queue_ms")
 

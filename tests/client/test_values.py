@@ -129,28 +129,27 @@ def test_the_longest_drain() -> None:
         assert talk_with(target, talk, token=TOKEN) == 0
 
 
-@pytest.mark.parametrize("token", [f"{TOKEN}\n", f"{TOKEN} b", f"{TOKEN}\u00e4", "", b"bytes", 5])
-def test_what_cannot_be_a_token(token: Any) -> None:
-    with pytest.raises(ConfigError, match="token must be") as refused:
-        GenerationClient("127.0.0.1:1", token=token)
-    assert TOKEN not in str(refused.value)
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("options", "words"),
     [
-        {"timeout_s": math.nan},
-        {"timeout_s": 0.0},
-        {"call_timeout_s": -1.0},
-        {"call_timeout_s": "5"},
-        {"keep_alive_s": "5"},
-        {"keep_alive_s": math.nan},
-        {"tls": ClientTLS(ca_file="a\0b")},
-        {"target": f"{LONE}:5"},
-        {"target": "host:\uff15"},
-        {"target": 5},
+        *(({"timeout_s": value}, "timeout_s") for value in (math.nan, 0.0)),
+        *(({"call_timeout_s": value}, "call_timeout_s") for value in (-1.0, "5")),
+        *(({"keep_alive_s": value}, "keep_alive_s") for value in ("5", math.nan)),
+        ({"tls": ClientTLS(ca_file="a\0b")}, "cannot be read"),
+        *(
+            ({"target": target}, "HOST:PORT")
+            for target in (
+                *("localhost", "host:", ":5", "host:70000", "host:x", "http://host:5"),
+                *(f"{LONE}:5", "host:\uff15", 5),
+            )
+        ),
+        *(
+            ({"token": token}, "token must be")
+            for token in (f"{TOKEN}\n", f"{TOKEN} b", f"{TOKEN}\u00e4", "", b"bytes", 5)
+        ),
     ],
 )
-def test_what_cannot_be_a_client(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+def test_what_cannot_be_a_client(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
         GenerationClient(**{"target": "127.0.0.1:1"} | options)
+    assert TOKEN not in str(refused.value)

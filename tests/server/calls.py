@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,12 +16,31 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
 
 TIMEOUT_S = 60.0
+SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
+"""Of health, as numbers."""
 SERVICE = "/tpengine.v1.GenerationService/"
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
     """The metadata of a client with a token."""
     return (("authorization", f"Bearer {token}"),)
+
+
+def as_client(token: str) -> dict[str, Any]:
+    """What a call of a client with a token is given, in time and metadata."""
+    return {"metadata": bearer(token), "timeout": TIMEOUT_S}
+
+
+def token_files(folder: Path, *clients: str, admin: str = "") -> list[str]:
+    """The options of a server that knows these tokens, from files that no other user can read."""
+    options = []
+    for name, tokens in (("token", clients), ("admin-token", [admin] if admin else [])):
+        if tokens:
+            file = folder / name
+            file.touch(0o600)
+            file.write_text("\n".join(tokens))
+            options += [f"--{name}-file", str(file)]
+    return options
 
 
 def sampling(**fields: Any) -> pb.SamplingParams:
@@ -35,7 +55,9 @@ def ids(*token_ids: int) -> pb.TokenIds:
 def long_request(num_tokens: int, **fields: Any) -> pb.GenerateRequest:
     """A request that runs for this many steps."""
     params = sampling(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-    return pb.GenerateRequest(prompt_token_ids=ids(5, 6, 7), sampling=params, **fields)
+    return pb.GenerateRequest(
+        **{"prompt_token_ids": ids(5, 6, 7), "sampling": params, **fields},
+    )
 
 
 class Refusal:
@@ -87,6 +109,12 @@ def refused(call: Any, *args: Any, **kwargs: Any) -> Refusal:
     except grpc.RpcError as error:
         return Refusal(error)
     raise AssertionError(f"not refused: {str(said)[:500]}")
+
+
+def check(channel: grpc.Channel, name: str = "") -> int:
+    """The health of a service by this name."""
+    request = health_pb2.HealthCheckRequest(service=name)
+    return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S).status)
 
 
 class Watcher:

@@ -3,7 +3,8 @@
 python dying_server.py STEP OPTIONS...      STEP "start": its start never ends
                                             STEP "hang": its tenth step never ends
 
-It prints its ports as soon as it listens.
+It prints its ports as soon as it listens. After a second signal it has more time than a server to
+tell its clients why it ends, as the machine may be loaded; it waits less for a step that hangs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tpengine.cli.main import main
 from tpengine.engine import llm_engine
 from tpengine.executor.executor import Executor
 from tpengine.scheduling.scheduler import Scheduler
+from tpengine.server import lifecycle
 from tpengine.server.grpc.server import GrpcServer
 from tpengine.server.http.http_server import HttpServer
 
@@ -62,6 +64,7 @@ def endless_start(config: object, executor: Executor) -> None:
     time.sleep(600)
 
 
+lifecycle._AT_ONCE_S, lifecycle._STEP_S, lifecycle._WRITE_S = 20.0, 0.5, 0.5
 GrpcServer.start = told_start  # type: ignore[method-assign]
 HttpServer.start = told_http_start  # type: ignore[method-assign]
 if when == "start":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from support.system_packages import require
 
@@ -21,6 +22,21 @@ WAIT_S = 20.0
 
 
 @contextmanager
+def loop_on_a_thread() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """A function that runs a coroutine on the loop of another thread, and waits for its result."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(WAIT_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        loop.close()
+
+
+@contextmanager
 def guarded_server(
     authenticator: Authenticator | None = None,
     tls: TlsFiles | None = None,
@@ -28,26 +44,18 @@ def guarded_server(
     address: str = "127.0.0.1:0",
 ) -> Iterator[str]:
     """A server that never leaves loading, on a loop of its own; yields HOST:PORT."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
 
     async def start() -> tuple[GrpcServer, int]:
         state = ServerState(["none"], 1.0, limits=limits)
         server = GrpcServer(state, authenticator or Authenticator())
         return server, await server.start(address, tls)
 
-    try:
-        server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(WAIT_S)
+    with loop_on_a_thread() as run:
+        server, port = run(start())
         try:
             yield f"127.0.0.1:{port}"
         finally:
-            asyncio.run_coroutine_threadsafe(server.close(0), loop).result(WAIT_S)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-        loop.close()
+            run(server.close(0))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from support.server_process import ServerProcess
 from support.silent_reader import SilentReader
 from support.waiting import wait_until
 
-from server.calls import SERVICE, TIMEOUT_S, long_request, running, sampling
+from server.calls import SERVICE, SERVING, TIMEOUT_S, check, long_request, running, sampling
 from server.guarded import guarded_server
 from server.http.open_port import open_port, posted, read_answer, request
 from server.processes import rank_pid
@@ -40,13 +40,7 @@ from tpengine.server.state import State
 
 Code = grpc.StatusCode
 TOKEN = "one-0123456789abcdef"
-PROBE_S = 10.0
-"""In this time a call must be served, or give way, that need not wait for `TIMEOUT_S`."""
 HEALTH = "/grpc.health.v1.Health/"
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + struct.pack(">HBBBL", 0, 0, 4, 0, 0)
-MAX_CONCURRENT_STREAMS = 3
-
-
 OTHER = "127.0.0.2"
 """The address of a client that holds what it can get."""
 WRITE_S, MAX_FILES = 1.0, 420
@@ -56,24 +50,25 @@ STREAM_ALL = {"n": 4, "logprobs": 5, "max_tokens": 500, "ignore_eos": True, "str
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with two doors, few descriptors, and little patience."""
-    log = tmp_path_factory.mktemp("strict") / "log"
     options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--swap-space", "0"]
     options += ["--http-port", "0", "--isolate", "--max-client-requests", "3"]
     options += ["--write-timeout", str(WRITE_S)]
-    with ServerProcess(*options, log=log, max_files=MAX_FILES) as process:
+    with ServerProcess(
+        *options, log=tmp_path_factory.mktemp("strict") / "log", max_files=MAX_FILES
+    ) as process:
         yield process
 
 
-def _connect(server: ServerProcess, source: str, buffer: int = 0) -> socket.socket:
-    """A connection to the HTTP door."""
-    host, _, port = server.http_address.removeprefix("http://").rpartition(":")
-    one = socket.socket()
+def _connect(address: str, source: str = "", buffer: int = 0) -> socket.socket:
+    """A connection to HOST:PORT, over HTTP or not."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    connection = socket.socket()
     if buffer:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    one.settimeout(TIMEOUT_S)
-    one.bind((source, 0))
-    one.connect((host, int(port)))
-    return one
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(TIMEOUT_S)
+    connection.bind((source, 0))
+    connection.connect((host, int(port)))
+    return connection
 
 
 def _frames(one: socket.socket) -> Iterator[tuple[int, int, bytes]]:
@@ -161,28 +156,26 @@ def test_probes_are_answered_beside_calls_without_a_message() -> None:
     """Six hundred calls, of the probe's own address: the oldest that wait give way. No other bound
     ends them."""
     path, limits = HEALTH + "Check", Limits(health_message_s=3 * TIMEOUT_S)
-    with guarded_server(Authenticator([TOKEN]), limits=limits) as target:
-        host, _, port = target.partition(":")
-        with (
-            socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as flood,
-            grpc.insecure_channel(target) as channel,
-        ):
-            numbers, empty = range(1, 1200, 2), bytes(5)
-            heads = [http2.head(target, path, number) for number in numbers]
-            flood.sendall(http2.greeting() + b"".join(heads))
-            num_left, frames = len(numbers), _frames(flood)
-            while num_left > limits.max_host_health_calls:
-                stub = health_pb2_grpc.HealthStub(channel)
-                stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=PROBE_S)
-                for kind, flags, _ in itertools.islice(frames, 40):
-                    num_left -= kind == http2.HEADERS and http2.ends_stream(kind, flags)
-                    if num_left == limits.max_host_health_calls:
-                        break
-            messages = [http2.frame(http2.DATA, http2.END_STREAM, one, empty) for one in numbers]
-            flood.sendall(b"".join(messages))
-            while num_left:
-                kind, flags, _ = next(frames)
+    with (
+        guarded_server(Authenticator([TOKEN]), limits=limits) as target,
+        _connect(target) as flood,
+        grpc.insecure_channel(target) as channel,
+    ):
+        numbers, empty = range(1, 1200, 2), bytes(5)
+        heads = [http2.head(target, path, number) for number in numbers]
+        flood.sendall(http2.greeting() + b"".join(heads))
+        num_left, frames = len(numbers), _frames(flood)
+        while num_left > limits.max_host_health_calls:
+            assert check(channel, "liveness") == SERVING
+            for kind, flags, _ in itertools.islice(frames, 40):
                 num_left -= kind == http2.HEADERS and http2.ends_stream(kind, flags)
+                if num_left == limits.max_host_health_calls:
+                    break
+        messages = [http2.frame(http2.DATA, http2.END_STREAM, one, empty) for one in numbers]
+        flood.sendall(b"".join(messages))
+        while num_left:
+            kind, flags, _ = next(frames)
+            num_left -= kind == http2.HEADERS and http2.ends_stream(kind, flags)
 
 
 @pytest.mark.parametrize(
@@ -214,22 +207,20 @@ def test_calls_wait_while_the_loop_is_busy() -> None:
             assert is_free.wait(TIMEOUT_S)
             return super().identify(*given)
 
-    with guarded_server(Busy([TOKEN])) as target:
-        host, _, port = target.partition(":")
-        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as flood:
-            path, numbers = SERVICE + "Generate", range(1, 2 * 1270, 2)
-            calls = [http2.call(target, path, b"", number) for number in numbers]
-            # gRPC answers the ping when it has read the calls before it.
-            ping = http2.frame(http2.PING, 0, 0, bytes(8))
-            flood.sendall(http2.greeting() + b"".join(calls) + ping)
-            ends: list[int | None] = []
-            for kind, flags, payload in _frames(flood):
-                if kind == http2.PING and flags & http2.ACK:
-                    is_free.set()
-                if http2.ends_stream(kind, flags):
-                    ends.append(http2.read_status(payload))
-                if len(ends) == len(calls):
-                    break
+    with guarded_server(Busy([TOKEN])) as target, _connect(target) as flood:
+        path, numbers = SERVICE + "Generate", range(1, 2 * 1270, 2)
+        calls = [http2.call(target, path, b"", number) for number in numbers]
+        # gRPC answers the ping when it has read the calls before it.
+        ping = http2.frame(http2.PING, 0, 0, bytes(8))
+        flood.sendall(http2.greeting() + b"".join(calls) + ping)
+        ends: list[int | None] = []
+        for kind, flags, payload in _frames(flood):
+            if kind == http2.PING and flags & http2.ACK:
+                is_free.set()
+            if http2.ends_stream(kind, flags):
+                ends.append(http2.read_status(payload))
+            if len(ends) == len(calls):
+                break
     assert is_free.is_set()
     assert set(ends) == {Code.UNAUTHENTICATED.value[0]}
 
@@ -238,13 +229,13 @@ def test_a_call_that_gives_way_takes_no_other_calls_place() -> None:
     """When it wakes, a later call has ended."""
 
     async def give_way() -> None:
-        calls = UntrustedCalls(Limits(max_host_health_calls=1, health_message_s=TIMEOUT_S))
+        calls = UntrustedCalls(Limits(max_host_health_calls=1, health_message_s=2 * TIMEOUT_S))
         gave_way, came = asyncio.Event(), asyncio.Event()
 
         async def begin_first() -> None:
             async with calls.message_of("a"):
                 try:
-                    await asyncio.sleep(2 * TIMEOUT_S)
+                    await asyncio.sleep(3 * TIMEOUT_S)
                 finally:
                     gave_way.set()
                     await came.wait()
@@ -252,7 +243,7 @@ def test_a_call_that_gives_way_takes_no_other_calls_place() -> None:
         first = asyncio.create_task(begin_first())
         await asyncio.sleep(0)
         async with calls.message_of("a"):
-            await asyncio.wait_for(gave_way.wait(), PROBE_S)
+            await asyncio.wait_for(gave_way.wait(), TIMEOUT_S)
         came.set()
         with pytest.raises(TimeoutError):
             await first
@@ -262,16 +253,11 @@ def test_a_call_that_gives_way_takes_no_other_calls_place() -> None:
 
 def test_a_connection_gets_its_limit_of_calls() -> None:
     limits = Limits(max_connection_calls=7, queue=QueueLimits(max_requests=2))
-    with guarded_server(limits=limits) as target:
-        host, _, port = target.partition(":")
-        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
-            connection.sendall(PREFACE)
-            with connection.makefile("rb") as stream:
-                head = stream.read(9)  # the first frame is the settings
-                length, kind = int.from_bytes(head[:3], "big"), head[3]
-                settings = dict(struct.iter_unpack(">HL", stream.read(length)))
-    assert kind == 4
-    assert settings[MAX_CONCURRENT_STREAMS] == 9
+    with guarded_server(limits=limits) as target, _connect(target) as connection:
+        connection.sendall(http2.greeting())
+        kind, _, payload = next(_frames(connection))
+    assert kind == http2.SETTINGS
+    assert dict(struct.iter_unpack(">HL", payload))[http2.MAX_CONCURRENT_STREAMS] == 9
 
 
 @pytest.mark.parametrize(
@@ -341,7 +327,7 @@ def test_clients_that_do_not_read_lose_their_places(strict: ServerProcess) -> No
         wait_until(lambda: any(one.ended.is_set() for one in tried), TIMEOUT_S)
         readers = [one for one in tried if not one.ended.is_set()]
         assert len(readers) == 3, "one is refused"
-        other = stack.enter_context(_connect(strict, OTHER))
+        other = stack.enter_context(_connect(strict.http_address, OTHER))
         answers = stack.enter_context(other.makefile("rb"))
         other.sendall(models)
         refusal = read_answer(answers)
@@ -354,7 +340,7 @@ def test_clients_that_do_not_read_lose_their_places(strict: ServerProcess) -> No
         assert len(readers[0].read_all(TIMEOUT_S)) < 400
         other.sendall(models)
         wait_until(lambda: read_answer(answers).status == 200 or other.sendall(models), TIMEOUT_S)
-    with _connect(strict, OTHER, buffer=4096) as one:
+    with _connect(strict.http_address, OTHER, buffer=4096) as one:
         body = json.dumps({"prompt": "Once", "temperature": 1.0, **STREAM_ALL}).encode()
         one.sendall(posted(body).replace(b"/tokenize", b"/v1/completions"))
         assert one.recv(12) == b"HTTP/1.1 200"
@@ -380,16 +366,14 @@ def test_readiness_counts_places() -> None:
 
 
 def test_silent_connections_leave_descriptors_for_new_ranks(strict: ServerProcess) -> None:
-    host, _, port = strict.target.partition(":")
     with ExitStack() as stack:
         stream = stack.enter_context(running(strict.stub, long_request(1500)))
         rank = strict.stub.GetServerInfo(pb.GetServerInfoRequest()).ranks[0]
         for _ in range(150):
-            stack.enter_context(_connect(strict, OTHER))
-            one = socket.create_connection((host, int(port)), TIMEOUT_S, (OTHER, 0))
-            stack.enter_context(one)
+            stack.enter_context(_connect(strict.http_address, OTHER))
+            stack.enter_context(_connect(strict.target, OTHER))
         wait_until(lambda: strict.num_file_descriptors() > MAX_FILES // 2, TIMEOUT_S)
-        with _connect(strict, "127.0.0.1") as new, new.makefile("rb") as answers:
+        with _connect(strict.http_address, "127.0.0.1") as new, new.makefile("rb") as answers:
             new.sendall(request("/ready"))
             assert read_answer(answers).status == 200, "the others have the places of one address"
         os.kill(rank_pid(rank), signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,81 +25,38 @@ from tpengine.server.limits import Limits
 
 DELTA = RequestOutputKind.DELTA
 ANOTHER: dict[str, Any] = {
-    "n": 3,
-    "best_of": 4,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.25,
-    "repetition_penalty": 1.5,
-    "temperature": 0.7,
-    "top_p": 0.95,
-    "top_k": 7,
-    "min_p": 0.1,
-    "seed": -3,
-    "stop": ["a", "é"],
-    "stop_token_ids": [5, 7],
-    "include_stop_str_in_output": True,
-    "ignore_eos": True,
-    "max_tokens": 9,
-    "min_tokens": 2,
-    "logprobs": 0,
-    "prompt_logprobs": 3,
-    "detokenize": False,
-    "skip_special_tokens": False,
-    "spaces_between_special_tokens": False,
-    "truncate_prompt_tokens": 7,
-    "logit_bias": {4: -1.5},
-    "allowed_token_ids": [4, 5],
-    "bad_words": ["no"],
-    "bad_words_token_ids": [[1, 2], [3]],
+    "n": 3, "best_of": 4, "presence_penalty": 0.5, "frequency_penalty": -0.25,
+    "repetition_penalty": 1.5, "temperature": 0.7, "top_p": 0.95, "top_k": 7, "min_p": 0.1,
+    "seed": -3, "stop": ["a", "é"], "stop_token_ids": [5, 7], "include_stop_str_in_output": True,
+    "ignore_eos": True, "max_tokens": 9, "min_tokens": 2, "logprobs": 0, "prompt_logprobs": 3,
+    "detokenize": False, "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    "truncate_prompt_tokens": 7, "logit_bias": {4: -1.5}, "allowed_token_ids": [4, 5],
+    "bad_words": ["no"], "bad_words_token_ids": [[1, 2], [3]],
     "structured_outputs": {"json": '{"type": "integer"}', "disable_any_whitespace": True},
-}
+}  # fmt: skip
+"""For each field a value that is not its default."""
 BEAMS = {"use_beam_search": True, "best_of": 3, "temperature": 0.0}
 WRONG: dict[str, Any] = {
-    "n": 0,
-    "best_of": 0,
-    "presence_penalty": 2.5,
-    "frequency_penalty": -2.5,
-    "repetition_penalty": 0.0,
-    "temperature": -1.0,
-    "top_p": 0.0,
-    "top_k": 0,
-    "min_p": 1.5,
-    "use_beam_search": True,
-    "length_penalty": 2.0,
-    "early_stopping": 77,
-    "stop": [""],
-    "stop_token_ids": [-1],
-    "max_tokens": 0,
-    "min_tokens": -1,
-    "logprobs": -1,
-    "prompt_logprobs": -1,
-    "logit_bias": {-1: 1.0},
-    "allowed_token_ids": [],
-    "bad_words": [" "],
-    "bad_words_token_ids": [[]],
-    "truncate_prompt_tokens": 0,
+    "n": 0, "best_of": 0, "presence_penalty": 2.5, "frequency_penalty": -2.5,
+    "repetition_penalty": 0.0, "temperature": -1.0, "top_p": 0.0, "top_k": 0, "min_p": 1.5,
+    "use_beam_search": True, "length_penalty": 2.0, "early_stopping": 77, "stop": [""],
+    "stop_token_ids": [-1], "max_tokens": 0, "min_tokens": -1, "logprobs": -1,
+    "prompt_logprobs": -1, "logit_bias": {-1: 1.0}, "allowed_token_ids": [], "bad_words": [" "],
+    "bad_words_token_ids": [[]], "truncate_prompt_tokens": 0,
     "structured_outputs": {"disable_any_whitespace": True},
-}
+}  # fmt: skip
 """For each field a value that is refused; an explicit 0 where 0 is invalid."""
-HARMLESS = {
-    "seed",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-}
+HARMLESS = {"seed", "include_stop_str_in_output", "ignore_eos", "detokenize"}
+HARMLESS |= {"skip_special_tokens", "spaces_between_special_tokens"}
 
 
 def sampling(fields: dict[str, Any]) -> pb.SamplingParams:
-    given = dict(fields)
-    if "allowed_token_ids" in given:
-        given["allowed_token_ids"] = pb.TokenIds(ids=given["allowed_token_ids"])
-    if "bad_words_token_ids" in given:
-        given["bad_words_token_ids"] = [
-            pb.TokenIds(ids=one) for one in fields["bad_words_token_ids"]
-        ]
-    return pb.SamplingParams(**given)
+    values = dict(fields)
+    if "allowed_token_ids" in values:
+        values["allowed_token_ids"] = pb.TokenIds(ids=values["allowed_token_ids"])
+    if "bad_words_token_ids" in values:
+        values["bad_words_token_ids"] = [pb.TokenIds(ids=i) for i in values["bad_words_token_ids"]]
+    return pb.SamplingParams(**values)
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
@@ -116,10 +74,6 @@ def refused(message: pb.GenerateRequest) -> tuple[str | None, str]:
     assert errors.status_of(raised.type).grpc == "INVALID_ARGUMENT"
     field = path_at_fault(raised.value, message)
     return field, text_for_client(raised.value, "id", field)
-
-
-def test_nothing_given_is_the_default() -> None:
-    assert read_sampling_params(pb.SamplingParams(), DELTA, {}) == SamplingParams(output_kind=DELTA)
 
 
 def test_every_parameter_of_grpc_is_a_field() -> None:
@@ -161,11 +115,8 @@ def test_a_seed_keeps_its_bits(seed: int | None) -> None:
     """A number of 64 bits with a sign, of which -1 means no seed in Python alone."""
     message = to_request("a", SamplingParams(seed=seed), None, 0, None)
     found = read_sampling_params(message.sampling, DELTA, {}).seed
-    if seed in (None, -1):
-        assert found is None
-    else:
-        assert found is not None
-        assert found % 2**64 == seed % 2**64
+    wanted = None if seed in (None, -1) else seed % 2**64
+    assert (None if found is None else found % 2**64) == wanted
 
 
 def test_the_client_checks_what_was_assigned() -> None:
@@ -208,11 +159,9 @@ def test_of_a_dict_only_its_fields_are_sent() -> None:
 
 
 def test_explicit_zeros_are_zeros() -> None:
-    params = read_sampling_params(
-        sampling({"temperature": 0.0, "seed": 0, "logprobs": 0, "min_tokens": 0}), DELTA, {}
-    )
-    assert (params.temperature, params.seed, params.logprobs) == (0.0, 0, 0)
-    assert params.greedy
+    zeros = {"temperature": 0.0, "seed": 0, "logprobs": 0, "min_tokens": 0}
+    params = read_sampling_params(sampling(zeros), DELTA, {})
+    assert {name: getattr(params, name) for name in zeros} == zeros
     assert read(pb.GenerateRequest(prompt="a", max_queue_ms=0)).max_queue_s == 0.0
     assert read(pb.GenerateRequest(prompt="a")).max_queue_s is None
 
@@ -256,29 +205,30 @@ def test_what_is_at_its_limit_is_taken() -> None:
     params = read(
         request(stop=["é" * 512] * 64, stop_token_ids=[1] * 64, n=128, logprobs=20)
     ).params
-    assert len(params.stop) == 64
-    assert params.n == 128
+    assert (len(params.stop), params.n) == (64, 128)
 
 
-def test_candidates_of_a_prompt_are_bounded_by_its_length() -> None:
-    def given(num_ids: int) -> pb.GenerateRequest:
-        token_ids = pb.TokenIds(ids=[5] * num_ids)
-        params = pb.SamplingParams(prompt_logprobs=63)
-        return pb.GenerateRequest(prompt_token_ids=token_ids, sampling=params)
+@pytest.mark.parametrize(
+    ("num_ids", "truncate", "is_taken"),
+    [(1024, None, True), (5000, 1024, True), (5000, 1025, False), (1025, None, False)],
+)
+def test_candidates_of_a_prompt_are_bounded_by_its_length(
+    num_ids: int, truncate: int | None, is_taken: bool
+) -> None:
+    params = pb.SamplingParams(prompt_logprobs=63, truncate_prompt_tokens=truncate)
+    token_ids = pb.TokenIds(ids=[5] * num_ids)
+    message = pb.GenerateRequest(prompt_token_ids=token_ids, sampling=params)
+    refusal = pytest.raises(
+        errors.InvalidSamplingParamsError, match=f"= 63 of up to {truncate or num_ids}"
+    )
+    with nullcontext() if is_taken else refusal:
+        read_generate_request(message, DELTA, Limits(), max_model_len=131072, defaults={})
 
-    read_generate_request(given(1024), DELTA, Limits(), max_model_len=131072, defaults={})
-    truncated = given(5000)
-    truncated.sampling.truncate_prompt_tokens = 1024
-    read_generate_request(truncated, DELTA, Limits(), max_model_len=131072, defaults={})
-    truncated.sampling.truncate_prompt_tokens = 1025
-    with pytest.raises(
-        errors.InvalidSamplingParamsError, match="prompt_logprobs = 63 of up to 1025"
-    ):
-        read_generate_request(truncated, DELTA, Limits(), max_model_len=131072, defaults={})
-    for message in (given(1025), pb.GenerateRequest(messages=pb.Conversation(), prompt="a" * 1010)):
-        message.sampling.prompt_logprobs = 63
-        with pytest.raises(errors.InvalidSamplingParamsError, match="prompt_logprobs"):
-            read_generate_request(message, DELTA, Limits(), max_model_len=131072, defaults={})
+
+def test_candidates_of_a_text_are_bounded_by_what_it_may_become() -> None:
+    message = pb.GenerateRequest(prompt="a" * 1010, sampling=pb.SamplingParams(prompt_logprobs=63))
+    with pytest.raises(errors.InvalidSamplingParamsError, match="prompt_logprobs"):
+        read_generate_request(message, DELTA, Limits(), max_model_len=131072, defaults={})
 
 
 def test_inputs() -> None:
@@ -302,35 +252,33 @@ def output(**fields: Any) -> RequestOutput:
 
 def test_answers() -> None:
     likely = {9: Logprob(-2.0, 3, "x"), 4: Logprob(-0.5, 1, "y"), 6: Logprob(-1.0, 2, "z")}
-    one = CompletionOutput(
-        index=0,
-        text="x",
-        token_ids=(9,),
-        cumulative_logprob=-2.0,
-        logprobs=[likely],
-        finish_reason="stop",
-        stop_reason=9,
-    )
+    one = CompletionOutput(0, "x", (9,), -2.0, [likely], finish_reason="stop", stop_reason=9)
     two = CompletionOutput(1, "", (), None, None, finish_reason="stop", stop_reason="é")
     times = (10.0, 12.0, 10.5, 11.0, 0.5, 12.0)
     metrics = RequestMetrics(*times, num_preemptions=1, num_cached_tokens=2)
     counts = {"num_cached_tokens": 2, "num_output_tokens": 5}
     last = output(outputs=[one, two], metrics=metrics, prompt_logprobs=[None, likely], **counts)
     answer = asyncio.run(ResponseWriter().write(last))
+    candidates = [
+        pb.Logprob(
+            token_id=token_id, logprob=of.logprob, rank=of.rank, decoded_token=of.decoded_token
+        )
+        for token_id, of in likely.items()
+    ]
     first, second = answer.outputs
-    assert (first.text, list(first.token_ids), first.cumulative_logprob) == ("x", [9], -2.0)
-    assert first.finish_reason == pb.FINISH_REASON_STOP
-    assert first.WhichOneof("matched_stop") == "matched_stop_token_id"
-    assert first.matched_stop_token_id == 9
-    assert [one.token_id for one in first.logprobs[0].candidates] == [9, 4, 6]
-    assert second.matched_stop_string == "é"
-    assert second.HasField("text")
-    assert not second.HasField("cumulative_logprob")
-    usage = answer.usage
-    assert (usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens) == (2, 5, 2)
-    assert (usage.queue_s, usage.first_token_s, usage.total_s) == (0.5, 1.0, 2.0)
-    assert usage.num_preemptions == 1
-    assert [len(one.candidates) for one in answer.prompt_logprobs] == [0, 3]
+    assert first == pb.CompletionOutput(
+        index=0, text="x", token_ids=[9], cumulative_logprob=-2.0, matched_stop_token_id=9,
+        finish_reason=pb.FINISH_REASON_STOP, logprobs=[pb.TokenLogprobs(candidates=candidates)],
+    )  # fmt: skip
+    assert second == pb.CompletionOutput(
+        index=1, text="", finish_reason=pb.FINISH_REASON_STOP, matched_stop_string="é"
+    )
+    by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
+    assert [list(one.candidates) for one in answer.prompt_logprobs] == [[], by_rank]
+    assert answer.usage == pb.Usage(
+        num_prompt_tokens=2, num_output_tokens=5, num_cached_tokens=2, num_preemptions=1,
+        queue_s=0.5, first_token_s=1.0, total_s=2.0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("of", ["output", "prompt"])

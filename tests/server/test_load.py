@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import grpc
 import pytest
 from support import http2
 from support.footprint import Footprint, assert_settles
-from support.server_process import ServerProcess, wait_until
+from support.server_process import ServerProcess, serving, wait_until
 from support.servers import LASTING
 from support.silent_reader import SilentReader
 
-from server.calls import SERVICE, long_request, running, sampling
+from server.calls import SERVICE, ids, long_request, running, sampling
 from tpengine import SamplingParams
-from tpengine.client.client_messages import to_request
 from tpengine.client.generation_client import GenerationClient
 from tpengine.errors import DeadlineExceededError
 from tpengine.proto import tpengine_pb2 as pb
 
-HERE = Path(__file__).parent
-ENGINE = ["--dtype", "float32", "--num-device-blocks-override", "512"]
+STREAM = f"{SERVICE}GenerateStream"
 NUM_SEQS, QUEUE, CONNECTING = 4, 256, 64
-STREAMS_OF_KILLED = 30
+STREAMS_OF_CUT = 30
 VANISH_S = 4.0
 CROWD_TIMEOUT_S = 200.0
 MEMORY_SLACK = 96 << 20
@@ -45,11 +38,10 @@ MAX_HELD_BYTES = 4 << 20
 
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("load") / "server.log"
-    options = ["--max-queued-requests", str(QUEUE), "--max-num-seqs", str(NUM_SEQS)]
-    with ServerProcess(*ENGINE, *options, log=log) as process:
+    options = ["--dtype", "float32", "--num-device-blocks-override", "512"]
+    options += ["--max-queued-requests", str(QUEUE), "--max-num-seqs", str(NUM_SEQS)]
+    with serving(tmp_path_factory.mktemp("load"), *options) as process:
         yield process
-    assert "Traceback" not in log.read_text()
 
 
 def _greedy(num_tokens: int) -> SamplingParams:
@@ -79,50 +71,66 @@ async def _vanish_by_deadline(client: GenerationClient, rng: random.Random) -> N
         await client.generate(prompt, _greedy(1900), timeout_s=rng.uniform(0.001, 0.3))
 
 
-async def _vanish_by_kill(target: str, rng: random.Random) -> None:
+async def _frames(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> AsyncIterator[tuple[int, int, bytes]]:
+    """(kind, flags, payload) of each frame that the server sends; what wants an answer gets one."""
+    while True:
+        length, kind, flags = http2.read_head(await reader.readexactly(http2.HEAD_BYTES))
+        payload = await reader.readexactly(length)
+        writer.write(http2.reply(kind, flags, payload))
+        yield kind, flags, payload
+
+
+async def _vanish_by_cut(target: str, rng: random.Random) -> None:
+    """A client of many streams that loses its connection, as when its process is killed."""
     await asyncio.sleep(rng.uniform(0, VANISH_S))
-    words = [target, str(STREAMS_OF_KILLED), str(rng.randrange(10**6))]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", str(HERE / "vanish.py"), *words, stdout=subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), QUIET_S)
-        assert line == b"open\n"
-        await asyncio.sleep(rng.uniform(0, 0.3))
-    finally:
-        process.send_signal(signal.SIGKILL)
-        assert await asyncio.wait_for(process.wait(), QUIET_S) == -signal.SIGKILL
+    host, _, port = target.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    asked = [long_request(200, prompt_token_ids=_drawn_ids(rng)) for _ in range(STREAMS_OF_CUT)]
+    data = [one.SerializeToString() for one in asked]
+    calls = [http2.call(target, STREAM, one, 2 * i + 1) for i, one in enumerate(data)]
+    writer.write(http2.greeting() + b"".join(calls))
+    num_begun = 0
+    async for kind, _, _ in _frames(reader, writer):
+        num_begun += kind == http2.HEADERS
+        if num_begun >= STREAMS_OF_CUT:
+            break
+    await asyncio.sleep(rng.uniform(0, 0.3))
+    writer.transport.abort()
 
 
-async def _vanish(target: str, cancels: int, deadlines: int, kills: int, seed: int) -> None:
+def _drawn_ids(rng: random.Random) -> pb.TokenIds:
+    return ids(*(rng.randrange(5, 500) for _ in range(8)))
+
+
+async def _vanish(target: str, cancels: int, deadlines: int, cuts: int, seed: int) -> None:
     rng = random.Random(seed)
-    rngs = [random.Random(rng.random()) for _ in range(cancels + deadlines + kills)]
+    rngs = [random.Random(rng.random()) for _ in range(cancels + deadlines + cuts)]
     async with GenerationClient(target) as client:
         await asyncio.gather(
             *(_vanish_by_cancel(client, one) for one in rngs[:cancels]),
             *(_vanish_by_deadline(client, one) for one in rngs[cancels : cancels + deadlines]),
-            *(_vanish_by_kill(target, one) for one in rngs[cancels + deadlines :]),
+            *(_vanish_by_cut(target, one) for one in rngs[cancels + deadlines :]),
         )
 
 
 @pytest.mark.parametrize(
-    ("cancels", "deadlines", "kills"),
+    ("cancels", "deadlines", "cuts"),
     [(100, 80, 3), pytest.param(400, 300, 10, marks=pytest.mark.soak)],
 )
 def test_clients_that_vanish_leave_nothing(
-    server: ServerProcess, cancels: int, deadlines: int, kills: int
+    server: ServerProcess, cancels: int, deadlines: int, cuts: int
 ) -> None:
     answer = _complete(server)
     asyncio.run(_vanish(server.target, 60, 60, 1, seed=1))  # pools grow to their size
     wait_until(lambda: _is_at_rest(server), QUIET_S)
-    time.sleep(1.0)
     before, aborted = Footprint.at_rest(server), server.metric(ENDED, finished_reason="abort")
-    asyncio.run(_vanish(server.target, cancels, deadlines, kills, seed=2))
+    asyncio.run(_vanish(server.target, cancels, deadlines, cuts, seed=2))
     assert_settles(server, before)
-    # The killed clients and many of the others had reached the engine.
+    # The streams that were cut and many of the others had reached the engine.
     num_aborted = server.metric(ENDED, finished_reason="abort") - aborted
-    assert num_aborted > kills * STREAMS_OF_KILLED // 2
+    assert num_aborted > cuts * STREAMS_OF_CUT // 2
     assert _complete(server) == answer
 
 
@@ -134,13 +142,7 @@ def _is_at_rest(server: ServerProcess) -> bool:
 
 def _complete(server: ServerProcess) -> tuple[int, ...]:
     """Output ids of an ordinary request."""
-
-    async def ask() -> tuple[int, ...]:
-        async with GenerationClient(server.target, timeout_s=30) as client:
-            output = await client.generate("Once upon a time", _greedy(16))
-        return tuple(output.outputs[0].token_ids)
-
-    return asyncio.run(ask())
+    return tuple(server.stub.Generate(long_request(16), timeout=QUIET_S).outputs[0].token_ids)
 
 
 async def _come(target: str, gate: asyncio.Semaphore) -> str:
@@ -149,17 +151,13 @@ async def _come(target: str, gate: asyncio.Semaphore) -> str:
     host, _, port = target.rpartition(":")
     async with gate:
         reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(http2.opening(target, SERVICE + "GenerateStream", request.SerializeToString()))
-    try:
-        while True:
-            length, kind, flags = http2.read_head(await reader.readexactly(http2.HEAD_BYTES))
-            payload = await reader.readexactly(length)
-            writer.write(http2.reply(kind, flags, payload))
-            if http2.ends_stream(kind, flags):
-                status = http2.read_status(payload)
-                return next(code.name for code in grpc.StatusCode if code.value[0] == status)
-    finally:
-        writer.close()
+    writer.write(http2.opening(target, STREAM, request.SerializeToString()))
+    async for kind, flags, payload in _frames(reader, writer):
+        if http2.ends_stream(kind, flags):
+            status = http2.read_status(payload)
+            break
+    writer.close()
+    return next(code.name for code in grpc.StatusCode if code.value[0] == status)
 
 
 @pytest.mark.parametrize("size", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
@@ -172,12 +170,14 @@ def test_a_crowd_is_refused(crowded: ServerProcess, size: int) -> None:
 
     async def come() -> list[str]:
         gate = asyncio.Semaphore(CONNECTING)
-        crowd = asyncio.gather(*(_come(crowded.target, gate) for _ in range(size)))
-        while not crowd.done():
+        crowd = [asyncio.create_task(_come(crowded.target, gate)) for _ in range(size)]
+        while (num_done := sum(client.done() for client in crowd)) < size:
             queued.append((await asyncio.to_thread(crowded.loads)).num_queued)
             held.append(crowded.resident_bytes() - memory)
-            await asyncio.wait([crowd], timeout=0.1)
-        return await crowd
+            if num_done >= size - QUEUE:
+                taken.close()  # all others are refused: those that wait may begin
+            await asyncio.wait(crowd, timeout=0.1)
+        return [client.result() for client in crowd]
 
     with ExitStack() as taken:
         for _ in range(NUM_SEQS):
@@ -193,25 +193,18 @@ def test_a_crowd_is_refused(crowded: ServerProcess, size: int) -> None:
 def _touch_cache(server: ServerProcess) -> None:
     """Fills every block once: the system allocates a page when it is first written, and this must
     not count as growth."""
-    loads, rng = server.loads(), random.Random(0)
-    num_prompts = -(-2 * loads.num_total_blocks // (TOUCH_TOKENS // BLOCK_SIZE))
-
-    async def fill() -> None:
-        async with GenerationClient(server.target, timeout_s=60) as client:
-            for _ in range(num_prompts):
-                prompt = [rng.randrange(5, 500) for _ in range(TOUCH_TOKENS)]
-                await client.generate(prompt, _greedy(1))
-
-    asyncio.run(fill())
+    rng = random.Random(0)
+    for _ in range(-(-2 * server.loads().num_total_blocks // (TOUCH_TOKENS // BLOCK_SIZE))):
+        prompt = ids(*(rng.randrange(5, 500) for _ in range(TOUCH_TOKENS)))
+        request = pb.GenerateRequest(prompt_token_ids=prompt, sampling=sampling(max_tokens=1))
+        server.stub.Generate(request, timeout=QUIET_S)
 
 
 def _unread(server: ServerProcess) -> SilentReader:
     """A long stream with large messages."""
-    params = SamplingParams(temperature=0.0, max_tokens=UNREAD_TOKENS, ignore_eos=True, logprobs=20)
-    request = to_request("Once upon a time", params, None, 0, None)
-    return SilentReader(
-        server.target, "/tpengine.v1.GenerationService/GenerateStream", request.SerializeToString()
-    )
+    params = sampling(max_tokens=UNREAD_TOKENS, ignore_eos=True, logprobs=20)
+    request = pb.GenerateRequest(prompt="Once upon a time", sampling=params)
+    return SilentReader(server.target, STREAM, request.SerializeToString())
 
 
 @pytest.mark.parametrize("num_others", [4, pytest.param(100, marks=pytest.mark.soak)])

@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import complete, greedy, make_engine
+from support.engines import greedy
 from support.server_process import ServerProcess, wait_until
 
 from server.calls import long_request
+from server.http.openai_door import Door, assert_same, joined, mixed, offline
 from server.processes import END_S, dying_server, own_ray, rank_pid, session
-from tpengine.config import EMBEDDED_MODEL
+from tpengine import LLM
 from tpengine.host import start_ticks
 from tpengine.proto import tpengine_pb2 as pb
 
-RANKS = ["--tensor-parallel-size", "2", "--device", "cpu", "--dtype", "float32"]
-RANKS += ["--num-device-blocks-override", "256"]
-CHILDREN = [*RANKS[:2], "--executor", "processes"]
-NUM_TOKENS = 600
+SMALL = ["--device", "cpu", "--dtype", "float32", "--num-device-blocks-override", "1024"]
+TWO = ["--tensor-parallel-size", "2"]
+CHILDREN = [*TWO, "--executor", "processes"]
+NUM_TOKENS, MAX_TOKENS = 400, 200
 RAY_S = 120.0
 """Time for Ray and two ranks to start on a loaded machine."""
 
@@ -33,24 +35,53 @@ def _own_ray() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path, size: int) -> None:
-    """Of ranks that are children of the server; also of the only one, with --isolate."""
-    with make_engine(EMBEDDED_MODEL) as engine:
-        expected = list(complete(engine, [5, 6, 7], greedy(NUM_TOKENS)).token_ids)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("options", "size", "count"),
+    [
+        (CHILDREN, 2, 12),
+        pytest.param(["--isolate"], 1, 12, marks=pytest.mark.soak),
+        pytest.param([*TWO, "--executor", "ray"], 2, 200, marks=pytest.mark.soak),
+    ],
+)
+def test_streams_go_on_over_a_recovery_and_a_drain(
+    tmp_path: Path, llm: LLM, options: list[str], size: int, count: int
+) -> None:
+    """A rank is killed in the middle of the streams of many clients: no answer changes."""
+    (expected,) = llm.generate(None, greedy(NUM_TOKENS), [[5, 6, 7]], use_tqdm=False)
+    requests, begun = mixed(count, count, MAX_TOKENS), set[int]()
+    options = [*SMALL, *options, "--http-port", "0", "--drain-timeout", "90"]
     log = tmp_path / "log"
-    options = [*RANKS[2:], *(["--isolate"] if size == 1 else CHILDREN), "--drain-timeout", "90"]
-    with ServerProcess(*options, log=log, start_timeout_s=RAY_S) as server:
+    with (
+        ServerProcess(*options, log=log, start_timeout_s=RAY_S) as server,
+        ThreadPoolExecutor(count) as pool,
+    ):
 
         def about() -> Any:
             return server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=END_S)
 
+        def call(place: int) -> dict[str, Any]:
+            """An answer over HTTP, streamed if that is possible."""
+            path, body = requests[place]
+            if "best_of" in body:
+                return door.whole(path, body)
+            chunks = []
+            for chunk in door.chunks(path, {**body, "stream_options": {"include_usage": True}}):
+                chunks.append(chunk)
+                begun.add(place)
+            return joined(chunks)
+
+        door = Door(server.http_address)
         stream = server.stub.GenerateStream(long_request(NUM_TOKENS), timeout=RAY_S)
         token_ids = list(next(stream).outputs[0].token_ids)
+        answers = [pool.submit(call, place) for place in range(count)]
+        wait_until(lambda: len(begun) >= count // 2, RAY_S)
         ranks = about().ranks
-        found = [(rank.rank, bool(rank.node), bool(rank.device)) for rank in ranks]
-        assert found == [(0, True, True), (1, True, True)][:size]
+        known = [(rank.rank, bool(rank.node), bool(rank.device)) for rank in ranks]
+        assert known == [(0, True, True), (1, True, True)][:size]
         os.kill(rank_pid(ranks[-1]), signal.SIGKILL)
+        num_done = sum(answer.done() for answer in answers)
+        assert num_done < count // 2, "most streams were over before the rank was killed"
         states = set()
 
         def is_back() -> bool:
@@ -64,20 +95,22 @@ def test_streams_go_on_over_a_recovery_and_a_drain(tmp_path: Path, size: int) ->
         assert about().epoch == 2
         pids = [rank_pid(rank) for rank in about().ranks]
         late = server.stub.Generate.future(long_request(NUM_TOKENS), timeout=RAY_S)
-        wait_until(lambda: server.loads().num_open_calls == 2, END_S)
+        wait_until(lambda: server.loads().num_open_calls >= 2, END_S)
         server.process.send_signal(signal.SIGTERM)
-        for message in stream:
-            token_ids += message.outputs[0].token_ids
-        assert token_ids == expected
-        assert list(late.result().outputs[0].token_ids) == expected
+        got = [answer.result() for answer in answers]
+        token_ids += [token_id for message in stream for token_id in message.outputs[0].token_ids]
+        assert tuple(token_ids) == expected.outputs[0].token_ids
+        assert tuple(late.result().outputs[0].token_ids) == expected.outputs[0].token_ids
         assert server.process.wait(END_S) == 0
         wait_until(lambda: not any(map(start_ticks, pids)), END_S)
+    for (path, body), answer in zip(requests, got, strict=True):
+        assert_same(llm, body, answer, offline(llm, path, body))
 
 
-@pytest.mark.parametrize("ranks", [CHILDREN, pytest.param(RANKS, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("ranks", [CHILDREN, pytest.param(TWO, marks=pytest.mark.soak)])
 def test_a_signal_during_start_up_leaves_no_process(tmp_path: Path, ranks: list[str]) -> None:
     log = tmp_path / "log"
-    with dying_server(log, "1000000", *RANKS, *ranks) as (process, _):
+    with dying_server(log, "1000000", *SMALL, *ranks) as (process, _):
         wait_until(lambda: "rank 1 on " in log.read_text() or process.poll() is not None, RAY_S)
         assert process.poll() is None, log.read_text()
         process.send_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from server.calls import TIMEOUT_S, bearer, refused
+from server.calls import NOT_SERVING, TIMEOUT_S, bearer, check, refused
 from server.guarded import Authority, guarded_server
 from tpengine.cli import serve
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
@@ -129,41 +129,37 @@ def test_weights_without_fairness_are_noted(
 
 
 def test_clients_are_told_apart() -> None:
-    known = Authenticator([ONE, TWO], [ADMIN])
-    one, two, admin = (known.identify([f"Bearer {t}"], None) for t in (ONE, TWO, ADMIN))
+    known = Authenticator({ONE: 2.5, TWO: 1.0}, [ADMIN])
+    one, two, admin = (known.identify([f"Bearer {token}"], None) for token in (ONE, TWO, ADMIN))
     assert one == known.identify([f"bearer {ONE}"], "a name")
+    assert one.owner.weight == 2.5
     assert len({one.name, two.name, admin.name}) == 3
     near, far = (Authenticator().identify([], None, f"ipv4:10.0.0.{i}") for i in (1, 2))
     named = Authenticator().identify([], "a name", "ipv4:10.0.0.1")
     accounts = {client.owner.account for client in (one, two, near, far, named)}
     assert len(accounts) == 5
-    assert near.name == far.name
+    assert (near.name, named.name) == (far.name, "certificate a name")
     assert not any("10.0" in account or "a name" in account for account in accounts)
-    weighted = Authenticator({ONE: 2.5})
-    assert weighted.identify([f"Bearer {ONE}"], None).owner.weight == 2.5
     admin.require_admin("x")
     for client in (one, two, Client("anonymous")):
         with pytest.raises(PermissionDeniedError):
             client.require_admin("x")
-    for headers in (
-        [],
-        [""],
-        ["Bearer"],
-        ["Bearer "],
-        [ONE],
-        [f"Basic {ONE}"],
-        [f"Bearer {WRONG}"],
-        [f"Bearer {ONE}x"],
-        [f"Bearer {ONE[:-1]}"],
-        [f"Bearer {ONE}", f"Bearer {WRONG}"],
-    ):
-        with pytest.raises(UnauthenticatedError) as raised:
-            known.identify(headers, "a name")
-        assert ONE not in str(raised.value)
     assert Authenticator().identify([f"Bearer {WRONG}"], None).name == "anonymous"
-    assert Authenticator().identify([], "a name").name == "certificate a name"
     with pytest.raises(UnauthenticatedError):
         Authenticator((), [ADMIN]).identify([f"Bearer {WRONG}"], None)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *([], [""], ["Bearer"], ["Bearer "], [ONE], [f"Basic {ONE}"], [f"Bearer {WRONG}"]),
+        *([f"Bearer {ONE}x"], [f"Bearer {ONE[:-1]}"], [f"Bearer {ONE}", f"Bearer {WRONG}"]),
+    ],
+)
+def test_what_is_no_token_of_the_server(headers: list[str]) -> None:
+    with pytest.raises(UnauthenticatedError) as raised:
+        Authenticator([ONE, TWO], [ADMIN]).identify(headers, "a name")
+    assert ONE not in str(raised.value)
 
 
 def test_tokens_over_the_wire() -> None:
@@ -196,7 +192,7 @@ def test_tokens_over_the_wire() -> None:
 def test_only_health_is_free_of_tokens() -> None:
     with guarded_server(Authenticator([ONE])) as target, grpc.insecure_channel(target) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        assert health.Check(READY, timeout=TIMEOUT_S).status == 2
+        assert check(channel) == NOT_SERVING
         assert health.List(health_pb2.HealthListRequest(), timeout=TIMEOUT_S).statuses
         watch = health.Watch(READY, timeout=TIMEOUT_S)
         assert next(watch).status == 2
@@ -207,28 +203,25 @@ def test_only_health_is_free_of_tokens() -> None:
 
 
 def secure(target: str, authority: Authority, own: TlsFiles | None = None) -> grpc.Channel:
-    key, certificate = (
-        (None, None)
-        if own is None
-        else (Path(own.key).read_bytes(), Path(own.certificate).read_bytes())
-    )
-    return grpc.secure_channel(
-        target,
-        grpc.ssl_channel_credentials(authority.certificate.read_bytes(), key, certificate),
-    )
+    files = (own.key, own.certificate) if own is not None else ()
+    pair = [Path(file).read_bytes() for file in files]
+    credentials = grpc.ssl_channel_credentials(authority.certificate.read_bytes(), *pair)
+    return grpc.secure_channel(target, credentials)
+
+
+def refuses(channel: grpc.Channel) -> None:
+    """The server answers no call of this connection, not even one that needs no token."""
+    with channel:
+        assert refused(health_pb2_grpc.HealthStub(channel).Check, READY).code is Code.UNAVAILABLE
 
 
 def test_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> None:
     stranger = Authority.make(tmp_path, "stranger")
     with guarded_server(tls=files) as target:
+        refuses(secure(target, stranger))
+        refuses(grpc.insecure_channel(target))
         with secure(target, authority) as channel:
-            assert health_pb2_grpc.HealthStub(channel).Check(READY, timeout=TIMEOUT_S).status == 2
-        for wrong in (secure(target, stranger), grpc.insecure_channel(target)):
-            with wrong as channel:
-                health = health_pb2_grpc.HealthStub(channel)
-                assert refused(health.Check, READY).code is Code.UNAVAILABLE
-        with secure(target, authority) as channel:
-            assert health_pb2_grpc.HealthStub(channel).Check(READY, timeout=TIMEOUT_S).status == 2
+            assert check(channel) == NOT_SERVING
 
 
 def test_mutual_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> None:
@@ -236,13 +229,10 @@ def test_mutual_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> No
     stranger = Authority.make(tmp_path / "stranger").sign("client", tmp_path / "other")
     both = TlsFiles(files.certificate, files.key, str(authority.certificate))
     with guarded_server(tls=both) as target:
+        refuses(secure(target, authority))
+        refuses(secure(target, authority, stranger))
         with secure(target, authority, client) as channel:
-            stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
-            assert stub.GetServerInfo(INFO, timeout=TIMEOUT_S).version
-        for own in (None, stranger):
-            with secure(target, authority, own) as channel:
-                health = health_pb2_grpc.HealthStub(channel)
-                assert refused(health.Check, READY).code is Code.UNAVAILABLE
+            assert check(channel) == NOT_SERVING
 
 
 def test_certificates_without_a_common_name_are_told_apart() -> None:
@@ -273,25 +263,28 @@ def served_serial(target: str) -> str:
 
 
 def test_certificates_are_reloaded(authority: Authority, files: TlsFiles, tmp_path: Path) -> None:
-    live = TlsFiles(str(tmp_path / "live.pem"), str(tmp_path / "live.key"))
-    shutil.copy(files.certificate, live.certificate)
-    shutil.copy(files.key, live.key)
+    certificate, key = tmp_path / "live.pem", tmp_path / "live.key"
+    shutil.copy(files.certificate, certificate)
+    shutil.copy(files.key, key)
     fresh = authority.sign("fresh", tmp_path / "fresh")
+
+    def is_served(expected: str) -> bool:
+        return served_serial(target).strip() in Path(expected).read_text()
+
+    live = TlsFiles(str(certificate), str(key))
     with guarded_server(tls=live) as target, secure(target, authority) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        assert health.Check(READY, timeout=TIMEOUT_S).status == 2
-        first = Path(live.certificate).read_text()
-        assert served_serial(target).strip() in first
+        assert check(channel) == NOT_SERVING
+        assert is_served(files.certificate)
         # Half of the change: the key of another certificate. The old files stay in use.
-        shutil.copy(fresh.key, live.key)
-        assert served_serial(target).strip() in first
-        shutil.copy(fresh.certificate, live.certificate)
-        assert served_serial(target).strip() in Path(fresh.certificate).read_text()
-        assert health.Check(READY, timeout=TIMEOUT_S).status == 2, "an open connection goes on"
-        Path(live.certificate).write_text("no certificate")
-        assert served_serial(target).strip() in Path(fresh.certificate).read_text()
-        Path(live.certificate).unlink()
-        assert served_serial(target).strip() in Path(fresh.certificate).read_text()
+        shutil.copy(fresh.key, key)
+        assert is_served(files.certificate)
+        shutil.copy(fresh.certificate, certificate)
+        assert is_served(fresh.certificate)
+        assert check(channel) == NOT_SERVING, "an open connection goes on"
+        certificate.write_text("no certificate")
+        assert is_served(fresh.certificate)
+        certificate.unlink()
+        assert is_served(fresh.certificate)
 
 
 def test_unusable_certificates_are_refused(files: TlsFiles, authority: Authority) -> None:

@@ -10,28 +10,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from support.deltas import delta
 
 from tpengine.async_engine.mailbox import Mailbox
-from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.server.grpc.generation_messages import ResponseWriter
 from tpengine.server.stream_sender import send_stream
 
 WAIT_S = 60.0
-
-
-def _output(
-    *token_ids: int, finished: bool = False, logprobs: bool = False, count: int = 0
-) -> RequestOutput:
-    one = CompletionOutput(
-        index=0,
-        text="".join(f"{token} " for token in token_ids),
-        token_ids=token_ids,
-        cumulative_logprob=None,
-        logprobs=[{token: Logprob(-1.0, 1)} for token in token_ids] if logprobs else None,
-        finish_reason="length" if finished else None,
-    )
-    return RequestOutput("it", None, [1], None, [one], finished, num_output_tokens=count)
 
 
 class Connection:
@@ -87,6 +73,13 @@ def bounded(check: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
     return run
 
 
+def begin(is_fast: bool = True) -> tuple[Mailbox, Connection, asyncio.Task[None]]:
+    """A mailbox whose outputs a task sends over a connection."""
+    box, connection = Mailbox(merges=True), Connection(is_fast)
+    sending = send_stream(box, ResponseWriter(), connection.write, WAIT_S)
+    return box, connection, asyncio.create_task(sending)
+
+
 async def _turns(count: int = 8) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -94,15 +87,14 @@ async def _turns(count: int = 8) -> None:
 
 @bounded
 async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
-    box, connection = Mailbox(merges=True), Connection()
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
+    box, connection, sending = begin()
     await _turns()
     for token in range(5):
-        box.put(_output(token))
+        box.put(delta({0: [token]}, has_logprobs=False))
         assert len(connection.messages) == token + 1
         await _turns()
     assert not sending.done()
-    box.put(_output(9, finished=True, count=6))
+    box.put(delta({0: [9]}, True, has_logprobs=False, num_output_tokens=6))
     await sending
     assert connection.token_ids == [[0], [1], [2], [3], [4], [9]]
     first, *_, last = connection.messages
@@ -121,10 +113,9 @@ async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
 async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
     rng = random.Random(seed)
 
-    box, connection = Mailbox(merges=True), Connection(is_fast=False)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
+    box, connection, sending = begin(is_fast=False)
     for token in range(60):
-        box.put(_output(token, finished=token == 59, logprobs=rng.random() < 0.1))
+        box.put(delta({0: [token]}, token == 59, has_logprobs=rng.random() < 0.1))
         for _ in range(rng.randrange(3)):
             if rng.random() < 0.6:
                 connection.let_go()
@@ -142,17 +133,16 @@ async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
 @pytest.mark.parametrize("is_fast", [True, False])
 @bounded
 async def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
-    box, connection = Mailbox(merges=True), Connection(is_fast)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
+    box, connection, sending = begin(is_fast)
     await _turns()
-    box.put(_output(1))
-    box.put(_output(2))
+    box.put(delta({0: [1]}, has_logprobs=False))
+    box.put(delta({0: [2]}, has_logprobs=False))
     box.close(ValueError("gone"))
     await _turns()
     connection.let_go()
     with pytest.raises(ValueError, match="gone"):
         await sending
-    box.put(_output(3))
+    box.put(delta({0: [3]}, has_logprobs=False))
     assert connection.token_ids == ([[1], [2]] if is_fast else [[1]])
 
 
@@ -169,9 +159,9 @@ async def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
     ]
     await _turns()
     for box in boxes:
-        box.put(_output(1))
+        box.put(delta({0: [1]}, has_logprobs=False))
     for box in boxes:
-        box.put(_output(2, finished=True))
+        box.put(delta({0: [2]}, True, has_logprobs=False))
     with pytest.raises(OSError, match="no connection"):
         await tasks[0]
     await tasks[1]
@@ -181,17 +171,16 @@ async def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 @bounded
 async def test_a_stream_that_is_left_leaves_nothing(num_tokens: int) -> None:
-    box, connection = Mailbox(merges=True), Connection(is_fast=False)
-    sending = asyncio.create_task(send_stream(box, ResponseWriter(), connection.write, WAIT_S))
+    box, connection, sending = begin(is_fast=False)
     await _turns()
     for token in range(num_tokens):
-        box.put(_output(token))
+        box.put(delta({0: [token]}, has_logprobs=False))
     sending.cancel()
     with pytest.raises(asyncio.CancelledError):
         await sending
     assert box.listener is None
     assert connection.num_left == min(num_tokens, 1)
-    box.put(_output(7))  # no reader is left
-    box.put(_output(8, finished=True))
+    box.put(delta({0: [7]}, has_logprobs=False))  # no reader is left
+    box.put(delta({0: [8]}, True, has_logprobs=False))
     await _turns()
     assert connection.token_ids == [[0]][:num_tokens]

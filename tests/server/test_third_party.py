@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import struct
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +12,11 @@ from support.engines import greedy
 from support.server_process import ServerProcess
 
 from tpengine import LLM
-from tpengine.proto import tpengine_pb2 as pb
 
 pytestmark = pytest.mark.check
 SERVICE = "tpengine.v1.GenerationService"
 PROMPT, NUM_TOKENS = "Once upon a time", 12
-COMPLETED = "tpengine:request_success_total"
 PATIENCE_S = 60
-NUM_LOAD, CONNECTIONS, STREAMS_OF_EACH = 2000, 8, 8
 
 
 @pytest.fixture(scope="module")
@@ -76,35 +70,3 @@ def test_buf_reads_a_stream(server: ServerProcess, answer: list[int]) -> None:
     assert [token for output in outputs for token in output.get("tokenIds", [])] == answer
     assert messages[-1]["finished"]
     assert outputs[-1]["finishReason"] == "FINISH_REASON_LENGTH"
-
-
-def test_h2load_fails_no_stream(server: ServerProcess, tmp_path: Path) -> None:
-    request = pb.GenerateRequest(
-        prompt=PROMPT,
-        sampling=pb.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-    ).SerializeToString()
-    body = tmp_path / "request"
-    body.write_bytes(struct.pack(">BI", 0, len(request)) + request)
-    completed = server.metric(COMPLETED, finished_reason="length")
-    report = _run(
-        third_party.h2load(),
-        "-v",  # prints the headers that answers begin with
-        f"--requests={NUM_LOAD}",
-        f"--clients={CONNECTIONS}",
-        f"--max-concurrent-streams={STREAMS_OF_EACH}",
-        f"--data={body}",
-        "--header=content-type: application/grpc",
-        "--header=te: trailers",
-        f"http://{server.target}/{SERVICE}/GenerateStream",
-    )
-    counts = re.search(
-        r"requests: (\d+) total, (\d+) started, (\d+) done, (\d+) succeeded, "
-        r"(\d+) failed, (\d+) errored, (\d+) timeout",
-        report,
-    )
-    assert counts is not None, report[-2000:]
-    assert [int(count) for count in counts.groups()] == [NUM_LOAD] * 4 + [0] * 3
-    # h2load reports the success of HTTP. A refusal begins with its status; an error after that is
-    # not counted as completed by the server.
-    assert "grpc-status" not in report
-    assert server.metric(COMPLETED, finished_reason="length") == completed + NUM_LOAD

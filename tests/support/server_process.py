@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -129,3 +132,11 @@ class ServerProcess:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+
+
+@contextmanager
+def serving(folder: Path, *options: str, **more: Any) -> Iterator[ServerProcess]:
+    """A server whose log lies in a folder, and has no traceback at its end."""
+    with ServerProcess(*options, log=folder / "log", **more) as process:
+        yield process
+    assert "Traceback" not in process.log.read_text()

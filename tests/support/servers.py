@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.server_process import ServerProcess
+from support.server_process import ServerProcess, serving
 from tpengine import LLM
 
 MODEL_LENGTH = 2048
@@ -19,23 +19,20 @@ TIGHT_BLOCKS = 136
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with two doors and room for many requests, on the embedded model in float32."""
-    log = tmp_path_factory.mktemp("server") / "log"
     options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--swap-space", "0.01"]
     options += ["--http-port", "0", "--max-model-len", str(MODEL_LENGTH)]
-    with ServerProcess(*options, log=log) as process:
+    with serving(tmp_path_factory.mktemp("server"), *options) as process:
         yield process
-    assert "Traceback" not in log.read_text()
 
 
 @pytest.fixture(scope="session")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that is soon full: two requests run, two wait, few blocks, no prefix cache."""
-    log = tmp_path_factory.mktemp("tight") / "log"
     options = ["--dtype", "float32", "--max-model-len", str(MODEL_LENGTH), "--swap-space", "0"]
     options += ["--num-device-blocks-override", str(TIGHT_BLOCKS), "--max-num-seqs", "2"]
     options += ["--max-queued-requests", "2", "--max-num-batched-tokens", "16"]
     options += ["--no-enable-prefix-caching", "--scheduling-policy", "priority"]
-    with ServerProcess(*options, log=log) as process:
+    with serving(tmp_path_factory.mktemp("tight"), *options) as process:
         yield process
 
 

@@ -95,11 +95,6 @@ def selenium_packages() -> str:
     return str(packages("selenium", _SELENIUM))
 
 
-def h2load() -> str:
-    """Path of `h2load`, nghttp2's load generator: HTTP/2 in C, nothing of gRPC."""
-    return require("h2load", "nghttp2-client")
-
-
 def _install(
     folder: Path,
     wanted: str,

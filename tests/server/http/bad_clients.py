@@ -1,4 +1,4 @@
-"""Clients that no server wants: mutated requests, connections that break or stall.
+"""Clients that no server wants: mutated requests.
 
 Bodies of requests that are framed as HTTP asks go over connections that stay open; where the frame
 itself is mutated, a connection serves one request.
@@ -6,8 +6,6 @@ itself is mutated, a connection serves one request.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import random
 import socket
@@ -21,9 +19,7 @@ from tpengine.proto import TIMEOUT_KEY
 ANSWER_S = 60.0
 SILENT_S = 0.25
 """How long a server that has got no whole request is waited for."""
-_DRIP_S = 0.05
 _JSON = "Content-Type: application/json"
-_EMPTY = b"Content-Length: 0\r\n"
 _READ = json.loads
 _GREEDY = {"max_tokens": 4, "temperature": 0}
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -47,7 +43,6 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
 ]
 _PATHS = ["/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/x", "/", "*", "//"]
 _METHODS = ["GET", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "CONNECT", "POST", "BREW"]
-_LONG = {"prompt": "a", "max_tokens": 40, "n": 4, "logprobs": 5, "ignore_eos": True, **_STREAM}
 _FOREIGN = ["model", "tools", "response_format", "suffix", ""]
 _VALUES: list[Any] = [
     *_READ("""[null, true, false, 0, -1, 1, 3, 2147483648, 9223372036854775808, -1e25, 0.5,
@@ -136,38 +131,3 @@ class Connection:
         if self._socket is not None:
             self._socket.close()
         self._socket = None
-
-
-async def misbehave(address: tuple[str, int], rng: random.Random, hold_s: float) -> None:
-    """Opens a connection that stalls or breaks, and leaves it after `hold_s` at the latest."""
-    path, body = rng.choice(SEEDS)
-    whole = framed(path, json.dumps(body).encode())
-    stream = framed("/v1/completions", json.dumps(_LONG).encode())
-    chunked = framed(path, b"", "POST", "Transfer-Encoding: chunked").replace(_EMPTY, b"")
-    cut, soon_s = whole[: rng.randrange(len(whole))], rng.random() / 4
-    sent, leave_after_s = rng.choice(
-        [
-            *[(data, hold_s) for data in (b"", cut, cut + b"\r\n" + b"a" * (1 << 20), whole * 20)],
-            *[(chunked + data, hold_s) for data in (b"5\r\nabcde\r\n", b"zz\r\n")],
-            *[(stream, hold_s), (stream, soon_s), (stream, 0.0), (stream * 5, soon_s), (cut, 0.0)],
-        ]
-    )
-    size = 1 if rng.randrange(8) == 0 else max(len(sent), 1)  # of what is sent at a time
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(connection, address)
-    reader, writer = await asyncio.open_connection(sock=connection, limit=1)  # reads nothing ahead
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        async with asyncio.timeout(leave_after_s + 4 * _DRIP_S):
-            for place in range(0, len(sent), size):
-                writer.write(sent[place : place + size])
-                await asyncio.sleep(_DRIP_S if size == 1 else 0)
-            if rng.randrange(4) == 0:
-                writer.write_eof()
-            while leave_after_s and sent is not stream and await reader.read(1 << 16):
-                pass
-            await asyncio.sleep(leave_after_s)
-    if rng.randrange(2):
-        writer.transport.abort()  # a reset, where the server's bytes are unread
-    writer.close()

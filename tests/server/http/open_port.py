@@ -6,39 +6,38 @@ import asyncio
 import json
 import socket
 import ssl
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from server.guarded import WAIT_S, loop_on_a_thread
 from tpengine.server.auth import Authenticator, TlsFiles
 from tpengine.server.http.http_server import HttpServer
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 
-WAIT_S = 20.0
+LOCAL = "127.0.0.1"
 
 
 class OpenPort:
     """A server that never leaves loading, on a loop of its own.
 
     Attributes:
+        run: runs a coroutine on that loop.
         state: of the server; has the count of its open calls.
     """
 
     def __init__(
         self,
+        run: Callable[[Any], Any],
         authenticator: Authenticator | None = None,
         limits: Limits | None = None,
         tls: TlsFiles | None = None,
-        host: str = "127.0.0.1",
+        host: str = LOCAL,
         cors: tuple[str, ...] = (),
         app: Callable[..., Any] | None = None,
     ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._host = host
+        self.run, self._host = run, host
         self.state = ServerState(["none"], 1.0, limits=limits)
 
         async def start() -> tuple[HttpServer, int]:
@@ -47,11 +46,7 @@ class OpenPort:
                 server._config.loaded_app = app
             return server, await server.start(host, 0, tls)
 
-        self.server, self.port = self.run(start())
-
-    def run(self, work: Any) -> Any:
-        """Runs a coroutine on the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+        self.server, self.port = run(start())
 
     async def _held(self) -> tuple[int, int, int]:
         connections = self.server._connections
@@ -63,37 +58,31 @@ class OpenPort:
         return self.run(self._held())  # type: ignore[no-any-return]
 
     def connect(self, tls: ssl.SSLContext | None = None, buffer: int = 0) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        one = socket.socket(family)
-        one.settimeout(WAIT_S)
+        connection = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
+        connection.settimeout(WAIT_S)
         if buffer:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        one.connect((self._host, self.port))
-        return one if tls is None else tls.wrap_socket(one, server_hostname="127.0.0.1")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.connect((self._host, self.port))
+        return connection if tls is None else tls.wrap_socket(connection, server_hostname=LOCAL)
 
     def send(self, data: bytes, tls: ssl.SSLContext | None = None) -> Answer:
         """Sends bytes on a connection of their own, and reads the first answer."""
-        with self.connect(tls) as one:
-            one.sendall(data)
-            return read_answer(one.makefile("rb"))
-
-    def close(self) -> None:
-        """Ends the server; nothing may be left."""
-        self.run(self.server.close(0.2))
-        left = self.held()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(WAIT_S)
-        self._loop.close()
-        assert left == (0, 0, 0)
+        with self.connect(tls) as connection:
+            connection.sendall(data)
+            return read_answer(connection.makefile("rb"))
 
 
 @contextmanager
 def open_port(**options: Any) -> Iterator[OpenPort]:
-    port = OpenPort(**options)
-    try:
-        yield port
-    finally:
-        port.close()
+    """A server; when it has ended, nothing may be left."""
+    with loop_on_a_thread() as run:
+        port = OpenPort(run, **options)
+        try:
+            yield port
+        finally:
+            run(port.server.close(0.2))
+            left = port.held()
+        assert left == (0, 0, 0)
 
 
 class Answer:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import ssl
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +17,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tpengine import LLM, RequestOutput, SamplingParams
+from tpengine.server.http.tools import Tools
+from tpengine.server.http.write import AnswerWriter, Style, usage
+from tpengine.server.stream_sender import has_only_tokens
 
 TIMEOUT_S = 120.0
 PROMPTS = [
@@ -29,23 +34,32 @@ QUESTIONS = ["What is two plus three?", "Tell me a story.", "Wie heißt die Haup
 
 
 class Door:
-    """Calls the routes at `http://HOST:PORT`; each call has a connection of its own."""
+    """Calls the routes at `http://HOST:PORT`; each call has a connection of its own.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        token: of the client; empty: it has none.
+        tls: for a server that has a certificate.
+    """
+
+    def __init__(self, address: str, token: str = "", tls: ssl.SSLContext | None = None) -> None:
         self.host = urlsplit(address).netloc
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._connect = partial(http.client.HTTPSConnection, context=tls) if tls else None
 
-    def begin(self, path: str, body: Any) -> http.client.HTTPConnection:
+    def begin(self, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
         """Sends a body to a path of the server, or without / to one below /v1, and does not wait
-        for the answer; a client leaves by closing this."""
-        connection = http.client.HTTPConnection(self.host, timeout=TIMEOUT_S)
+        for the answer; a client leaves by closing this. Without a body it is a GET."""
+        connect = self._connect or http.client.HTTPConnection
+        connection = connect(self.host, timeout=TIMEOUT_S)
         data = body if isinstance(body, bytes) else json.dumps(body)
         url = path if path.startswith("/") else f"/v1/{path}"
-        connection.request("POST", url, data, {"content-type": "application/json"})
+        sent = {"content-type": "application/json", **self._headers, **headers}
+        connection.request("GET" if body is None else "POST", url, data, sent)
         return connection
 
-    def open(self, path: str, body: Any) -> http.client.HTTPResponse:
-        """Sends a body."""
-        return self.begin(path, body).getresponse()
+    def open(self, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
+        """The answer to a body, or to a GET."""
+        return self.begin(path, body, **headers).getresponse()
 
     def refused(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
         """Status and error of a call that must fail before its first byte."""
@@ -142,6 +156,25 @@ def _add_calls(known: list[dict[str, Any]], deltas: list[dict[str, Any]]) -> Non
         else:
             assert delta.keys() == {"function"}
             known[-1]["function"]["arguments"] += delta["function"]["arguments"]
+
+
+async def written(
+    whole: RequestOutput, parts: list[RequestOutput], tools: Tools | None = None
+) -> tuple[list[Any], dict[str, Any], int]:
+    """The choices that the writer makes of an output, the answer that the chunks of its parts make
+    together, and how many parts took the fast way."""
+    styles = Style(True, tools=tools), Style(True, streams=True, usage=True, tools=tools)
+    choices, _ = await AnswerWriter(styles[0], styles[0].head("it", 1, "m")).write_whole(whole)
+    head = styles[1].head("it", 1, "m")
+    writer, sent, num_fast = AnswerWriter(styles[1], head), b"", 0
+    for part in parts:
+        tokens = writer.write_tokens(part) if has_only_tokens(part) else None
+        num_fast += tokens is not None
+        sent += tokens or await writer.write(part)
+    sent += f'data: {head}],"usage":{usage([writer])}}}'.encode()
+    chunks = [json.loads(event[6:]) for event in sent.split(b"\n\n")]
+    assert all("<think>" not in str(chunk) for chunk in chunks)
+    return json.loads(f"[{choices}]"), joined(chunks), num_fast
 
 
 def mixed(count: int, seed: int, max_tokens: int = 24) -> list[tuple[str, dict[str, Any]]]:

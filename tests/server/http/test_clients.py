@@ -1,28 +1,33 @@
-"""OpenAI clients of other projects, unchanged, each in its own environment and process."""
+"""OpenAI clients of other projects, unchanged; those that are not installed here each in an
+environment and process of their own."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import openai
 import pytest
+from pydantic import BaseModel, Field
 from support import third_party, tool_models
-from support.server_process import ServerProcess
-from support.system_packages import require
+from support.server_process import ServerProcess, serving
 
 from tpengine import LLM, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
 
 pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
-HERE = Path(__file__).parent
 KEY, MODEL = "sk-0123456789abcdef", "embedded"
 PROMPT, NUM_TOKENS = "Once upon a time", 12
 PATIENCE_S = 120
-NUM_LOAD, STREAMS, LOAD_TOKENS = 24, 8, 10
+NUM_LOAD, STREAMS, LOAD_TOKENS, CROWD = 24, 8, 10, 48
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": NUM_TOKENS}
+COMPLETION = {**GREEDY, "prompt": PROMPT}
+CHAT = {**GREEDY, "messages": [{"role": "user", "content": PROMPT}]}
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +45,11 @@ def answers() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with a key and a short queue."""
-    log = tmp_path_factory.mktemp("clients") / "log"
     options = ["--dtype", "float32", "--num-device-blocks-override", "512", "--http-port", "0"]
     options += ["--max-model-len", "512", "--max-num-seqs", "8", "--max-queued-requests", "8"]
     options += ["--served-model-name", MODEL, "--api-key", KEY]
-    with ServerProcess(*options, log=log) as process:
+    with serving(tmp_path_factory.mktemp("clients"), *options) as process:
         yield process
-    assert "Traceback" not in log.read_text()
 
 
 def _run(*command: str | Path, **environment: str) -> str:
@@ -64,62 +67,99 @@ def _run(*command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
-def _script(
-    name: str, packages: str, server: ServerProcess, kind: str = "", **environment: str
-) -> dict[str, Any]:
-    python = third_party.programs(name, packages) / "python"
-    words = (server.http_address, KEY, MODEL, PROMPT, str(NUM_TOKENS))
-    shown = _run(python, "-I", HERE / f"{name}{kind}_client.py", *words, **environment)
-    found: dict[str, Any] = json.loads(shown.splitlines()[-1])
-    return found
+def _client(server: ServerProcess) -> openai.OpenAI:
+    base_url = f"{server.http_address}/v1"
+    return openai.OpenAI(base_url=base_url, api_key=KEY, max_retries=0, timeout=60)
 
 
-@pytest.fixture(scope="module")
-def openai_calls(server: ServerProcess) -> dict[str, Any]:
-    """What the package gave."""
-    return _script("openai", "openai>=2", server)
+def test_openai(server: ServerProcess, answers: dict[str, Any]) -> None:
+    client = _client(server)
+    assert [one.id for one in client.models.list()] == [client.models.retrieve(MODEL).id] == [MODEL]
+    whole = client.completions.create(**COMPLETION)
+    usage: Any = {"include_usage": True}
+    *parts, last = client.completions.create(**COMPLETION, stream=True, stream_options=usage)
+    texts = [whole.choices[0].text, "".join(one.choices[0].text for one in parts)]
+    assert texts == [answers["text"]] * 2
+    assert whole.usage == last.usage
+    assert whole.usage.completion_tokens == NUM_TOKENS
+    assert whole._request_id
+    ends = [one.choices[0].finish_reason for one in (whole, parts[-1])]
+    assert ends == ["length", "length"]
+
+    first = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2).choices[0]
+    tokens = first.logprobs.content
+    spelled = bytes(byte for token in tokens for byte in token.bytes).decode()
+    assert spelled.startswith(answers["chat"])
+    assert {len(token.top_logprobs) for token in tokens} == {2}
+    second = client.chat.completions.create(**CHAT, seed=7, stop=["\n\n\n"], user="me").choices[0]
+    with client.chat.completions.stream(**CHAT) as events:
+        assert {"chunk", "content.delta", "content.done"} <= {event.type for event in events}
+        streamed = events.get_final_completion().choices[0]
+    assert {one.message.content for one in (first, second, streamed)} == {answers["chat"]}
 
 
-def test_openai(openai_calls: dict[str, Any], answers: dict[str, Any]) -> None:
-    found = openai_calls
-    assert found["models"] == [found["model"]] == [MODEL]
-    assert set(found["completions"]) == {answers["text"]}
-    assert set(found["chats"]) == {answers["chat"]}
-    assert bytes(found["token_bytes"]).decode().startswith(answers["chat"])
-    assert set(found["num_candidates"]) == {2}
-    assert [usage["completion_tokens"] for usage in found["usage"]] == [NUM_TOKENS] * 2
-    assert found["usage"][0] == found["usage"][1]
-    assert found["request_id"]
-    assert found["finish_reasons"] == ["length"] * 2
-    assert {"chunk", "content.delta", "content.done"} <= set(found["events"])
-    # The package waits as long as Retry-After says, and asks again.
-    assert found["ends"] == [["Completion", "RateLimitError"], ["Completion"]]
+def test_openai_at_once(server: ServerProcess, answers: dict[str, Any]) -> None:
+    """Eight streams at once; a crowd that finds the queue full, without and with retries: the
+    package waits as long as Retry-After says, and asks again."""
+
+    async def stream(client: openai.AsyncOpenAI) -> str:
+        chunks = await client.chat.completions.create(**CHAT, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async def crowd(client: openai.AsyncOpenAI, retries: int) -> set[str]:
+        patient = client.with_options(max_retries=retries)
+        long = {**COMPLETION, "max_tokens": 100}
+        calls = [patient.completions.create(**long) for _ in range(CROWD)]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        return {type(end).__name__ for end in ends}
+
+    async def talk() -> None:
+        base_url = f"{server.http_address}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, max_retries=0) as client:
+            texts = await asyncio.gather(*[stream(client) for _ in range(STREAMS)])
+            assert set(texts) == {answers["chat"]}
+            assert await crowd(client, 0) == {"Completion", "RateLimitError"}
+            assert await crowd(client, 30) == {"Completion"}
+
+    asyncio.run(talk())
 
 
-def test_exceptions_of_openai(openai_calls: dict[str, Any]) -> None:
-    found = openai_calls["errors"]
-    assert all(end.pop() for end in found.values()), "each answer has an id"
-    assert {name: end[:2] for name, end in found.items()} == {
-        "key": ["AuthenticationError", 401],
-        "model": ["NotFoundError", 404],
-        "temperature": ["BadRequestError", 400],
-        "stream": ["BadRequestError", 400],
-        "suffix": ["BadRequestError", 400],
-        "length": ["BadRequestError", 400],
-        "messages": ["BadRequestError", 400],
-        "embeddings": ["NotFoundError", 404],
-    }
-    assert found["length"][2] == "context_length_exceeded"
-    assert found["model"][2] == "model_not_found"
-    assert {name: end[3] for name, end in found.items() if end[3]}.items() >= {
-        ("temperature", "temperature"),
-        ("stream", "temperature"),
-        ("suffix", "suffix"),
-    }
+@pytest.mark.parametrize(
+    ("call", "kind", "code", "param"),
+    [
+        (lambda c: c.with_options(api_key="sk-of-another").models.list(),
+         openai.AuthenticationError, "invalid_api_key", None),
+        (lambda c: c.completions.create(model="absent", prompt=PROMPT),
+         openai.NotFoundError, "model_not_found", "model"),
+        (lambda c: c.completions.create(**{**COMPLETION, "temperature": -1.0}),
+         openai.BadRequestError, None, "temperature"),
+        (lambda c: c.completions.create(**{**COMPLETION, "temperature": -1.0}, stream=True),
+         openai.BadRequestError, None, "temperature"),
+        (lambda c: c.completions.create(**COMPLETION, suffix="the end"),
+         openai.BadRequestError, None, "suffix"),
+        (lambda c: c.completions.create(model=MODEL, prompt=[5] * 5000),
+         openai.BadRequestError, "context_length_exceeded", "prompt"),
+        (lambda c: c.chat.completions.create(model=MODEL, messages=[]),
+         openai.BadRequestError, None, "messages"),
+        (lambda c: c.embeddings.create(model=MODEL, input=PROMPT),
+         openai.NotFoundError, "unknown_url", None),
+    ],
+)  # fmt: skip
+def test_exceptions_of_openai(
+    server: ServerProcess, call: Any, kind: type[openai.APIStatusError], code: Any, param: Any
+) -> None:
+    with pytest.raises(kind) as raised:
+        call(_client(server))
+    assert raised.value.request_id
+    assert (raised.value.code, raised.value.param) == (code, param)
 
 
 def test_litellm(server: ServerProcess, answers: dict[str, Any]) -> None:
-    found = _script("litellm", "litellm>=1.60", server, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    python = third_party.programs("litellm", "litellm>=1.60") / "python"
+    words = (server.http_address, KEY, MODEL, PROMPT, str(NUM_TOKENS))
+    script = Path(__file__).with_name("litellm_client.py")
+    shown = _run(python, "-I", script, *words, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    found: dict[str, Any] = json.loads(shown.splitlines()[-1])
     assert (set(found["chats"]), set(found["texts"])) == ({answers["chat"]}, {answers["text"]})
     assert found["errors"] == {
         "key": "AuthenticationError",
@@ -137,22 +177,55 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
     options = ["--model", str(tool_models.write(folder, "hermes")), "--dtype", "float32"]
     options += ["--http-port", "0", "--cpu-kv-cache-space", "0.05", "--max-model-len", "4096"]
     options += ["--served-model-name", MODEL, "--api-key", KEY]
-    with ServerProcess(*options, log=folder / "log") as process:
+    with serving(folder, *options) as process:
         yield process
-    assert "Traceback" not in (folder / "log").read_text()
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: str = Field(max_length=8)
+    days: list[Literal["today", "tomorrow"]] = Field(max_length=2)
+
+
+def _plain(message: Any) -> list[tuple[str, str]]:
+    """A message's calls, without their ids."""
+    assert message.content is None
+    return [(one.function.name, one.function.arguments) for one in message.tool_calls]
 
 
 def test_tools_of_openai(tool_server: ServerProcess) -> None:
-    found = _script("openai", "openai>=2", tool_server, "_tools")
-    ((name, arguments),) = found["whole"]
+    chats = _client(tool_server).chat.completions
+    tool: Any = openai.pydantic_function_tool(Weather)
+    strict_tool: Any = openai.pydantic_function_tool(Weather)
+    tool["function"].pop("strict")
+    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Rain?"}]}
+    asked |= {"temperature": 1, "max_tokens": 300, "seed": 3}
+    held = {**asked, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = chats.create(**held).choices[0]
+    ((name, arguments),) = _plain(whole.message)
     assert name == "Weather"
-    assert found["streamed"] == found["whole"]
-    assert found["pieces"] == [name, arguments]
-    assert found["reasons"] == ["tool_calls"] * 2
-    assert "tool_calls.function.arguments.done" in found["events"]
-    assert found["parsed"] == [json.loads(arguments)] * 2
-    assert found["after"] == "tool_calls"
-    assert set(found["form"]) == {"city", "days"}
+    with chats.stream(**held) as events:
+        assert "tool_calls.function.arguments.done" in {event.type for event in events}
+        streamed = events.get_final_completion().choices[0]
+    assert _plain(streamed.message) == _plain(whole.message)
+    assert [one.finish_reason for one in (whole, streamed)] == ["tool_calls"] * 2
+    deltas = [one.choices[0].delta for one in chats.create(**held, stream=True)]
+    pieces = [call.function for delta in deltas for call in delta.tool_calls or ()]
+    assert pieces[0].name == name
+    assert "".join(one.arguments for one in pieces) == arguments
+
+    strict = {**held, "tools": [strict_tool]}
+    (parsed,) = chats.parse(**strict).choices[0].message.tool_calls
+    with chats.stream(**strict) as events:
+        (last,) = events.get_final_completion().choices[0].message.tool_calls
+    values = [one.function.parsed_arguments.model_dump() for one in (parsed, last)]
+    assert values == [json.loads(arguments)] * 2
+    result = {"role": "tool", "tool_call_id": whole.message.tool_calls[0].id, "content": "wet"}
+    talk = {**held, "messages": [*asked["messages"], whole.message, result]}
+    assert chats.create(**talk).choices[0].finish_reason == "tool_calls"
+    form = chats.parse(**asked, response_format=Weather).choices[0].message.parsed
+    assert set(form.model_dump()) == {"city", "days"}
 
 
 def test_guidellm_fails_no_request(server: ServerProcess, tmp_path: Path) -> None:
@@ -175,21 +248,3 @@ def test_guidellm_fails_no_request(server: ServerProcess, tmp_path: Path) -> Non
     assert (totals["successful"], totals["errored"]) == (NUM_LOAD, 0)
     tokens = run["metrics"]["output_token_count"]["successful"]
     assert tokens["total_sum"] == NUM_LOAD * LOAD_TOKENS
-
-
-def test_curl(server: ServerProcess, answers: dict[str, Any]) -> None:
-    curl = [require("curl", "curl"), "-sS", "-w", "\n%{http_code} %{content_type}"]
-    body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": NUM_TOKENS}
-    url = f"{server.http_address}/v1/completions"
-    key = ["-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
-    *_, end = _run(*curl, url, "-d", json.dumps(body)).splitlines()
-    assert end.split() == ["401", "application/json"]
-    said, end = _run(*curl, *key, url, "-d", json.dumps(body)).splitlines()
-    assert json.loads(said)["choices"][0]["text"] == answers["text"]
-    stream = _run(*curl, "-N", *key, url, "-d", json.dumps({**body, "stream": True}))
-    *events, end = stream.split("\n\n")
-    assert end.split()[:2] == ["200", "text/event-stream;"]
-    assert events.pop() == "data: [DONE]"
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert len(chunks) > 1  # outputs that arrive while one is written share the next chunk
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == answers["text"]

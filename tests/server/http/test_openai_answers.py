@@ -19,39 +19,32 @@ PROMPT = "The capital of France is"
 GREEDY = {"temperature": 0.0, "return_token_ids": True}
 
 
+SINGLE: list[dict[str, Any]] = [
+    {"max_tokens": 60, "stop": "Seine"},
+    {"max_tokens": 60, "stop": ["Seine"], "include_stop_str_in_output": True},
+    {"max_tokens": 60, "stop_token_ids": [1152]},
+    {"max_tokens": 6, "echo": True, "logprobs": 2},
+    {"max_tokens": 6, "echo": True, "logprobs": 0, "prompt": [[5, 6, 7], [8, 9]]},
+    {"max_tokens": 6, "ignore_eos": True, "detokenize": False},
+    {"max_tokens": 6, "truncate_prompt_tokens": 3, "echo": True},
+    {"max_tokens": 6, "allowed_token_ids": [5, 6, 7], "bad_words": ["zz"]},
+    {},
+]
+
+
 def test_mixed_requests_equal_the_offline_engine(door: Door, llm: LLM) -> None:
     requests = mixed(40, seed=3)
+    requests += [("completions", {"prompt": PROMPT, **GREEDY, **body}) for body in SINGLE]
     with ThreadPoolExecutor(16) as pool:
         whole = list(pool.map(lambda one: door.whole(*one), requests))
         streamed = list(pool.map(lambda one: door.any_way(*one), requests))
     for (path, body), one, other in zip(requests, whole, streamed, strict=True):
         wanted = offline(llm, path, body)
+        if "truncate_prompt_tokens" in body:
+            for output in wanted:  # the echo is of what was read
+                output.prompt = None
         assert_same(llm, body, one, wanted)
         assert_same(llm, body, other, wanted)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"max_tokens": 60, "stop": "Seine"},
-        {"max_tokens": 60, "stop": ["Seine"], "include_stop_str_in_output": True},
-        {"max_tokens": 60, "stop_token_ids": [1152]},
-        {"max_tokens": 6, "echo": True, "logprobs": 2},
-        {"max_tokens": 6, "echo": True, "logprobs": 0, "prompt": [[5, 6, 7], [8, 9]]},
-        {"max_tokens": 6, "ignore_eos": True, "detokenize": False},
-        {"max_tokens": 6, "truncate_prompt_tokens": 3, "echo": True},
-        {"max_tokens": 6, "allowed_token_ids": [5, 6, 7], "bad_words": ["zz"]},
-        {},
-    ],
-)
-def test_single_fields(door: Door, llm: LLM, body: dict[str, Any]) -> None:
-    body = {"prompt": PROMPT, **GREEDY, **body}
-    wanted = offline(llm, "completions", body)
-    if "truncate_prompt_tokens" in body:
-        for output in wanted:  # the echo is of what was read
-            output.prompt = None
-    assert_same(llm, body, door.whole("completions", body), wanted)
-    assert_same(llm, body, door.streamed("completions", body), wanted)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "Once"], [5, 6, 7]])

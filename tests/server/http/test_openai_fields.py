@@ -15,7 +15,7 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from support.costs import count_work
 
-from server.http.openai_door import Door, joined
+from server.http.openai_door import Door, written
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.cli.main import main
 from tpengine.engine_args import AsyncEngineArgs
@@ -26,10 +26,8 @@ from tpengine.server.auth import Client
 from tpengine.server.http.calls import HttpCall
 from tpengine.server.http.fields import NO_EFFECT, REFUSED
 from tpengine.server.http.read import READ_BY_BOTH, READ_BY_CHAT, READ_BY_COMPLETION, BodyReader
-from tpengine.server.http.write import AnswerWriter, Style, usage
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
-from tpengine.server.stream_sender import has_only_tokens
 
 CHAT, TEXT = "chat/completions", "completions"
 BASES: dict[str, dict[str, Any]] = {
@@ -233,38 +231,21 @@ def test_long_lists_are_refused_cheaply(state: ServerState, field: str) -> None:
     )
 
 
-def _thoughts(*pieces: str) -> list[RequestOutput]:
-    outputs = []
-    for place, piece in enumerate(pieces):
-        end = "stop" if place == len(pieces) - 1 else None
-        one = CompletionOutput(0, piece, (place,), None, None, end)
-        outputs.append(RequestOutput("it", "", [1, 2], None, [one], end is not None))
-    return outputs
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_reasoning_has_a_field_of_its_own(size: int) -> None:
     text = "<think>\nwhy < not</think>\n\nbecause < so"
 
-    async def answers() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        whole, stream = Style(True), Style(True, streams=True, usage=True)
-        writer = AnswerWriter(whole, whole.head("it", 1, "m"))
-        choices, _ = await writer.write_whole(_thoughts(text)[0])
-        writer = AnswerWriter(stream, stream.head("it", 1, "m"))
-        said, num_fast = b"", 0
-        for output in _thoughts(*(text[i : i + size] for i in range(0, len(text), size))):
-            chunk = writer.write_tokens(output) if has_only_tokens(output) else None
-            num_fast += chunk is not None
-            said += await writer.write(output) if chunk is None else chunk
-        assert num_fast == max(0, -(-len(text) // size) - 2), "only the first and last are slow"
-        said += f'data: {stream.head("it", 1, "m")}],"usage":{usage([writer])}}}'.encode()
-        return json.loads(choices), [json.loads(one[6:]) for one in said.split(b"\n\n")]
+    def output(place: int, piece: str) -> RequestOutput:
+        end = "stop" if place + size >= len(text) else None
+        completion = CompletionOutput(0, piece, (place,), None, None, end)
+        return RequestOutput("it", "", [1, 2], None, [completion], end is not None)
 
-    whole, chunks = asyncio.run(answers())
+    parts = [output(place, text[place : place + size]) for place in range(0, len(text), size)]
+    (whole,), streamed, num_fast = asyncio.run(written(output(len(text), text), parts))
+    assert num_fast == max(0, len(parts) - 2), "only the first and last are slow"
     message = {"role": "assistant", "reasoning_content": "\nwhy < not"}
     assert whole["message"] == message | {"content": "\n\nbecause < so"}
-    assert joined(chunks)["choices"][0]["message"] == whole["message"]
-    assert all("<think>" not in str(chunk) for chunk in chunks)
+    assert streamed["choices"][0]["message"] == whole["message"]
 
 
 def test_an_answer_within_the_tags_of_its_prompt(door: Door) -> None:

@@ -99,12 +99,8 @@ def test_the_files_keep_to_their_policy() -> None:
 def test_the_feed_of_a_server(server: ServerProcess, door: Door) -> None:
     """The figures are those of the other reports."""
     assert door.whole("completions", {"prompt": [5, 6, 7], "max_tokens": 3})
-    connection = door.begin(FEED, {})
-    assert connection.getresponse().status == 405
-    connection.close()
-    connection.request("GET", FEED)
-    told = json.loads(connection.getresponse().read())
-    connection.close()
+    assert door.open(FEED, {}).status == 405
+    told = json.load(door.open(FEED))
     engine, loads = told["engine"], server.loads()
     assert told["state"] == "running"
     assert (engine["epoch"], engine["recovery"], engine["recoveries"]) == (1, None, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import socket
@@ -10,7 +11,6 @@ import ssl
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +18,8 @@ from typing import Any
 import pytest
 from support.waiting import wait_until
 
-from server.guarded import Authority
-from server.http.open_port import (
-    WAIT_S,
-    OpenPort,
-    open_port,
-    posted,
-    read_answer,
-    request,
-)
+from server.guarded import WAIT_S, Authority
+from server.http.open_port import OpenPort, open_port, posted, read_answer, request
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError
 from tpengine.server.auth import Authenticator, TlsFiles
@@ -103,28 +96,23 @@ def test_what_is_refused(port: OpenPort, sent: bytes, status: int, code: str | N
 
 def test_health_while_the_model_loads(port: OpenPort) -> None:
     """One connection serves many requests; a HEAD has no body; ids come back."""
-    with port.connect() as one:
-        stream = one.makefile("rb")
-        found = {"/health": 200, "/ready": 503, "/version": 200, "/metrics": 200}
-        for path, status in found.items():
-            for method in ("GET", "HEAD"):
-                one.sendall(request(path, f"x-request-id: of-{path}", method=method))
-                answer = read_answer(stream, has_body=method == "GET")
-                assert (answer.status, answer.headers["x-request-id"]) == (status, f"of-{path}")
-                assert answer.headers["date"].endswith("GMT")
+    found = {"/health": 200, "/ready": 503, "/version": 200, "/metrics": 200}
+    with port.connect() as one, one.makefile("rb") as stream:
+        for (path, status), method in itertools.product(found.items(), ("GET", "HEAD")):
+            one.sendall(request(path, f"x-request-id: of-{path}", method=method))
+            answer = read_answer(stream, has_body=method == "GET")
+            assert (answer.status, answer.headers["x-request-id"]) == (status, f"of-{path}")
+            assert answer.headers["date"].endswith("GMT")
     answer = port.send(request("/health", "connection: upgrade", "upgrade: h2c"))
     assert (answer.status, answer.headers["connection"]) == (200, "close")
 
 
 def test_a_client_that_asks_first_need_not_send_its_body(port: OpenPort) -> None:
-    with port.connect() as one:
+    with port.connect() as one, one.makefile("rb") as stream:
         one.sendall(announced(5000, "expect: 100-continue"))
-        stream = one.makefile("rb")
-        assert read_answer(stream).status == 413
-        assert stream.read() == b""
-    with port.connect() as one:
+        assert (read_answer(stream).status, stream.read()) == (413, b"")
+    with port.connect() as one, one.makefile("rb") as stream:
         one.sendall(announced(2, "expect: 100-continue"))
-        stream = one.makefile("rb")
         assert stream.readline() + stream.readline() == b"HTTP/1.1 100 Continue\r\n\r\n"
         one.sendall(b"{}")
         assert read_answer(stream).status == 503
@@ -158,19 +146,16 @@ def test_pipelined_requests_are_bounded(port: OpenPort) -> None:
         ("DISCARD_S", announced(5000) + b"x", 413),
         ("message_s", announced(50) + b"{", 408),
     ],
-)  # fmt: skip
+)
 def test_slow_clients(
     bound: str, begun: bytes, status: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are told what they may be told, and lose their connection."""
-    bounds = {
-        name: 0.1 if bound in (name, "message_s") else 60.0
-        for name in ("head_s", "idle_s", "message_s")
-    }
-    limits = Limits(max_message_bytes=SMALL, **bounds)
-    discard_s = 0.1 if bound in ("DISCARD_S", "message_s") else 60.0
-    monkeypatch.setattr(protocol, "DISCARD_S", discard_s)
-    with open_port(limits=limits) as port, port.connect() as one:
+    soon = {bound, "DISCARD_S"} if bound == "message_s" else {bound}
+    names = ("head_s", "idle_s", "message_s")
+    bounds: Any = {name: 0.1 if name in soon else 60.0 for name in names}
+    monkeypatch.setattr(protocol, "DISCARD_S", 0.1 if "DISCARD_S" in soon else 60.0)
+    with open_port(limits=Limits(max_message_bytes=SMALL, **bounds)) as port, port.connect() as one:
         one.sendall(begun)
         stream = one.makefile("rb")
         if status is not None:
@@ -197,11 +182,9 @@ def test_connections_and_calls_are_bounded() -> None:
 
 def test_calls_of_all_doors_are_counted_together() -> None:
     limits = Limits(max_calls=1, queue=QueueLimits(max_requests=1))
-    with (
-        open_port(limits=limits) as port,
-        port.state.calls.counted("one"),
-        port.state.calls.counted("two"),
-    ):
+    with open_port(limits=limits) as port, ExitStack() as calls:
+        for client in ("one", "two"):
+            calls.enter_context(port.state.calls.counted(client))
         assert port.send(request("/v1/models")).status == 429
         assert port.send(HEALTH).status == 200
 
@@ -227,7 +210,7 @@ def test_large_bodies_leave_time_for_others(monkeypatch: pytest.MonkeyPatch) -> 
         answers = [read_answer(stack.enter_context(end.makefile("rb"))) for end in ends]
     assert {answer.status for answer in answers} == {503}
     spans = [(begin, end) for is_large, begin, end in parsed if is_large]
-    for (begin, end), (next_begin, _) in pairwise(spans):
+    for (begin, end), (next_begin, _) in itertools.pairwise(spans):
         assert next_begin - end >= 3 * (end - begin)
     assert len(spans) == 5
     assert any(not is_large and begin < spans[-1][0] for is_large, begin, _ in parsed)
@@ -246,20 +229,15 @@ def test_keys_and_cors() -> None:
             answer = port.send(request("/v1/models", f"authorization: Bearer {token}"))
             assert answer.status == 503
         assert port.send(request("/version")).status == 200
-        asks = ("access-control-request-method: POST", "origin: https://")
         for origin, allowed in (("a.example", True), ("b.example", False)):
-            answer = _preflight(port, *asks[:1], asks[1] + origin)
-            assert ("access-control-allow-origin" in answer) == allowed
+            asks = ("access-control-request-method: POST", f"origin: https://{origin}")
+            with port.connect() as one:  # its answer has no request id, as no route is asked
+                one.sendall(request("/v1/x", "connection: close", *asks, method="OPTIONS"))
+                head = one.makefile("rb").read().decode()
+            assert ("access-control-allow-origin" in head) == allowed
     with open_port() as port:
         answer = port.send(request("/health", "origin: https://a.example"))
         assert "access-control-allow-origin" not in answer.headers
-
-
-def _preflight(port: OpenPort, *headers: str) -> str:
-    """The head of the answer, which has no request id, as no route is asked."""
-    with port.connect() as one:
-        one.sendall(request("/v1/completions", "connection: close", *headers, method="OPTIONS"))
-        return one.makefile("rb").read().decode()
 
 
 async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -324,16 +302,13 @@ def test_certificates(authority: Authority, tmp_path: Path) -> None:
         shutil.copy(files.key, live.key)
         shutil.copy(by.certificate, str(live.client_authority))
 
-    def context(server: Authority, client: TlsFiles | None) -> ssl.SSLContext:
-        made = ssl.create_default_context(cafile=server.certificate)
+    def owner(by: Authority, client: TlsFiles | None) -> str:
+        """The name that a server of this authority knows; empty: it ends the connection."""
+        context = ssl.create_default_context(cafile=by.certificate)
         if client is not None:
-            made.load_cert_chain(client.certificate, client.key)
-        return made
-
-    def owner(tls: ssl.SSLContext) -> str:
-        """The name that the server knows; empty: it ends the connection."""
+            context.load_cert_chain(client.certificate, client.key)
         try:
-            with port.connect(tls) as one:
+            with port.connect(context) as one:
                 one.sendall(HEALTH)
                 head = one.makefile("rb").read(1000).decode()
         except OSError:
@@ -343,13 +318,11 @@ def test_certificates(authority: Authority, tmp_path: Path) -> None:
     alice, bob = authority.sign("alice", tmp_path / "a"), other.sign("bob", tmp_path / "b")
     install(authority, "first")
     with open_port(app=endless, tls=live) as port:
-        assert owner(context(authority, alice)) == "alice"
-        assert owner(context(authority, None)) == owner(context(authority, bob)) == ""
+        assert [owner(authority, client) for client in (alice, None, bob)] == ["alice", "", ""]
         install(other, "second")
-        assert owner(context(other, bob)) == "bob"
-        assert owner(context(other, alice)) == ""
+        assert [owner(other, client) for client in (bob, alice)] == ["bob", ""]
         Path(live.key).write_text("not a key")
-        assert owner(context(other, bob)) == "bob"
+        assert owner(other, bob) == "bob"
 
 
 def test_broken_connections_leave_nothing(port: OpenPort) -> None:
@@ -369,23 +342,18 @@ def test_broken_connections_leave_nothing(port: OpenPort) -> None:
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, WAIT_S)
 
 
-def test_addresses() -> None:
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_port(host="::1") as port:
         assert port.send(HEALTH).status == 200
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        args = ServerArgs(port=0, http_port=taken.getsockname()[1])
+        number = taken.getsockname()[1]
+        server = http_server.HttpServer(ServerState(["none"], 1.0), Authenticator())
         with pytest.raises(ConfigError, match="--http-port"):
-            args.check_ports()
+            ServerArgs(port=0, http_port=number).check_ports()
         with pytest.raises(ConfigError, match="--http-port"):
-            asyncio.run(_start_at(taken.getsockname()[1]))
-    with pytest.raises(ConfigError, match="http_port"):
-        ServerArgs(cors_origin="*").check()
-
-
-def test_a_name_may_have_addresses_that_this_machine_lacks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As localhost has where IPv6 is off, or twice the same."""
+            asyncio.run(server.start("127.0.0.1", number, None))
+    # A name may have addresses that this machine lacks, as localhost has where IPv6 is off, or the
+    # same twice.
     names = ("192.0.2.7", "127.0.0.1", "127.0.0.1")
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, 0)) for name in names]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
@@ -393,19 +361,15 @@ def test_a_name_may_have_addresses_that_this_machine_lacks(
         assert port.send(HEALTH).status == 200
 
 
-async def _start_at(number: int) -> None:
-    server = http_server.HttpServer(ServerState(["none"], 1.0), Authenticator())
-    await server.start("127.0.0.1", number, None)
-
-
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="http_port"):
+        ServerArgs(cors_origin="*").check()
     args = ServerArgs(api_key=f"{ONE}, {ADMIN}", http_port=0, cors_origin="https://a, https://b")
     args.check()
     assert args.cors_origins() == ["https://a", "https://b"]
     for token in (ONE, ADMIN):
         assert args.authenticator().identify([f"Bearer {token}"], None).name != "anonymous"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"starlette, uvicorn, httptools, orjson; .* its extra http"
-    ):
+    missing = r"starlette, uvicorn, httptools, orjson; .* its extra http"
+    with pytest.raises(ConfigError, match=missing):
         args.check()

@@ -12,19 +12,17 @@ from typing import Any
 
 import jsonschema
 import pytest
-from support.server_process import ServerProcess
+from support.server_process import serving
 from support.tool_models import write
 
-from server.http.openai_door import Door, joined
+from server.http.openai_door import Door, written
 from server.http.test_openai_fields import CHAT, read, refused
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.server.http.tool_formats import FORMATS
 from tpengine.server.http.tools import Tools
-from tpengine.server.http.write import AnswerWriter, Style, usage
 from tpengine.server.state import ServerState
-from tpengine.server.stream_sender import has_only_tokens
 
 WEATHER = {
     "type": "object",
@@ -82,9 +80,8 @@ def served(folder: Path, form: str) -> Iterator[Door]:
     """A server of a random model that knows tools in one form."""
     options = ["--model", str(write(folder, form)), "--dtype", "float32", "--http-port", "0"]
     options += ["--cpu-kv-cache-space", "0.05", "--max-model-len", "4096"]
-    with ServerProcess(*options, log=folder / "log") as process:
+    with serving(folder, *options) as process:
         yield Door(process.http_address)
-    assert "Traceback" not in (folder / "log").read_text()
 
 
 @pytest.fixture(name="tooled", scope="module")
@@ -259,7 +256,6 @@ def test_an_answer_with_a_thought_and_calls(size: int) -> None:
     """Of two choices, one is cut within its call."""
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "é\\n"}}\n</tool_call>'
     text = f"<think>why</think>\n\nWell. {call}\n{call}"
-    tools = Tools([], ["f"], FORMATS[0], [], None)
 
     def output(low: int, high: int) -> RequestOutput:
         ends = [("stop", len(text)), ("length", text.index("é"))]
@@ -270,22 +266,13 @@ def test_an_answer_with_a_thought_and_calls(size: int) -> None:
         ]
         return RequestOutput("it", "", [1, 2], None, outputs, high >= len(text))
 
-    async def answers() -> tuple[list[Any], list[dict[str, Any]]]:
-        whole, stream = Style(True, tools=tools), Style(True, streams=True, usage=True, tools=tools)
-        choices, _ = await AnswerWriter(whole, "").write_whole(output(0, len(text)))
-        writer, said = AnswerWriter(stream, stream.head("it", 1, "m")), b""
-        for low in range(0, len(text), size):
-            part = output(low, low + size)
-            tokens = writer.write_tokens(part) if has_only_tokens(part) else None
-            said += tokens or await writer.write(part)
-        said += f'data: {stream.head("it", 1, "m")}],"usage":{usage([writer])}}}'.encode()
-        return json.loads(f"[{choices}]"), [json.loads(one[6:]) for one in said.split(b"\n\n")]
-
-    whole, chunks = asyncio.run(answers())
-    for one, wanted in zip(joined(chunks)["choices"], whole, strict=True):
+    parts = [output(low, low + size) for low in range(0, len(text), size)]
+    tools = Tools([], ["f"], FORMATS[0], [], None)
+    whole, streamed, _ = asyncio.run(written(output(0, len(text)), parts, tools))
+    for one, wanted in zip(streamed["choices"], whole, strict=True):
         for choice in (one, wanted):
-            for call in choice["message"]["tool_calls"]:
-                assert len(call.pop("id")) == len("call_") + 32
+            for called in choice["message"]["tool_calls"]:
+                assert len(called.pop("id")) == len("call_") + 32
         assert one["message"] == wanted["message"]
         assert one["finish_reason"] == wanted["finish_reason"]
         assert wanted["message"]["reasoning_content"] == "why"
