@@ -1,4 +1,8 @@
-"""`EngineArgs`: what a user may set, checked, and turned into the engine's configuration."""
+"""`EngineArgs`: what a user may set, checked, and turned into the engine's configuration.
+
+A field is an option of the command line, too (`options.py` makes it), and `create_engine_config`
+puts its value into a noun of `config.py`.
+"""
 
 from __future__ import annotations
 

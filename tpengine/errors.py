@@ -66,7 +66,7 @@ class DuplicateRequestError(RequestError):
 
 class RequestIgnoredError(InvalidPromptError):
     """A request is too long for the model or for the KV cache, even alone; the message names what
-    would fit."""
+    would fit (`scheduling/hopeless_requests.py`)."""
 
 
 class QueueFullError(RequestError):

@@ -1,5 +1,5 @@
-// Chooses the instruction set and hands the ops to torch's dispatcher. The schemas stand in
-// tpengine/ops/library.py.
+// Chooses the instruction set and hands the ops to torch's dispatcher. A schema is the
+// signature of the op's reference in tpengine/ops.
 #include <iterator>
 
 #include "launch.h"

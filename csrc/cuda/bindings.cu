@@ -1,5 +1,6 @@
-// Hands the CUDA ops to torch's dispatcher. The schemas stand in tpengine/ops/library.py; ops
-// without a kernel here run as their plain-torch reference. None of this has run on a GPU yet.
+// Hands the CUDA ops to torch's dispatcher. A schema is the signature of the op's reference
+// in tpengine/ops; ops without a kernel here run as their plain-torch reference. None of this has
+// run on a GPU yet.
 #include "launch.h"
 
 namespace tpengine::cuda {

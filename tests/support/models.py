@@ -1,4 +1,10 @@
-"""Random models and their oracles, made once per test run."""
+"""Random models and their oracles, made once per test run.
+
+Which small model a test takes: `tiny_llama` describes the Llamas that `ModelShop` writes (`zoo`
+names some, `small_llamas` has engines on them); `variants` has every family, `subjects` their
+folders; `byte_llama` has a tokenizer of bytes, `tool_models` chat templates with tools;
+`bare_model` is a model without an engine.
+"""
 
 from __future__ import annotations
 

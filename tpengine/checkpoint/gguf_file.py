@@ -4,6 +4,7 @@ Every count, length and offset is compared with the size of the file as it is re
 that is cut off or hostile costs no more memory than its own size allows. The check keeps what it
 has read, and nothing parses the file a second time: the reader of the library `gguf` takes 1.8 s
 for the vocabulary of SmolLM2, this one 0.05 s. The library knows the types of tensors.
+Names of tensors are translated in `gguf_weights.py`, names of metadata in `gguf_config.py`.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

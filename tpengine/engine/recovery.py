@@ -13,9 +13,9 @@ request was doing, prefill or decode, a loss has one consequence for it, in four
 4. The next steps compute prompt and output tokens of every request anew, and its stream continues
    with the next token.
 
-Where each decision stands: whether a rank is lost or only slow: `executor/watch.py`; why it was
-lost: `executor/diagnosis.py`; which request is at fault: `poison_requests.py`; where the new ranks
-run: `executor/home.py`.
+Where each decision stands: when a silent rank is looked at, and the deadline of a step:
+`executor/watch.py`; whether it is lost or only slow, and why: `executor/diagnosis.py`; which
+request is at fault: `poison_requests.py`; where the new ranks run: `executor/home.py`.
 
 If groups are lost too often in steps, or a lost one is not replaced in time, the engine is dead.
 """

@@ -1,4 +1,9 @@
-"""Grammars of requests: their check, and the vocabulary that ranks need to follow them."""
+"""Grammars of requests: their check, and the vocabulary that ranks need to follow them.
+
+A bad schema is refused by `read_grammar`: its form by `structured/constraints.py`, what only the
+compiler sees by `Vocabulary.matcher` of `structured/grammars.py`. After a loss a new group gets the
+vocabulary again (`VocabularySender.send_for`), and `structured/masks.py` takes the tokens so far.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Attention over the paged KV cache, and the metadata of a step that every layer reads.
 
-The layout of the cache on each device is decided in `ops/cache_ops.py` (`kv_cache_shapes`).
+Which code computes it: decodes or chunks here, in `Attention.forward`; the library of a GPU in
+`gpu_attention.choose_backend`; a kernel or plain torch in `ops/library.op`. The layout of the cache
+on each device is decided in `ops/cache_ops.py` (`kv_cache_shapes`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from tpengine.layers.norm import QKNorm
 from tpengine.ops import attention_ops, cache_ops
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
-"""K and V of one layer, shaped by `ops.cache.kv_cache_shapes` for the device."""
+"""K and V of one layer, shaped by `ops.cache_ops.kv_cache_shapes` for the device."""
 _KV_SCALES = (1.0, 1.0)
 """Factors on K and V of an fp8 cache: e4m3 reaches to 448, and no supported checkpoint contains
 better ones."""

@@ -47,7 +47,7 @@ class StepPlans:
 
     Args:
         memory: by window of the model's layers, sized for the largest number of rows in a step.
-        min_tokens: see `ops.attention.min_item_tokens`.
+        min_tokens: see `ops.attention_ops.min_item_tokens`.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ _PADDED_SHARE = 16
 """A rank's part of an expert is padded to a multiple of this, as the packed kernels need it."""
 
 _MAX_TOP_K = 64
-"""Most experts of a token; see `ops.experts.expert_mlp`."""
+"""Most experts of a token; see `ops.expert_ops.expert_mlp`."""
 
 
 class Router(ReplicatedLinear):

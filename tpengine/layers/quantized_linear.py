@@ -57,7 +57,7 @@ class LinearForm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """Numbers of the model's dtype, see `ops.linear.pack_linear_weight`."""
+    """Numbers of the model's dtype, see `ops.linear_ops.pack_linear_weight`."""
 
     packed: torch.Tensor
 

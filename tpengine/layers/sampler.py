@@ -131,7 +131,7 @@ def _mix(z: int) -> int:
 
 
 def sampling_columns(batch: SamplingBatch) -> list[npt.NDArray[np.generic]]:
-    """Returns the arguments of `ops.fused.sample_tokens` after the logits, in its order."""
+    """Returns the arguments of `ops.fused_ops.sample_tokens` after the logits, in its order."""
     return [*batch.filters, uniform_noise(batch.noise_key, batch.positions)]
 
 

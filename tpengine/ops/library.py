@@ -1,4 +1,10 @@
-"""Definition of ops; loading of the native libraries; choice of instruction set."""
+"""Definition of ops; loading of the native libraries; choice of instruction set.
+
+The way of one op to its kernel: `ops/fused_ops.py` (`rms_norm`, made by `op` here), torch's
+dispatcher, on CPU `register_fused` and `rms_norm` in `csrc/cpu/fused_ops.cpp`, which call the
+pointer `kernels().norm` of the instruction set, filled by `csrc/cpu/isa/table.cpp` from
+`isa/fused.inc`; on a GPU `csrc/cuda/fused_ops.cu` and `csrc/cuda/fused/rms_norm.cuh`.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ LINEAR_PANEL = 32
 
 
 def pack_linear_weight(packed: Tensor, weight: Tensor) -> None:
-    """See `ops.linear.pack_linear_weight`."""
+    """See `ops.linear_ops.pack_linear_weight`."""
     outputs, inputs = weight.shape
     pack = 4 // weight.dtype.itemsize
     panels = -(-outputs // LINEAR_PANEL)

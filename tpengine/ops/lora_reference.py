@@ -68,7 +68,7 @@ def add_lora(
     groups: Tensor,
     shrunk: Tensor,
 ) -> None:
-    """See `ops.lora.add_lora`."""
+    """See `ops.lora_ops.add_lora`."""
     first, columns = first_outputs.tolist(), shrunk.unflatten(1, (a.shape[1], -1))
     for slot, begin, end in groups.tolist():
         own, panel = rows[begin:end].long(), 0

@@ -23,7 +23,7 @@ def pack_groups(
     bits: int,
     group_size: int,
 ) -> None:
-    """Writes a quantised weight in the layout of `ops.quantized.QuantizedWeight`."""
+    """Writes a quantised weight in the layout of `ops.quantized_ops.QuantizedWeight`."""
     (outputs, inputs), groups = q.shape, scales.shape[1]
     panels = -(-outputs // LINEAR_PANEL)
     padded = q
@@ -46,7 +46,7 @@ def pack_groups(
 
 
 def quantize_weight(packed: Tensor, weight: Tensor, bits: int, group_size: int) -> None:
-    """See `ops.quantized.quantize_weight`."""
+    """See `ops.quantized_ops.quantize_weight`."""
     padded = F.pad(weight.float(), (0, 0, 0, -weight.shape[0] % LINEAR_PANEL))
     q, scales = round_to_groups(padded, bits, group_size)
     pack_groups(packed, q, scales, None, bits, group_size)
@@ -153,7 +153,7 @@ def quantized_linear(
     group_size: int,
     offsets: int,
 ) -> None:
-    """See `ops.quantized.quantized_linear`."""
+    """See `ops.quantized_ops.quantized_linear`."""
     inputs, outputs = x.shape[1], out.shape[1]
     parts = _unpack_groups(packed, outputs, inputs, bits, group_size, offsets)
     q, scales, zeros, minima = parts
@@ -193,7 +193,7 @@ def quantized_embedding(
     offsets: int,
     scale: float = 1.0,
 ) -> None:
-    """See `ops.quantized.quantized_embedding`."""
+    """See `ops.quantized_ops.quantized_embedding`."""
     inputs = out.shape[1]
     parts = _unpack_groups(packed, num_embeddings, inputs, bits, group_size, offsets)
     q, scales, zeros, minima = (part[token_ids.long()] for part in parts)

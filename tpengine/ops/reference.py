@@ -1,7 +1,7 @@
 """Every op in plain torch: its contract, the standard for tests of the kernels, and the fallback
 without them. `ops.library.op` makes ops of these functions.
 
-A KV cache has a layout of `ops.cache.kv_cache_shapes`: five dimensions (CPU), four in int8
+A KV cache has a layout of `ops.cache_ops.kv_cache_shapes`: five dimensions (CPU), four in int8
 (CPU), or four of another type (CUDA). Only the last may be fp8 (e4m3).
 """
 
@@ -419,8 +419,8 @@ def paged_attention(
     Args:
         out: `[num_seqs, num_heads, head_dim]`, written; zeros for a sequence of length 0.
         q: `[num_seqs, num_heads, head_dim]`; any strides, last dimension contiguous.
-        k_cache, v_cache: of one layer, shaped by `ops.cache.kv_cache_shapes`; dtype of q, or int8
-            on a CPU, or float8_e4m3fn on a GPU. Slots beyond a sequence's length may hold any
+        k_cache, v_cache: of one layer, shaped by `ops.cache_ops.kv_cache_shapes`; dtype of q, or
+            int8 on a CPU, or float8_e4m3fn on a GPU. Slots beyond a sequence's length may hold any
             value, even NaN.
         block_table: int32 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are ignored.
         seq_lens: int32 `[num_seqs]`, tokens including the one whose query this is.

@@ -1,7 +1,8 @@
 """Which adapter is in which slot of the workers: least recently used first out.
 
 A slot that a running request uses is not given away, so a step never has more adapters than there
-are slots, and a request keeps its slot until it is preempted or ends.
+are slots, and a request keeps its slot until it is preempted or ends. If no slot can be had, the
+request waits (`RequestQueues.has_slots`), and `passing.py` says which requests may pass it.
 """
 
 from __future__ import annotations

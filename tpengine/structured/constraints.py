@@ -1,4 +1,7 @@
-"""What the output of a request must look like, as a grammar that llguidance compiles."""
+"""What the output of a request must look like, as a grammar that llguidance compiles.
+
+A wrong form is refused here; what only the compiler sees, by `Vocabulary.matcher` of `grammars.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The KV cache of one rank: a K and a V tensor per layer, divided into blocks.
 
-The layout of a block on each device is decided in `ops.cache.kv_cache_shapes`, because the kernels
-read it; this file only allocates the shapes that it returns, and copies whole blocks.
+The layout of a block on each device is decided in `ops.cache_ops.kv_cache_shapes`, because the
+kernels read it; this file only allocates the shapes that it returns, and copies whole blocks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CacheEngine:
             layout. For CUDA it is pinned memory.
 
     Attributes:
-        kv_caches: per layer (K, V), in the layout of `ops.cache.kv_cache_shapes`.
+        kv_caches: per layer (K, V), in the layout of `ops.cache_ops.kv_cache_shapes`.
     """
 
     def __init__(

@@ -2,23 +2,24 @@
 
 The way of a token from rank 0 to a gRPC client that reads a stream, in order (paths in tpengine/):
 
-On rank 0; without Ray this is the engine's thread of the server, and lines with [Ray] do not apply:
+On rank 0; where the server's process is the only rank, this is its engine's thread, and lines with
+[group] do not apply:
     worker/model_runner.py: `ModelRunner.execute` samples; its `append` makes the `StepOutput`.
         (On a GPU worker/gpu/run_ahead.py: `RunAhead.execute` calls `sample` and `append`.)
-    [Ray] executor/rank.py: `Rank._step` encodes it by executor/codec.py: `encode`.
-    [Ray] executor/rank.py: `Rank.serve` sends the bytes to the driver, over the steps' channel.
+    [group] executor/rank.py: `Rank._step` encodes it by executor/codec.py: `encode`.
+    [group] executor/rank.py: `Rank.serve` sends the bytes to the driver, over the steps' channel.
 In the server's process, on the engine's thread:
-    [Ray] executor/watch.py: `Exchange.step` receives the answers of all ranks.
-    [Ray] executor/group.py: `Group.step` returns rank 0's answer.
-    [Ray] executor/group_executor.py: `GroupExecutor.execute_model` decodes it by codec.py:
-        `decode_output`. Without Ray executor/executor.py: `Executor.execute_model` returns it.
+    [group] executor/watch.py: `Exchange.step` receives the answers of all ranks.
+    [group] executor/group.py: `Group.step` returns rank 0's answer.
+    [group] executor/group_executor.py: `GroupExecutor.execute_model` decodes it by codec.py:
+        `decode_output`. Alone executor/executor.py: `Executor.execute_model` returns it.
     engine/llm_engine.py: `LLMEngine._step` gets it from `_execute`, and makes the next three calls.
     engine/output_processor.py: `OutputProcessor.process` extends the text and decides stops.
     scheduling/scheduler.py: `Scheduler.update` appends the token to its sequence.
     engine/output_processor.py: `OutputProcessor.report` makes the `RequestOutput`.
     async_engine/engine_thread.py: `EngineThread._turn` gets it from `LLMEngine.step`.
-    async_engine/engine_thread.py: `EngineThread._hand_over` passes all outputs of the step to the
-        event loop in one call.
+    async_engine/engine_thread.py: `EngineThread._call_in_loop` passes all outputs of the step to
+        the event loop in one call.
 On the event loop:
     async_engine/request_table.py: `RequestTable.receive` finds the request's mailbox.
     async_engine/mailbox.py: `Mailbox.put` calls its listener; it merges what is not taken yet.

@@ -11,7 +11,10 @@ The way of a request, in order (paths in tpengine/server/), and where each decis
 A token comes back on the way of gRPC (see the head of grpc/service.py) up to stream_sender.py.
 `AnswerWriter` of http/write.py takes the place of `ResponseWriter`; tool_formats.py and
 reasoning.py find calls and thoughts in the text. An error becomes its answer in
-http/error_answers.py, by the table `STATUSES` of errors.py.
+http/error_answers.py, by the table `STATUSES` of errors.py. A prompt that is too long is refused
+by `ServerState.check_text` or `check_num_tokens` (state.py), or by `AsyncLLMEngine._begin`.
+A client that leaves: `connection_lost` of http/protocol.py cancels the task; leaving
+`AsyncLLMEngine.open` aborts the request (`RequestTable.finish`), unless the stream is kept.
 """
 
 from __future__ import annotations
