@@ -94,7 +94,7 @@ class AdapterChecks:
     @property
     def ids(self) -> set[int]:
         """Ids of adapters that can be served: of each folder the one that a request gave last."""
-        return {one.lora_int_id for one in list(self._known.values())}
+        return {folder.lora_int_id for folder in list(self._known.values())}
 
     def check(self, request: LoRARequest | None) -> Adapter | None:
         """Returns what a request for this adapter needs; None: for none.
@@ -115,12 +115,12 @@ class AdapterChecks:
             )
         path = request.lora_path
         try:
-            found = [(Path(path) / name).stat() for name in (CONFIG_FILE, TENSOR_FILE)]
+            stats = [(Path(path) / name).stat() for name in (CONFIG_FILE, TENSOR_FILE)]
         except (OSError, TypeError, ValueError) as error:
             raise _unreadable(path, error) from error
-        if not all(stat.S_ISREG(one.st_mode) for one in found):  # reading a pipe may never end
+        if not all(stat.S_ISREG(status.st_mode) for status in stats):  # a pipe may never end
             raise _unreadable(path, "one of its files is no regular file")
-        state = tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+        state = tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in stats)
         known = self._known.get(path)
         if known is not None and known.state == state:
             key = known.key
@@ -150,10 +150,10 @@ def read_adapter(path: str, targets: Targets, max_rank: int) -> AdapterFolder:
     """
     try:
         written, data = (Path(path, name).read_bytes() for name in (CONFIG_FILE, TENSOR_FILE))
-        found = dict(sorted(deserialize(data)))
-        shapes = {name: tuple(one["shape"]) for name, one in found.items()}
+        tensors = dict(sorted(deserialize(data)))
+        shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
         reader = _Reader(json.loads(written), shapes, targets, max_rank)
-        problems = [*reader.fields(), *reader.tensors(), *_unusable_numbers(found)]
+        problems = [*reader.fields(), *reader.tensors(), *_unusable_numbers(tensors)]
     except OSError as error:
         raise _unreadable(path, error) from error
     except _DAMAGED as error:
@@ -221,14 +221,14 @@ class _Reader:
 
     def tensors(self) -> Iterator[str]:
         """Yields tensors that are unknown, missing or misshapen; fills `parts`."""
-        found: dict[tuple[str, str], tuple[int, ...]] = {}
+        shapes: dict[tuple[str, str], tuple[int, ...]] = {}
         for name, shape in self.shapes.items():
             match = _TENSOR.fullmatch(name)
             if match is None or match[1] not in self.targets:
                 yield f"{name} is of no linear layer that takes an adapter here"
             else:
-                found[match[1], match[2]] = shape
-        present = {name for name, _ in found}
+                shapes[match[1], match[2]] = shape
+        present = {name for name, _ in shapes}
         for name, (outputs, inputs) in self.targets.items():
             if not self._is_targeted(name):
                 if name in present:
@@ -241,7 +241,7 @@ class _Reader:
             if not abs(part.scaling) <= _LARGEST_SCALING:
                 yield f"the scaling of {name} is {part.scaling}; lora_alpha must be finite"
             for which, needed in (("A", (part.rank, inputs)), ("B", (outputs, part.rank))):
-                own = found.get((name, which))
+                own = shapes.get((name, which))
                 if own != needed:
                     has = f"lora_{which} of {name} is {'missing' if own is None else list(own)}"
                     yield f"{has}, and must be {list(needed)}"
@@ -277,7 +277,7 @@ def _matches(wanted: str | list[str] | tuple[str, ...], name: str) -> bool:
     """Whether a name is, or ends with, one of those wanted; a text is a pattern of the whole."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in wanted)
+    return any(name == target or name.endswith(f".{target}") for target in wanted)
 
 
 def _by_pattern(values: Mapping[str, Any] | None, name: str, default: Any) -> Any:

@@ -200,15 +200,15 @@ def read_generation_config(path: str) -> dict[str, Any]:
     Raises:
         ModelLoadError: the file is damaged.
     """
-    found = _numbers(open_gguf(path), "general.sampling", _SAMPLING)
-    chosen = {_SAMPLING[key]: value for key, value in found.items()}
+    numbers = _numbers(open_gguf(path), "general.sampling", _SAMPLING)
+    chosen = {_SAMPLING[key]: value for key, value in numbers.items()}
     return {"do_sample": True, **chosen} if chosen else {}
 
 
 def _numbers(file: GGUFFile, prefix: str, keys: Iterable[str]) -> dict[str, Any]:
     names = {key: f"{prefix}.{key}" for key in keys}
-    found = {key: file.metadata[name] for key, name in names.items() if name in file.metadata}
-    for key, value in found.items():
+    numbers = {key: file.metadata[name] for key, name in names.items() if name in file.metadata}
+    for key, value in numbers.items():
         kinds = (int,) if key.endswith(_INTEGERS) else (int, float)
         least = -1 if key == "top_k" else 0
         limit = _MAX if type(value) is int else math.inf
@@ -218,7 +218,7 @@ def _numbers(file: GGUFFile, prefix: str, keys: Iterable[str]) -> dict[str, Any]
                 f"{prefix}.{key} = {value!r:.80} in {file.path} must be one number from {least} to "
                 f"{_MAX}{several if isinstance(value, (list, np.ndarray)) else ''}"
             )
-    return found
+    return numbers
 
 
 def _check(file: GGUFFile, values: Mapping[str, Any]) -> None:
@@ -251,9 +251,9 @@ def _check(file: GGUFFile, values: Mapping[str, Any]) -> None:
     if not 1 <= rotated <= wide:
         problems.append(f"{rotated} dimensions of a head of {wide} are rotated")
     for name, shape in wanted.items():
-        found = file.tensors[name].shape if name in file.tensors else ()
-        if found[shape[0] is None :] != shape[shape[0] is None :]:
-            problems.append(f"{name} is {list(found)} instead of {list(shape)}")
+        actual = file.tensors[name].shape if name in file.tensors else ()
+        if actual[shape[0] is None :] != shape[shape[0] is None :]:
+            problems.append(f"{name} is {list(actual)} instead of {list(shape)}")
     blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if not positions or layers != len(blocks):
         problems.append(f"{positions} positions, {layers} layers, tensors of {len(blocks)}")
@@ -291,10 +291,10 @@ def _rope_scaling(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any] |
     return None if kind == "none" else scaling | {"rope_type": kind}
 
 
-def _end_token_ids(file: GGUFFile, found: Mapping[str, Any]) -> list[int]:
+def _end_token_ids(file: GGUFFile, token_ids: Mapping[str, Any]) -> list[int]:
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     kinds = file.metadata.get("tokenizer.ggml.token_type", [])
-    ids = {found[key] for key in _END_KEYS if key in found}
+    ids = {token_ids[key] for key in _END_KEYS if key in token_ids}
     # Older converters call `<|end|>` and `<end_of_turn>` user-defined.
     wholes = np.flatnonzero(np.isin(kinds[: len(tokens)], (CONTROL, USER_DEFINED))).tolist()
     return sorted(ids | {i for i in wholes if tokens[i] in END_TOKENS})

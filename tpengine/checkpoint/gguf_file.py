@@ -227,18 +227,18 @@ class _Reader:
     def _strings(self, count: int, key: str) -> list[str]:
         """Reads them in one loop without calls: vocabularies have hundreds of thousands."""
         data, at, size, length_at = self._data, self._at, self._size, _LENGTH.unpack_from
-        found = []
+        strings = []
         try:
             for _ in range(count):
                 end = at + 8 + length_at(data, at)[0]
                 if end > size:
                     raise struct.error(f"it goes beyond the end, to byte {end}")
-                found.append(data[at + 8 : end].decode())
+                strings.append(data[at + 8 : end].decode())
                 at = end
         except (struct.error, UnicodeDecodeError) as error:
-            self._refuse(f"string {len(found)} of {count} of {key} cannot be read: {error}")
+            self._refuse(f"string {len(strings)} of {count} of {key} cannot be read: {error}")
         self._at = at
-        return found
+        return strings
 
     def _place(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorEntry:
         kind_name, values, num_bytes = _types().get(kind, (f"number {kind}", 0, 0))

@@ -93,8 +93,8 @@ def unpack(kind: str, blocks: Tensor, num_rows: int, columns: slice) -> StoredGr
         blocks: uint8 `[num_blocks, block_bytes]`, of all rows one after another.
         columns: of the rows of these blocks; whole groups.
     """
-    form, one = _UNPACK[kind]
-    q, *factors = one(blocks)
+    form, unpack_blocks = _UNPACK[kind]
+    q, *factors = unpack_blocks(blocks)
     groups = slice(columns.start // GROUP_SIZE, columns.stop // GROUP_SIZE)
     scales, offsets = (None if x is None else x.reshape(num_rows, -1)[:, groups] for x in factors)
     assert scales is not None

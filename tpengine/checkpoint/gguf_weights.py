@@ -58,12 +58,12 @@ def read_tensors(path: str, wanted: Iterable[str]) -> Iterator[tuple[str, str, G
         merged = name if expert is None else name.replace(expert[0], ".experts.")
         # The library knows BLOOM's names without "transformer." alone.
         for spelling in (merged, merged.partition(".")[2]):
-            found = names.get_name(spelling, try_suffixes=(".weight", ".bias"))
-            if found is not None and found in file.tensors:
-                unread.discard(found)
+            gguf_name = names.get_name(spelling, try_suffixes=(".weight", ".bias"))
+            if gguf_name is not None and gguf_name in file.tensors:
+                unread.discard(gguf_name)
                 number = None if expert is None else int(expert[1])
-                source = _source(file, architecture, found, number)
-                yield file.tensors[found].file.name, name, source
+                source = _source(file, architecture, gguf_name, number)
+                yield file.tensors[gguf_name].file.name, name, source
                 break
     for name in sorted(unread):
         yield file.tensors[name].file.name, name, GGUFTensor(file.tensors[name])

@@ -190,9 +190,9 @@ def checkpoint_files(folder: Path, load_format: str) -> list[Path]:
         index = whole.with_name(f"{whole.name}.index.json")
         if index.is_file():
             return _indexed_files(folder, index)
-        found = [whole] if whole.is_file() else sorted(folder.glob(pattern))
-        if found:
-            return found
+        files = [whole] if whole.is_file() else sorted(folder.glob(pattern))
+        if files:
+            return files
     raise ModelLoadError(
         f"{folder} has no {' or '.join(patterns)} files, which load_format = {load_format!r} reads;"
         " use load_format='auto' (--load-format auto) if it has the others, convert the weights to "
@@ -227,15 +227,15 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TypedSource]]:
         for name, tensor in _unpickle(path).items():
             yield name, LoadedTensor(tensor)
         return
-    found: deque[tuple[str, _MappedTensor]] = deque()
+    tensors: deque[tuple[str, _MappedTensor]] = deque()
     with _damage_named(path), safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (the file is no dict)
             part = file.get_slice(name)
             shape = part.get_shape()
             sample = part[:0] if shape else part[...]
-            found.append((name, _MappedTensor(path, name, shape, sample.dtype)))
-    while found:  # a tensor that is held here would keep its mapping
-        yield found.popleft()
+            tensors.append((name, _MappedTensor(path, name, shape, sample.dtype)))
+    while tensors:  # a tensor that is held here would keep its mapping
+        yield tensors.popleft()
 
 
 @contextmanager
@@ -266,8 +266,8 @@ class _MappedTensor:
     @cached_property
     def _slice(self) -> TensorSource:
         with _damage_named(self._path):
-            found: TensorSource = safe_open(self._path, framework="pt").get_slice(self._name)
-        return found
+            source: TensorSource = safe_open(self._path, framework="pt").get_slice(self._name)
+        return source
 
     def get_shape(self) -> list[int]:
         return list(self._shape)

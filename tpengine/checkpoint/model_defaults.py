@@ -57,7 +57,7 @@ _BLOOM_NAMES = {
 _MAY_BE_NULL = ("head_dim", "num_key_value_heads", "pretraining_tp", "sliding_window")
 
 
-def complete_config(found: Mapping[str, Any]) -> dict[str, Any] | None:
+def complete_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the fields of a `config.json` and those that its architecture adds; None: only
     transformers knows them.
 
@@ -66,10 +66,10 @@ def complete_config(found: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         ValueError: a field has another type than its default.
     """
-    model_type = found.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _DEFAULTS or "auto_map" in found:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _DEFAULTS or "auto_map" in config:
         return None
-    fields = dict(found)
+    fields = dict(config)
     if fields.get("rope_theta", 0) is None:  # transformers takes its default then
         del fields["rope_theta"]
     for own in _BLOOM_NAMES if model_type == "bloom" else ():
@@ -139,13 +139,13 @@ def sampling_defaults(
     Raises:
         ModelLoadError: `SamplingParams` refuses what the model recommends.
     """
-    found = recommended_sampling(generation_config)
+    recommended = recommended_sampling(generation_config)
     try:
-        SamplingParams(**found)
+        SamplingParams(**recommended)
     except InvalidSamplingParamsError as error:
         raise ModelLoadError(
             f"the sampling parameters in generation_config.json of {folder} are wrong: {error}"
         ) from error
-    is_own = not generation_config.get("do_sample") and not any(name in found for name in _SAMPLING)
+    is_own = not generation_config.get("do_sample") and not recommended.keys() & _SAMPLING
     source = "tpengine's, the model recommends none" if is_own else "the model's"
-    return {"max_tokens": max_tokens, **(OWN_SAMPLING if is_own else {}), **found}, source
+    return {"max_tokens": max_tokens, **(OWN_SAMPLING if is_own else {}), **recommended}, source

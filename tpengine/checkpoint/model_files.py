@@ -80,9 +80,9 @@ class ModelFiles:
             return str(folder if has_others else find_gguf(folder) or folder)
         is_hub_name = self.name.count("/") == 1 and not self.name.startswith(("/", ".", "~"))
         if folder.exists() or is_gguf(folder) or not is_hub_name:
-            found = "is no folder and no GGUF file" if folder.exists() else "does not exist"
+            problem = "is no folder and no GGUF file" if folder.exists() else "does not exist"
             raise ModelLoadError(
-                f"{self.what} {self.name!r} {found}; give a folder in "
+                f"{self.what} {self.name!r} {problem}; give a folder in "
                 "Hugging Face layout, a GGUF file, or a hub name like 'owner/name', or leave it "
                 f"out for the default {self.what}"
             )
@@ -145,17 +145,17 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
             )
     try:
         if is_gguf(path):
-            found = gguf_config.read_config(folder)
+            written = gguf_config.read_config(folder)
         else:
-            found = dict(json.loads(path.read_text(encoding="utf-8")))
-        read_scheme(found, folder)  # refuses what is not supported
-        fields = complete_config(found)
+            written = dict(json.loads(path.read_text(encoding="utf-8")))
+        read_scheme(written, folder)  # refuses what is not supported
+        fields = complete_config(written)
         if fields is not None:
             return _checked(fields)
         from transformers import AutoConfig  # takes about two seconds
 
         if is_gguf(path):
-            config = AutoConfig.for_model(found.pop("model_type"), **found)
+            config = AutoConfig.for_model(written.pop("model_type"), **written)
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         fields = json.loads(config.to_json_string(use_diff=False))
@@ -217,12 +217,12 @@ def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[i
     ids: set[int] = set()
     sources = {"config.json": hf_config, "generation_config.json": read_generation_config(folder)}
     for file, source in sources.items():
-        found = source.get("eos_token_id")
-        given = found if isinstance(found, list) else [] if found is None else [found]
-        if not all(type(one) is int for one in given):
+        value = source.get("eos_token_id")
+        token_ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token_id) is int for token_id in token_ids):
             raise ModelLoadError(
-                f"eos_token_id = {found!r} in {file} of {folder} must be a token id, a list of "
+                f"eos_token_id = {value!r} in {file} of {folder} must be a token id, a list of "
                 "them, or null"
             )
-        ids.update(given)
+        ids.update(token_ids)
     return frozenset(ids)

@@ -92,10 +92,10 @@ def read_scheme(hf_config: Mapping[str, Any], folder: str) -> QuantizationScheme
     Raises:
         ConfigError: a value is not supported.
     """
-    found = hf_config.get("quantization_config")
-    if found is None:
+    section = hf_config.get("quantization_config")
+    if section is None:
         return None
-    return _Reader(found, folder).read()
+    return _Reader(section, folder).read()
 
 
 def chosen_quantization(
@@ -109,12 +109,12 @@ def chosen_quantization(
     """
     if chosen not in FILE_FORMS:
         return chosen
-    found = (hf_config.get("quantization_config") or {}).get("quant_method")
-    found = "gguf" if is_gguf(Path(folder)) else found
-    if FILE_FORMS[chosen] != found:
+    form = (hf_config.get("quantization_config") or {}).get("quant_method")
+    form = "gguf" if is_gguf(Path(folder)) else form
+    if FILE_FORMS[chosen] != form:
         raise ConfigError(
             f"quantization = {chosen!r}, but the weights of {folder} are "
-            f"{'not quantised' if found is None else found}; leave it unset, or use int8 or int4, "
+            f"{'not quantised' if form is None else form}; leave it unset, or use int8 or int4, "
             "which round weights when they are read"
         )
     return None
@@ -229,7 +229,7 @@ class _Reader:
         if block is None:
             return None
         if isinstance(block, str):  # "128x128"
-            block = [int(one) if one.isdecimal() else 0 for one in block.split("x")]
+            block = [int(size) if size.isdecimal() else 0 for size in block.split("x")]
         if isinstance(block, (list, tuple)) and len(block) == 2:
             rows, columns = block
             if type(rows) is int and type(columns) is int and min(rows, columns) > 0:
@@ -238,6 +238,6 @@ class _Reader:
 
     def _check(self, field: str, value: object, supported: tuple[Any, ...]) -> None:
         # False and 0, and True and 1, are equal in Python.
-        if not any(type(value) is type(one) and value == one for one in supported):
-            words = ", ".join(repr(one) for one in supported)
+        if not any(type(value) is type(option) and value == option for option in supported):
+            words = ", ".join(repr(option) for option in supported)
             raise _refusal(self._folder, field, value, words)

@@ -83,16 +83,16 @@ def merge_tensors(
     if has_ignored:
         logger.info("the checkpoint's scales of activations are not used: each token has its own")
     for prefix in list(pending):
-        found = pending.pop(prefix)
-        if not any(ending in found for ending in _MARKERS[scheme.method]):
-            yield from found.values()
+        entries = pending.pop(prefix)
+        if not any(ending in entries for ending in _MARKERS[scheme.method]):
+            yield from entries.values()
             continue
-        bias = found.pop("bias", None)
+        bias = entries.pop("bias", None)
         # Older tools write a bias of zeros for layers that have none.
         if bias is not None and (declared(bias[1]) or bool(bias[2][:].any())):
             yield bias
-        file, name = next(iter(found.values()))[0], f"{prefix}.weight"
-        parts = _Parts({ending: source for ending, (_, _, source) in found.items()})
+        file, name = next(iter(entries.values()))[0], f"{prefix}.weight"
+        parts = _Parts({ending: source for ending, (_, _, source) in entries.items()})
         is_transposed = any(shard.is_transposed for shard in declared(name))
         yield file, name, _join(f"{prefix} in {file}", parts, scheme, is_transposed)
 
@@ -157,9 +157,9 @@ class _Parts:
         Raises:
             _MisfitError: see `take`.
         """
-        found = self.shape(ending)
-        if groups in (None, 1) and (found == [outputs] or math.prod(found) == 1):
-            return Column(self.take(ending, dtypes, *found), outputs)
+        shape = self.shape(ending)
+        if groups in (None, 1) and (shape == [outputs] or math.prod(shape) == 1):
+            return Column(self.take(ending, dtypes, *shape), outputs)
         return self.take(ending, dtypes, outputs, groups)
 
     def take_groups(
@@ -172,12 +172,12 @@ class _Parts:
         """
         if ending not in self._left:
             return None
-        found = self.take(ending, _INDICES, inputs)[:].long()
-        if ending == "weight_g_idx" and bool((found == -1).any()):
+        indices = self.take(ending, _INDICES, inputs)[:].long()
+        if ending == "weight_g_idx" and bool((indices == -1).any()):
             return None  # compressed-tensors' mark of a weight without an order
-        if int(found.min()) < 0 or int(found.max()) >= num_groups:
+        if int(indices.min()) < 0 or int(indices.max()) >= num_groups:
             raise _MisfitError(f"{ending} names a group beyond the {num_groups} of its scales")
-        return None if torch.equal(found, torch.arange(inputs) // group_size) else found
+        return None if torch.equal(indices, torch.arange(inputs) // group_size) else indices
 
     def check_all_taken(self) -> None:
         """Raises `_MisfitError` if a tensor is left: it would change the weight."""
@@ -190,16 +190,16 @@ def _expect(
     name: str, source: TypedSource, dtypes: tuple[torch.dtype, ...], *shape: int | None
 ) -> None:
     """See `_Parts.take`."""
-    found = source.get_shape()
-    fits = len(found) == len(shape) and all(
-        wanted in (None, size) for size, wanted in zip(found, shape, strict=True)
+    actual = source.get_shape()
+    fits = len(actual) == len(shape) and all(
+        wanted in (None, size) for size, wanted in zip(actual, shape, strict=True)
     )
     kind, *kinds = (str(dtype).removeprefix("torch.") for dtype in (source.dtype, *dtypes))
     if source.dtype not in dtypes:
-        raise _MisfitError(f"{name} is {kind} {found}, expected {' or '.join(kinds)}")
+        raise _MisfitError(f"{name} is {kind} {actual}, expected {' or '.join(kinds)}")
     if not fits:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        raise _MisfitError(f"{name} is {found}, expected [{sizes}]")
+        raise _MisfitError(f"{name} is {actual}, expected [{sizes}]")
 
 
 def _awq_or_gptq_weight(
@@ -275,8 +275,8 @@ def _fp8_weight(
     outputs, inputs = weight.get_shape()
     shape = parts.shape(ending)
     if math.prod(shape) == 1:
-        one = Column(parts.take(ending, _SCALES, *shape), 1)
-        return BlockTensor(weight, Scales(one), (outputs, inputs))
+        scale = Column(parts.take(ending, _SCALES, *shape), 1)
+        return BlockTensor(weight, Scales(scale), (outputs, inputs))
     if shape in ([outputs], [outputs, 1]):
         return BlockTensor(weight, Scales(parts.take_column(ending, _SCALES, outputs)), (1, inputs))
     if scheme.block is None:

@@ -268,7 +268,7 @@ def _part(index: Any, shape: Iterable[int]) -> tuple[slice, slice]:
     parts = index if isinstance(index, tuple) else (index,)
     sizes = list(shape)
     whole = [*parts, slice(None)][:2]
-    rows, columns = (slice(*one.indices(size)[:2]) for one, size in zip(whole, sizes, strict=True))
+    rows, columns = (slice(*cut.indices(size)[:2]) for cut, size in zip(whole, sizes, strict=True))
     return rows, columns
 
 
