@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answers message after message; returns the exit code, 1 if a message was refused."""
     check_words(args.message)
-    given = given_sampling(args)
+    options = given_sampling(args)
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     with sigterm_as_interrupt() as must_end:
         limit, last_words = conversation.MAX_TOKENS, "tpengine: interrupted"
-        llm, params, sampling = load_llm(engine_args, given, limit, last_words)
+        llm, params, sampling = load_llm(engine_args, options, limit, last_words)
         engine = llm.llm_engine
         max_len, counters = engine.get_model_config().max_model_len, engine.counters
 

@@ -176,8 +176,8 @@ def _generate(args: argparse.Namespace, client: GenerationClient, run: _Run) -> 
     failed = 0
     params = given_sampling(args)
     params |= {"n": args.n, "logprobs": args.logprobs}
-    given = [Line(1, prompt, "a prompt") for prompt in args.prompts]
-    for line in given or read_lines():
+    lines = [Line(1, prompt, "a prompt") for prompt in args.prompts]
+    for line in lines or read_lines():
         if not line.text.strip():
             continue
         try:
@@ -195,8 +195,8 @@ def _generate(args: argparse.Namespace, client: GenerationClient, run: _Run) -> 
 
 
 def _chat(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
-    given = given_sampling(args)
-    params = {"max_tokens": conversation.MAX_TOKENS} | given
+    options = given_sampling(args)
+    params = {"max_tokens": conversation.MAX_TOKENS} | options
     info = run(client.model_info())
     num_tokens = 0
 
@@ -214,7 +214,7 @@ def _chat(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
         lambda: num_tokens,
         args.system,
     )
-    words = in_words(params, given, "the server's")
+    words = in_words(params, options, "the server's")
     title = f"{info.model}, {info.max_model_len} tokens; {words}"
     return conversation.converse(talk, title, args.message)
 
@@ -278,8 +278,8 @@ async def _print_whole(
         print(f"{number}{echo}{sequence.text}")
         for token_id, candidates in zip(sequence.token_ids, sequence.logprobs or (), strict=False):
             shown = (
-                f"{'*' if one_id == token_id else ''}{one.decoded_token!r} {one.logprob:.3f}"
-                for one_id, one in candidates.items()
+                f"{'*' if one_id == token_id else ''}{c.decoded_token!r} {c.logprob:.3f}"
+                for one_id, c in candidates.items()
             )
             print("   ", ", ".join(shown))
 

@@ -60,8 +60,8 @@ def converse(
     talk.prompt_ids("Hello")
     print_note(f"{title}; try /help")
     failed = 0
-    given = [Line(1, " ".join(words), "the message")]
-    for line in given if words else messages(must_end):
+    lines = [Line(1, " ".join(words), "the message")]
+    for line in lines if words else messages(must_end):
         if not words and re.match(r"/[a-z?]+( |$)", line.text):
             if _obey(talk, line.text):
                 break

@@ -52,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
     Interrupted, also while the model loads, it prints how many prompts are finished.
     """
     check_words(args.prompts)
-    given = given_sampling(args)
+    options = given_sampling(args)
     # Lines of statistics would break the text up.
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
     finished = failed = 0
     with sigterm_as_interrupt():
         prompts = _read_prompts(args)
         try:
-            llm, params, words = load_llm(engine_args, given, 100, _progress(0, 0, len(prompts)))
+            llm, params, words = load_llm(engine_args, options, 100, _progress(0, 0, len(prompts)))
             with llm:
                 print_note(f"{engine_args.served_names[0]}; {words}")
                 for prompt in prompts:
@@ -92,7 +92,7 @@ def _progress(finished: int, failed: int, total: int) -> str:
 
 
 def _sampling_of(
-    engine_args: EngineArgs, given: dict[str, Any], max_tokens: int
+    engine_args: EngineArgs, options: dict[str, Any], max_tokens: int
 ) -> tuple[SamplingParams, str]:
     """Returns the sampling parameters, and what they are in words; reads no weights.
 
@@ -106,18 +106,18 @@ def _sampling_of(
             f"{folder} has no tokenizer, or skip_tokenizer_init is set; name one with --tokenizer"
         )
     defaults, source = sampling_defaults(folder, read_generation_config(folder), max_tokens)
-    fields = defaults | given
-    words = in_words(fields, given, source if fields.keys() - given.keys() else "")
+    fields = defaults | options
+    words = in_words(fields, options, source if fields.keys() - options.keys() else "")
     return SamplingParams(**fields), words
 
 
 def load_llm(
-    engine_args: EngineArgs, given: dict[str, Any], max_tokens: int, last_words: str
+    engine_args: EngineArgs, options: dict[str, Any], max_tokens: int, last_words: str
 ) -> tuple[LLM, SamplingParams, str]:
     """Loads a model for a command.
 
     Args:
-        given: the sampling parameters that the user gave.
+        options: the sampling parameters that the user gave.
         max_tokens: for a model that recommends none.
         last_words: printed if a signal ends the process meanwhile.
 
@@ -129,7 +129,7 @@ def load_llm(
         EngineError: see `LLM`; or the model has no tokenizer.
     """
     with signals_end_at_once(last_words):
-        params, words = _sampling_of(engine_args, given, max_tokens)
+        params, words = _sampling_of(engine_args, options, max_tokens)
         from tpengine.llm import LLM
     # Ranks in processes of their own have to be ended in order, at any time.
     is_local = engine_args.chosen_executor == "local"

@@ -117,12 +117,12 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
-def in_words(fields: Mapping[str, Any], given: Mapping[str, Any], source: str) -> str:
+def in_words(fields: Mapping[str, Any], options: Mapping[str, Any], source: str) -> str:
     """Says which sampling parameters hold.
 
     Args:
-        given: those of `fields` that the user gave.
+        options: those of `fields` that the user gave.
         source: whose the others are; empty: there are no others.
     """
-    shown = (f"{name} {fields[name]}{' (given)' * (name in given)}" for name in sorted(fields))
+    shown = (f"{name} {fields[name]}{' (given)' * (name in options)}" for name in sorted(fields))
     return ", ".join(shown) + (f"; defaults: {source}" if source else "")

@@ -210,7 +210,7 @@ def _checked_text(text: object) -> str:
     return text
 
 
-def _to_sampling(given: Sampling) -> pb.SamplingParams:
+def _to_sampling(original: Sampling) -> pb.SamplingParams:
     """All fields that have a value, so that the server's defaults do not matter; of a dict only its
     own.
 
@@ -218,7 +218,7 @@ def _to_sampling(given: Sampling) -> pb.SamplingParams:
         InvalidSamplingParamsError: a value was assigned that is out of its range, or does not fit
             into the protocol.
     """
-    params = SamplingParams(**given) if isinstance(given, Mapping) else copy.copy(given)
+    params = SamplingParams(**original) if isinstance(original, Mapping) else copy.copy(original)
     params.check()
     for name in ("logits_processors", "visible_token_ids"):
         if getattr(params, name):
@@ -227,8 +227,8 @@ def _to_sampling(given: Sampling) -> pb.SamplingParams:
             )
     sampling = pb.SamplingParams()
     put(sampling, errors.InvalidSamplingParamsError, **write_parameters(params))
-    if isinstance(given, Mapping):
-        for name in sampling.DESCRIPTOR.fields_by_name.keys() - given.keys():
+    if isinstance(original, Mapping):
+        for name in sampling.DESCRIPTOR.fields_by_name.keys() - original.keys():
             sampling.ClearField(name)
     return sampling
 
@@ -242,10 +242,10 @@ def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:
         request_id=response.request_id,
         prompt=text,
         prompt_token_ids=list(cast(Sequence[int], rest)) if is_ids else [],
-        outputs=[_to_completion(one) for one in response.outputs],
+        outputs=[_to_completion(output) for output in response.outputs],
         finished=response.finished,
         metrics=_to_metrics(usage),
-        prompt_logprobs=[_to_logprobs(one) or None for one in response.prompt_logprobs] or None,
+        prompt_logprobs=[_to_logprobs(entry) or None for entry in response.prompt_logprobs] or None,
         num_cached_tokens=0 if usage is None else usage.num_cached_tokens,
         num_output_tokens=0 if usage is None else usage.num_output_tokens,
         usage=usage,
@@ -259,7 +259,7 @@ def _to_completion(output: pb.CompletionOutput) -> CompletionOutput:
         text=output.text,
         token_ids=tuple(output.token_ids),
         cumulative_logprob=_optional(output, "cumulative_logprob"),
-        logprobs=[_to_logprobs(one) for one in output.logprobs] or None,
+        logprobs=[_to_logprobs(entry) for entry in output.logprobs] or None,
         finish_reason=_FINISH_REASONS.get(output.finish_reason),
         stop_reason=None if stop is None else getattr(output, stop),
     )
@@ -267,8 +267,8 @@ def _to_completion(output: pb.CompletionOutput) -> CompletionOutput:
 
 def _to_logprobs(logprobs: pb.TokenLogprobs) -> dict[int, Logprob]:
     return {
-        one.token_id: Logprob(one.logprob, _optional(one, "rank"), _optional(one, "decoded_token"))
-        for one in logprobs.candidates
+        c.token_id: Logprob(c.logprob, _optional(c, "rank"), _optional(c, "decoded_token"))
+        for c in logprobs.candidates
     }
 
 

@@ -304,7 +304,7 @@ class GenerationClient:
 
 
 def _num_tokens(response: pb.GenerateResponse) -> int:
-    return sum(len(one.token_ids) for one in response.outputs)
+    return sum(len(output.token_ids) for output in response.outputs)
 
 
 def _health_request(service: str) -> health_pb2.HealthCheckRequest:

@@ -139,7 +139,7 @@ async def run_load(
         The outcomes in the plan's order, and the seconds of the whole run.
     """
     start = time.perf_counter()
-    tasks = [asyncio.create_task(_send(client, one, start, timeout_s)) for one in plan]
+    tasks = [asyncio.create_task(_send(client, request, start, timeout_s)) for request in plan]
     try:
         for task in tasks:
             task.add_done_callback(lambda done: None if done.cancelled() else on_end(done.result()))
