@@ -306,12 +306,12 @@ def choose_backend(wanted: str, shape: PrefillShape, device: torch.device) -> Pr
     names = list(BACKENDS) if wanted == "auto" else [wanted]
     reasons: list[str] = []
     for name in names:
-        found = _open_backend(name, shape, device)
-        if not isinstance(found, str):
+        opened = _open_backend(name, shape, device)
+        if not isinstance(opened, str):
             passed = f" (not {'; not '.join(reasons)})" if reasons else ""
             logger.info("attention: prompts by %s%s", name, passed)
-            return found
-        reasons.append(f"{name}: {found}")
+            return opened
+        reasons.append(f"{name}: {opened}")
     raise ConfigError(
         f"attention_backend = {wanted!r} cannot be used: {'; '.join(reasons)}; "
         + ("report this" if wanted == "auto" else "choose another, or leave it at 'auto'")

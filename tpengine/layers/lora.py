@@ -44,8 +44,8 @@ class _Target:
     def of(cls, shards: Sequence[WeightShard], shape: tuple[int, int]) -> _Target:
         """Returns the target of the shards that were declared under one name."""
         kept = [replace(transposed(x) if x.is_transposed else x, matrix=None) for x in shards]
-        first = min(int(one.target.storage_offset()) for one in kept) // shape[1]
-        size = sum(math.prod(one.target.shape[:-1]) for one in kept)
+        first = min(int(shard.target.storage_offset()) for shard in kept) // shape[1]
+        size = sum(math.prod(shard.target.shape[:-1]) for shard in kept)
         return cls(tuple(kept), slice(first, first + size), shape)
 
     @property
@@ -53,7 +53,7 @@ class _Target:
         """Outputs and inputs over all ranks."""
         (shard, *_), (outputs, inputs) = self.shards, self.shape
         if shard.dim == 0:
-            return sum(one.total for one in self.shards), inputs
+            return sum(x.total for x in self.shards), inputs
         return outputs, shard.total if shard.dim == 1 else inputs
 
     def own_a(self, a: torch.Tensor) -> torch.Tensor:
@@ -92,9 +92,9 @@ class LinearAdapters:
     ) -> None:
         self._layers = layers
         outputs, inputs = linear.matrix.outline.shape
-        found = {name: _Target.of(shards, (outputs, inputs)) for name, shards in parts.items()}
-        self.targets = dict(sorted(found.items(), key=lambda item: item[1].outputs.start))
-        sizes = [one.outputs.stop - one.outputs.start for one in self.targets.values()]
+        targets = {name: _Target.of(shards, (outputs, inputs)) for name, shards in parts.items()}
+        self.targets = dict(sorted(targets.items(), key=lambda item: item[1].outputs.start))
+        sizes = [target.outputs.stop - target.outputs.start for target in self.targets.values()]
         assert sum(sizes) == outputs, list(parts)
         self._slots = make_slots(
             layers.num_slots, layers.max_rank, inputs, sizes, layers.dtype, layers.allocate
@@ -165,14 +165,14 @@ class AdapterLayers:
         self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, AdapterPart]
     ) -> HostAdapter:
         """Returns this rank's part of an adapter's tensors, which were checked."""
-        found = {}
+        packed = {}
         for layer in self._layers:
             for name in layer.targets.keys() & parts.keys():
                 target, prefix = layer.targets[name], f"base_model.model.{name}.lora_"
                 a, b = (tensors[f"{prefix}{which}.weight"] for which in "AB")
                 b = target.own_b(b.float() * parts[name].scaling)
-                found[name] = pack_part(target.own_a(a), b, self.dtype)
-        return found
+                packed[name] = pack_part(target.own_a(a), b, self.dtype)
+        return packed
 
     def fill(self, slot: int, adapter: HostAdapter) -> None:
         """Puts an adapter into a slot, in place of the one before; an empty one adds nothing."""

@@ -29,25 +29,25 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the layers have different parameters, or a token has more than one position.
     """
-    found = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
-    for key, value in found.items():
+    parameters = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+    for key, value in parameters.items():
         if isinstance(value, Mapping) or key == "mrope_section":
             raise ConfigError(
                 f"rope_parameters with {key!r} = {value!r} are not supported: every layer must "
                 "rotate alike, by one position per token"
             )
-    kind = found.pop("type", None)
-    found["rope_type"] = found.get("rope_type") or kind or "default"
-    found.setdefault("rope_theta", hf_config.get("rope_theta") or 10000.0)
-    if found.get("partial_rotary_factor") is None:
+    kind = parameters.pop("type", None)
+    parameters["rope_type"] = parameters.get("rope_type") or kind or "default"
+    parameters.setdefault("rope_theta", hf_config.get("rope_theta") or 10000.0)
+    if parameters.get("partial_rotary_factor") is None:
         fraction = hf_config.get("partial_rotary_factor")
-        found["partial_rotary_factor"] = 1.0 if fraction is None else fraction
+        parameters["partial_rotary_factor"] = 1.0 if fraction is None else fraction
     longest = hf_config.get("max_position_embeddings")
-    found["max_position_embeddings"] = longest
-    if found.get("original_max_position_embeddings") is None:
+    parameters["max_position_embeddings"] = longest
+    if parameters.get("original_max_position_embeddings") is None:
         original = hf_config.get("original_max_position_embeddings")
-        found["original_max_position_embeddings"] = original or longest
-    return found
+        parameters["original_max_position_embeddings"] = original or longest
+    return parameters
 
 
 def build_cos_sin_cache(
@@ -179,7 +179,7 @@ def _are_numbers(values: Any, length: int) -> bool:
     """Whether it is a list of that many numbers above 0."""
     if not isinstance(values, list) or len(values) != length:
         return False
-    return all(isinstance(one, (int, float)) and one > 0 for one in values)
+    return all(isinstance(value, (int, float)) and value > 0 for value in values)
 
 
 def _longrope(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:

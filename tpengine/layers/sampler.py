@@ -179,8 +179,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     pending = together([own_logprobs, lost, *reports])
 
     def read(arrays: Sequence[Array]) -> Findings:
-        chosen_logprobs, errors, *found = pending.read(arrays)
-        logprobs, candidates = found or ({}, {})
+        chosen_logprobs, errors, *rest = pending.read(arrays)
+        logprobs, candidates = rest or ({}, {})
         return Findings(chosen_logprobs, logprobs, candidates, errors | failed)
 
     return Sampled(token_ids, Pending(pending.tensors, read))
@@ -314,8 +314,8 @@ def token_logprobs(
             for i, count in enumerate(num_top)
         ]
 
-    found = [tensor for top in tops for tensor in (top.values, top.indices.int())]
-    return Pending([own[:, 0], ranks, *found], read)
+    tensors = [tensor for top in tops for tensor in (top.values, top.indices.int())]
+    return Pending([own[:, 0], ranks, *tensors], read)
 
 
 def _best_tokens(

@@ -119,7 +119,7 @@ def require(config: ModelConfig, field: str, default: Any, *supported: Any) -> A
     if value is None:
         value = default
     if value not in supported:
-        raise unsupported(config, field, value, ", ".join(repr(one) for one in supported))
+        raise unsupported(config, field, value, ", ".join(repr(option) for option in supported))
     return value
 
 

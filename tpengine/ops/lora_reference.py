@@ -36,7 +36,7 @@ def pack_b(b: Tensor) -> Tensor:
 
     The rank is rounded up to a multiple of 4; a slot holds the panels of its rank without gaps.
     """
-    outputs, rank = (num_blocks(*one) for one in zip(b.shape, (LORA_PANEL, LORA_TILE), strict=True))
+    outputs, rank = (num_blocks(*dim) for dim in zip(b.shape, (LORA_PANEL, LORA_TILE), strict=True))
     padded = _padded(b, outputs * LORA_PANEL, rank * LORA_TILE)
     return padded.view(outputs, LORA_PANEL, -1).transpose(1, 2).contiguous()
 

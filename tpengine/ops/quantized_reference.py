@@ -80,9 +80,9 @@ def _best_steps(values: Tensor) -> Tensor:
             product = _fused(values[..., k], q[..., k], product)
             square = _fused(q[..., k], q[..., k], square)
         square = square.clamp(min=1.0)
-        found = product * product / square
-        best = torch.where(found > gain, product / square, best)
-        gain = torch.maximum(found, gain)
+        new_gain = product * product / square
+        best = torch.where(new_gain > gain, product / square, best)
+        gain = torch.maximum(new_gain, gain)
     return torch.where(extreme.isfinite(), best, extreme)
 
 

@@ -184,6 +184,6 @@ class Segment:
             return
         if status == SegmentStatus.CLOSED:
             raise SegmentError(SegmentStatus.CLOSED, self._rank, None)
-        found = self._functions.tpengine_shm_failure(self._handle).contents
-        culprit = found.culprit if found.culprit >= 0 else None
-        raise SegmentError(SegmentStatus(found.status), found.rank, culprit)
+        failure = self._functions.tpengine_shm_failure(self._handle).contents
+        culprit = failure.culprit if failure.culprit >= 0 else None
+        raise SegmentError(SegmentStatus(failure.status), failure.rank, culprit)

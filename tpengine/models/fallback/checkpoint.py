@@ -76,9 +76,9 @@ class CheckpointConversion:
         """Yields the model's tensors."""
         pending: dict[str, list[tuple[str, str, CheckpointTensor]]] = {}
         repeats: dict[str, CheckpointTensor] = {}
-        found = set()
+        seen = set()
         for file, name, source in tensors:
-            if name not in self._names and any(one.search(name) for one in self._ignored):
+            if name not in self._names and any(ignored.search(name) for ignored in self._ignored):
                 continue
             wanted, pattern = self._rename(name)
             if pattern is not None:
@@ -86,14 +86,14 @@ class CheckpointConversion:
             elif wanted in self._repeats:
                 repeats[wanted] = file, wanted, source
             else:
-                found.add(wanted)
+                seen.add(wanted)
                 yield file, wanted, source
         for wanted in list(pending):  # a source that was read stays mapped as long as it lives
             yield from self._merge(wanted, pending.pop(wanted))
         for name, (file, _, source) in repeats.items():  # a checkpoint may have either name
             original = self._repeats[name]
-            yield file, name if original in found else original, source
-            found.add(original)
+            yield file, name if original in seen else original, source
+            seen.add(original)
 
     def _rename(self, name: str) -> tuple[str, str | None]:
         if not self._renamings and not self._converters:
@@ -128,6 +128,6 @@ def _conversions(root: Any) -> tuple[list[Any], list[Any]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    found = get_model_conversion_mapping(root)
-    converters = [one for one in found if isinstance(one, WeightConverter)]
-    return [one for one in found if not isinstance(one, WeightConverter)], converters
+    entries = get_model_conversion_mapping(root)
+    converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
+    return [entry for entry in entries if not isinstance(entry, WeightConverter)], converters

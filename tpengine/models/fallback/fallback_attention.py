@@ -137,9 +137,9 @@ _PASS: ContextVar[Probe | Step] = ContextVar("_PASS")
 
 
 @contextlib.contextmanager
-def running(one: Probe | Step) -> Iterator[None]:
+def running(current: Probe | Step) -> Iterator[None]:
     """Makes it the pass of this thread."""
-    token = _PASS.set(one)
+    token = _PASS.set(current)
     try:
         yield
     finally:
@@ -149,18 +149,18 @@ def running(one: Probe | Step) -> Iterator[None]:
 def _attend(
     module: Any, q: Heads, k: Heads, v: Heads, attention_mask: Any = None, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    one = _PASS.get()
-    if isinstance(one, Probe):
-        window = _find_window(one, module, attention_mask)
-        return one.attend(_shape_of(q, k, v, window, options), q, k, v), None
-    layer, kv_cache = next(one.calls)
-    return layer.forward((q, k, v), kv_cache, one.metadata), None
+    current = _PASS.get()
+    if isinstance(current, Probe):
+        window = _find_window(current, module, attention_mask)
+        return current.attend(_shape_of(q, k, v, window, options), q, k, v), None
+    layer, kv_cache = next(current.calls)
+    return layer.forward((q, k, v), kv_cache, current.metadata), None
 
 
 def _make_mask(*, mask_function: Callable[..., Any], **options: Any) -> torch.Tensor:
     mask = torch.zeros(1, 1, 1, 1, device=options.get("device"))
-    if isinstance(one := _PASS.get(), Probe):
-        one.masks[mask.untyped_storage().data_ptr()] = mask, mask_function
+    if isinstance(probe := _PASS.get(), Probe):
+        probe.masks[mask.untyped_storage().data_ptr()] = mask, mask_function
     return mask
 
 
@@ -168,7 +168,7 @@ ALL_ATTENTION_FUNCTIONS.register(INTERFACE, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE, _make_mask)
 
 
-def _find_window(one: Probe, module: Any, mask: Any) -> int | None:
+def _find_window(probe: Probe, module: Any, mask: Any) -> int | None:
     """Returns the window of an attention call, as `_window_of` does.
 
     Raises:
@@ -178,7 +178,7 @@ def _find_window(one: Probe, module: Any, mask: Any) -> int | None:
         if not getattr(module, "is_causal", True):
             raise UnfitError("its tokens attend to later ones")
         return None
-    made = one.masks.get(mask.untyped_storage().data_ptr())
+    made = probe.masks.get(mask.untyped_storage().data_ptr())
     if made is None:
         raise UnfitError("it makes a mask or a bias of attention itself")
     return _window_of(made[1])

@@ -115,9 +115,9 @@ class TransformersForCausalLM:
         return logits
 
     def _hidden(
-        self, one: Probe | Step, token_ids: torch.Tensor, positions: torch.Tensor
+        self, current: Probe | Step, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        with running(one):
+        with running(current):
             output = self._base(**_accepted(self._base, _inputs(token_ids, positions)))
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
@@ -138,12 +138,12 @@ class TransformersForCausalLM:
             placed = self._root(**_accepted(self._root, _inputs(ids, from_zero))).logits
             expected = self._find_base(together, ids, positions)
             hidden = self._hidden(alone, ids[-1:], positions[-1:])
-            found = self.compute_logits(hidden)[-1:]
+            actual = self.compute_logits(hidden)[-1:]
         if not together.shapes:
             raise UnfitError(_NO_INTERFACE)
         if not torch.allclose(unplaced, placed):
             raise UnfitError("its own positions do not begin at 0")
-        if not torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3):
+        if not torch.allclose(actual.float(), expected.float(), rtol=1e-2, atol=1e-3):
             raise UnfitError(
                 "a token's result depends on other tokens outside attention (a state, a "
                 "convolution, attention of its own), or on positions that it counts itself"
@@ -153,12 +153,12 @@ class TransformersForCausalLM:
     def _find_base(self, probe: Probe, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Runs the whole class, and puts `_Given` where its decoder is: the outermost module that
         returned hidden states. Returns the last token's logits `[1, vocab_size]`."""
-        root, found = self._root, {}
+        root, decoders = self._root, {}
 
         def note(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 if getattr(output, "last_hidden_state", None) is not None:
-                    found[name] = type(output)
+                    decoders[name] = type(output)
 
             return hook
 
@@ -169,11 +169,11 @@ class TransformersForCausalLM:
         finally:
             for hook in hooks:
                 hook.remove()
-        if not found:
+        if not decoders:
             raise UnfitError("it has no decoder that returns last_hidden_state")
-        path = min(found, key=lambda name: name.count("."))
+        path = min(decoders, key=lambda name: name.count("."))
         self._base = root.get_submodule(path)
-        self._given = _Given(found[path])
+        self._given = _Given(decoders[path])
         root.set_submodule(path, self._given)
         return logits[0, -1:]
 
@@ -187,7 +187,7 @@ def _inputs(token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
 def _accepted(module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments that a module's `forward` takes."""
     parameters = inspect.signature(module.forward).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return wanted
     return {name: value for name, value in wanted.items() if name in parameters}
 
