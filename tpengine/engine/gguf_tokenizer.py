@@ -64,34 +64,34 @@ def gguf_tokenizer_parts(path: str) -> dict[str, Any]:
     """
     metadata = open_gguf(path).metadata
     prefix = "tokenizer.ggml."
-    found = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
-    kind, pre = found.get("model"), found.get("pre", "default")
+    fields = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
+    kind, pre = fields.get("model"), fields.get("pre", "default")
     if kind not in ("gpt2", "llama"):
         raise _unsupported("model", kind, path, ("gpt2", "llama"))
-    tokens: list[str] = found["tokens"]
+    tokens: list[str] = fields["tokens"]
     names: dict[str, str] = {}
     for name, key in _SPECIAL_TOKENS.items():
-        if (token_id := found.get(f"{key}_token_id")) is not None:
+        if (token_id := fields.get(f"{key}_token_id")) is not None:
             names[name] = tokens[token_id]
     if kind == "llama":
         # Runs of spaces are there as spaces, which the normalizer replaces in a text.
         tokens = [token.replace(" ", _SPACE) if set(token) == {" "} else token for token in tokens]
         by_rank = "gemma" in metadata["general.architecture"]  # its scores have another order
-        scores = range(0, -len(tokens), -1) if by_rank else found["scores"].tolist()
-        prefixed = found.get("add_space_prefix", True)
+        scores = range(0, -len(tokens), -1) if by_rank else fields["scores"].tolist()
+        prefixed = fields.get("add_space_prefix", True)
         backend = _sentencepiece(tokens, scores, names.get("unk"), prefixed)
     else:
         patterns = next((split for names, split in _PATTERNS.items() if pre in names), None)
         if patterns is None:
             raise _unsupported("pre", pre, path, [name for names in _PATTERNS for name in names])
-        if "pre" not in found:
+        if "pre" not in fields:
             logger.warning(
                 "%s has no tokenizer.ggml.pre: texts are split as GPT-2 splits them; convert the "
                 "file again if answers are bad",
                 path,
             )
-        backend = _byte_level(tokens, found.get("merges", []), patterns, pre in _KEEPS_WORDS)
-    kinds = found["token_type"].tolist() if "token_type" in found else [0] * len(tokens)
+        backend = _byte_level(tokens, fields.get("merges", []), patterns, pre in _KEEPS_WORDS)
+    kinds = fields["token_type"].tolist() if "token_type" in fields else [0] * len(tokens)
     strips = kind == "llama" and metadata["general.architecture"] == "phi3"
     wholes: dict[bool, list[AddedToken]] = {True: [], False: []}  # by whether they are special
     for token, token_kind in zip(tokens, kinds, strict=True):
@@ -100,9 +100,9 @@ def gguf_tokenizer_parts(path: str) -> dict[str, Any]:
             wholes[token_kind == CONTROL or token in END_TOKENS].append(whole)
     backend.add_special_tokens(wholes[True])  # a call takes the time of all tokens added so far
     backend.add_tokens(wholes[False])
-    first = found.get("add_bos_token", kind == "llama" or pre in _ADDS_BOS)
+    first = fields.get("add_bos_token", kind == "llama" or pre in _ADDS_BOS)
     around = [[names["bos"]] if first and "bos" in names else []]
-    around.append([names["eos"]] if found.get("add_eos_token") and "eos" in names else [])
+    around.append([names["eos"]] if fields.get("add_eos_token") and "eos" in names else [])
     backend.post_processor = TemplateProcessing(
         single=[*around[0], "$A", *around[1]],
         special_tokens=[(t, backend.token_to_id(t)) for t in {*around[0], *around[1]}],

@@ -94,7 +94,7 @@ class EngineMetrics(Collector):
         for name, attribute, label, text in _LABELLED_COUNTERS:
             yield self._add(CounterMetricFamily, name, text, getattr(stats, attribute), label)
         for kind, name, attribute, text in _OF_OWNERS if stats.owners else ():
-            values = {label: getattr(one, attribute) for label, one in stats.owners.items()}
+            values = {label: getattr(owner, attribute) for label, owner in stats.owners.items()}
             yield self._add(kind, name, text, values, "owner")
         yield self._memory()
         for name, attribute, text in _HISTOGRAMS:

@@ -100,16 +100,16 @@ def check_request_id(request_id: object, find: Callable[[str], object]) -> None:
         )
 
 
-def as_request_ids(given: str | Iterable[str]) -> list[str]:
+def as_request_ids(value: str | Iterable[str]) -> list[str]:
     """Returns one id, or many, as a list.
 
     Raises:
         InvalidPromptError: it is neither a string nor strings.
     """
-    ids: list[Any] = list(given) if is_list(given) else [given]
-    if not all(isinstance(one, str) for one in ids):
+    ids: list[Any] = list(value) if is_list(value) else [value]
+    if not all(isinstance(request_id, str) for request_id in ids):
         raise errors.InvalidPromptError(
-            f"a request_id must be a string, or a list of such, got {given!r}", field="request_id"
+            f"a request_id must be a string, or a list of such, got {value!r}", field="request_id"
         )
     return ids
 
@@ -314,27 +314,27 @@ def _pickled(processors: Sequence[LogitsProcessor | str]) -> list[bytes | str]:
     """Functions as bytes, from which ranks in other processes make copies of them."""
     from tpengine.executor.launch.functions import pickle_function
 
-    found: list[bytes | str] = []
+    pickled: list[bytes | str] = []
     for processor in processors:
         if isinstance(processor, str):
-            found.append(processor)
+            pickled.append(processor)
             continue
         try:
-            found.append(pickle_function(processor))
+            pickled.append(pickle_function(processor))
         except Exception as error:  # objects raise anything while they are pickled
             raise errors.InvalidSamplingParamsError(
                 f"the logits processor {processor!r} cannot be sent to the ranks: "
                 f"{type(error).__name__}: {error}",
                 field="logits_processors",
             ) from error
-    size = sum(map(len, found))
+    size = sum(map(len, pickled))
     if size > _MAX_PICKLED_BYTES:
         raise errors.InvalidSamplingParamsError.of_field(
             "logits_processors",
             f"are {size} bytes with the data that they hold, more than "
             f"{_MAX_PICKLED_BYTES}; put the data into a module that the ranks import",
         )
-    return found
+    return pickled
 
 
 def _check_tokenizer(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -357,16 +357,16 @@ def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Returns a word's ids inside another word and after a space: tokenizers tell them apart."""
     word = text.lstrip()
     try:
-        found = [tuple(tokenizer.encode(form, False)) for form in (word, " " + word)]
+        ids = [tuple(tokenizer.encode(form, False)) for form in (word, " " + word)]
     except errors.InvalidPromptError as error:
         raise errors.InvalidSamplingParamsError.of_field(
             "bad_words", f"holds {text!r}, which cannot be tokenized: {error}"
         ) from error
-    if not all(found):
+    if not all(ids):
         raise errors.InvalidSamplingParamsError.of_field(
             "bad_words", f"holds {text!r}, which has no tokens; give another, or leave it out"
         )
-    return found
+    return ids
 
 
 def _end_token_ids(
@@ -438,7 +438,7 @@ def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
     ids = None if prompt_token_ids is None else _as_many("prompt_token_ids", prompt_token_ids)
     texts = [None] * len(ids or ()) if prompts is None else _as_many("prompts", prompts)
     if ids is None:  # a prompt may itself be a list of ids
-        return [(None, one) if is_list(one) else (one, None) for one in texts]
+        return [(None, prompt) if is_list(prompt) else (prompt, None) for prompt in texts]
     if len(texts) != len(ids):
         raise errors.InvalidPromptError(
             f"prompts and prompt_token_ids must be equally many, got {len(texts)} and {len(ids)}"
@@ -446,32 +446,32 @@ def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
     return list(zip(texts, ids, strict=True))
 
 
-def _as_many(name: str, given: Any) -> list[Any]:
+def _as_many(name: str, prompts: Any) -> list[Any]:
     """Returns the prompts of an argument that holds one or many."""
-    if isinstance(given, (str, bytes, Mapping)):
-        return [given]
-    if not isinstance(given, Iterable):
+    if isinstance(prompts, (str, bytes, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
         raise errors.InvalidPromptError(
-            f"{name} must be a list of prompts or one prompt, got {type(given).__name__}"
+            f"{name} must be a list of prompts or one prompt, got {type(prompts).__name__}"
         )
-    many = list(given)
+    many = list(prompts)
     return [many] if many and _is_int(many[0]) else many
 
 
-def one_per_prompt(name: str, given: Any, num_prompts: int) -> list[Any]:
+def one_per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
     """Returns an argument's value for each prompt: one for all, or a list with one for each.
 
     Raises:
         InvalidPromptError: the list has another length.
     """
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
         raise errors.InvalidPromptError(
-            f"a list of {name} needs one per prompt: got {len(given)} for "
+            f"a list of {name} needs one per prompt: got {len(value)} for "
             f"{counted(num_prompts, 'prompt')}"
         )
-    return list(given)
+    return list(value)
 
 
 def refusal(request_id: str, request: GenerateRequest, error: errors.RequestError) -> RequestOutput:

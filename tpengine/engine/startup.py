@@ -87,7 +87,7 @@ def count_blocks(ledgers: Sequence[MemoryLedger]) -> tuple[int, int]:
 
 def weights_form(ledgers: Sequence[MemoryLedger]) -> str:
     """What became of a quantised file: the different texts of the ranks; empty for other files."""
-    return "; ".join(dict.fromkeys(one.weights_form for one in ledgers if one.weights_form))
+    return "; ".join(dict.fromkeys(entry.weights_form for entry in ledgers if entry.weights_form))
 
 
 def make_block_manager(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> BlockManager:

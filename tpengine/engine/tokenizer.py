@@ -319,7 +319,7 @@ def tokenizer_archive(tokenizer: Tokenizer, folder: str) -> bytes:
         if is_gguf(folder):
             tokenizer.hf.save_pretrained(written)
             folder = written
-        for path in sorted({one for kind in _SHARED_FILES for one in Path(folder).glob(kind)}):
+        for path in sorted({file for kind in _SHARED_FILES for file in Path(folder).glob(kind)}):
             # An entry made from a name alone has a constant date.
             target.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
     return archive.getvalue()
@@ -387,20 +387,20 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
             raise errors.InvalidPromptError.of_field(
                 place, f"must be a dict with role and content, got {message!r:.80}"
             )
-        found = dict(message)
-        if isinstance(found.get("content"), (list, tuple)):
-            found["content"] = _join_parts(found["content"], f"{place}.content")
+        fields = dict(message)
+        if isinstance(fields.get("content"), (list, tuple)):
+            fields["content"] = _join_parts(fields["content"], f"{place}.content")
         # The template knows what a call of a tool without a text looks like.
-        is_call = bool(found.get("tool_calls")) and found.get("content") is None
+        is_call = bool(fields.get("tool_calls")) and fields.get("content") is None
         for key in ("role",) if is_call else ("role", "content"):
-            if key not in found:
-                text = f"{place} has no {key!r}: {found!r}"
+            if key not in fields:
+                text = f"{place} has no {key!r}: {fields!r}"
                 raise errors.InvalidPromptError(text, field=f"{place}.{key}")
-            if not isinstance(found[key], str):
+            if not isinstance(fields[key], str):
                 raise errors.InvalidPromptError(
-                    f"{place}.{key} must be a string, got {found[key]!r}", field=f"{place}.{key}"
+                    f"{place}.{key} must be a string, got {fields[key]!r}", field=f"{place}.{key}"
                 )
-        conversation.append(found)
+        conversation.append(fields)
     return conversation
 
 

@@ -48,7 +48,7 @@ class AdapterSlots:
         if key not in self._loaded:
             if not self._free:
                 used = _used_by(running)
-                self.forget([next(one for one in self._loaded if one not in used)])
+                self.forget([next(loaded for loaded in self._loaded if loaded not in used)])
             slot = self._free.pop()
             path = str(Path(adapter.request.lora_path).absolute())  # ranks have other folders
             load = AdapterLoad(slot, key, path)

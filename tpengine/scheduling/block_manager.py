@@ -420,13 +420,13 @@ class BlockManager:
         chain.extend(sequences[0].token_ids, num_blocks, self.block_size)
         if self._first_kept(num_blocks * self.block_size) > 0:
             return self._cached_window(chain.digests[:num_blocks])
-        found = []
+        blocks = []
         for digest in chain.digests[:num_blocks]:
             block = self.device.find(digest)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def _chain(self, request: Request, sequence: Sequence) -> BlockChain:
         """The digests of a sequence; K and V of one adapter or salt are never found for another."""

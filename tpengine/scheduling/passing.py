@@ -120,18 +120,18 @@ class Passing:
         num_free_slots: int,
     ) -> int:
         """Most steps until `first` has room, if no request had passed it."""
-        older = [one for one in running if one.arrival_index < first.arrival_index]
-        passed = [one for one in running if one.arrival_index > first.arrival_index]
+        older = [other for other in running if other.arrival_index < first.arrival_index]
+        passed = [other for other in running if other.arrival_index > first.arrival_index]
         num_slots = len(first.unfinished_sequences) - num_free_slots
-        num_slots -= sum(len(one.unfinished_sequences) for one in passed)
+        num_slots -= sum(len(other.unfinished_sequences) for other in passed)
         num_blocks = blocks.num_missing_blocks(first) - sum(map(blocks.num_held_blocks, passed))
         num_steps = 0
-        order = sorted(((self.num_steps(one), one) for one in older), key=lambda pair: pair[0])
-        for num_steps_of_one, one in order:
+        order = sorted(((self.num_steps(other), other) for other in older), key=lambda p: p[0])
+        for num_other_steps, other in order:
             if num_slots <= 0 and num_blocks <= 0 and self._adapters.has_room(first, older):
                 break
-            num_steps = num_steps_of_one
-            older.remove(one)
-            num_slots -= len(one.unfinished_sequences)
-            num_blocks -= blocks.num_held_blocks(one)
+            num_steps = num_other_steps
+            older.remove(other)
+            num_slots -= len(other.unfinished_sequences)
+            num_blocks -= blocks.num_held_blocks(other)
         return num_steps

@@ -464,7 +464,7 @@ class Scheduler:
         rows, queues = step.sized_rows(), self._queues
         if queues.waiting or queues.swapped or step.forks or len(rows) < len(queues.request_of):
             return []
-        found = []
+        sequences = []
         for sequence, size in rows:
             request = queues.request_of[sequence.seq_id]
             is_sampled = sequence.num_computed_tokens + size == len(sequence.token_ids)
@@ -473,16 +473,16 @@ class Scheduler:
             max_tokens = request.sampling_params.max_tokens
             is_last = max_tokens is not None and sequence.num_output_tokens + 1 >= max_tokens
             if not is_last and len(sequence.token_ids) + 1 < self._config.max_model_len:
-                found.append(sequence)
-        if self._blocks.num_free_blocks < len(found):  # no preemption for what is only probable
+                sequences.append(sequence)
+        if self._blocks.num_free_blocks < len(sequences):  # no preemption for what is only probable
             return []
-        for sequence in found:
+        for sequence in sequences:
             growth = self._blocks.append(sequence, 1)
             if growth.copy is not None:  # this step's row made its last block its own
                 raise EngineError(f"{sequence} would be written a step early to a shared block")
             if growth.block_ids:
                 step.add_blocks(sequence, growth.block_ids)
-        return found
+        return sequences
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
         """See `hopeless_requests.why_too_long`. Any thread may ask."""

@@ -148,8 +148,8 @@ class Request(CheckedRequest):
     def finish_reason(self) -> str | None:
         """Why it ended as a whole: error, length (it was ignored) or abort; None: each sequence
         ended by itself."""
-        found = {sequence.status for sequence in self.sequences}
-        return next((status.finish_reason for status in _ENDS_OF_ALL if status in found), None)
+        statuses = {sequence.status for sequence in self.sequences}
+        return next((status.finish_reason for status in _ENDS_OF_ALL if status in statuses), None)
 
     @property
     def unfinished_sequences(self) -> list[Sequence]:
