@@ -87,10 +87,10 @@ class CertificateReloader:
         stamps = []
         for path in self._files.paths():
             try:
-                found = path.stat()
+                status = path.stat()
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from error
-            stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
+            stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
         return stamps
 
     def _load(self) -> TlsContents:
@@ -126,11 +126,11 @@ def certificate_name(tls: ssl.SSLObject) -> str | None:
     der = tls.getpeercert(binary_form=True)
     if der is None:
         return None
-    told: Any = tls.getpeercert() or {}
+    cert: Any = tls.getpeercert() or {}
     common = [
-        value for part in told.get("subject", ()) for kind, value in part if kind == "commonName"
+        value for part in cert.get("subject", ()) for kind, value in part if kind == "commonName"
     ]
-    others = [value for _, value in told.get("subjectAltName", ())]
+    others = [value for _, value in cert.get("subjectAltName", ())]
     return name_of(common, others, ssl.DER_cert_to_PEM_cert(der).encode())
 
 
@@ -143,9 +143,9 @@ def name_of(common: Sequence[str], others: Sequence[str], pem: bytes) -> str | N
         pem: the certificate; empty: there is none.
     """
     for names, label in ((common, ""), (others, "for ")):
-        given = sorted(name for name in names if name)
-        if given:
-            return label + ", ".join(given)
+        nonempty = sorted(name for name in names if name)
+        if nonempty:
+            return label + ", ".join(nonempty)
     return f"sha256 {hashlib.sha256(pem).hexdigest()[:32]}" if pem else None
 
 
@@ -202,8 +202,8 @@ class Authenticator:
     def __init__(self, tokens: Iterable[str] = (), admin_tokens: Iterable[str] = ()) -> None:
         self._ordinary = [_digest(token) for token in tokens]
         self._admin = [_digest(token) for token in admin_tokens]
-        given = [one for one in (tokens, admin_tokens) if isinstance(one, Mapping)]
-        self._weights = {_digest(token): weight for one in given for token, weight in one.items()}
+        tables = [table for table in (tokens, admin_tokens) if isinstance(table, Mapping)]
+        self._weights = {_digest(key): weight for table in tables for key, weight in table.items()}
 
     @property
     def wants_token(self) -> bool:
@@ -240,20 +240,20 @@ class Authenticator:
             account = f"certificate {_digest(certificate).hex()[:12]}"
             return Client(f"certificate {certificate}", account=account)
         scheme, _, token = headers[0].partition(" ")
-        given = _digest(token.strip())
+        digest = _digest(token.strip())
         # Each is compared with all: the time must not depend on the place of a match.
-        is_ordinary = sum(hmac.compare_digest(token, given) for token in self._ordinary) > 0
-        is_admin = sum(hmac.compare_digest(token, given) for token in self._admin) > 0
+        is_ordinary = sum(hmac.compare_digest(token, digest) for token in self._ordinary) > 0
+        is_admin = sum(hmac.compare_digest(token, digest) for token in self._admin) > 0
         if len(headers) > 1 or scheme.lower() != "bearer" or not (is_ordinary or is_admin):
             raise UnauthenticatedError(
                 "the token is not one that this server knows; send one "
                 "'authorization: Bearer TOKEN'"
             )
         return Client(
-            name := f"token {given.hex()[:12]}",
+            name := f"token {digest.hex()[:12]}",
             frozenset({"serve", "admin"} if is_admin else {"serve"}),
             account=name,
-            weight=self._weights.get(given, 1.0),
+            weight=self._weights.get(digest, 1.0),
         )
 
 
@@ -271,9 +271,9 @@ def read_tokens(file: str | None, variable: str | None, what: str) -> dict[str, 
             other characters than printable ASCII, or stands there twice, or a weight is out of its
             range.
     """
-    found: list[tuple[str, str]] = []
+    entries: list[tuple[str, str]] = []
     if variable is not None:
-        found = [(what, part) for part in variable.split(",")]
+        entries = [(what, part) for part in variable.split(",")]
     if file is not None:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -282,15 +282,15 @@ def read_tokens(file: str | None, variable: str | None, what: str) -> dict[str, 
             raise ConfigError(f"{what} {file} cannot be read: {error}") from error
         if mode & 0o077:
             logger.warning("%s %s can be read by others: chmod 600", what, file)
-        found += [
+        entries += [
             (f"{what}, file {file}, line {number},", line)
             for number, line in enumerate(lines, start=1)
             if line.strip() and not line.startswith("#")
         ]
-        if not found:
+        if not entries:
             raise ConfigError(f"{what} {file} holds no token; write one per line")
     tokens: dict[str, float] = {}
-    for place, text in found:
+    for place, text in entries:
         token, weight = _read_token(place, text)
         if token in tokens:
             raise ConfigError(f"a token of {place} was given before; leave one of the two out")

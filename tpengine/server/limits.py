@@ -273,24 +273,24 @@ def default_message_bytes(max_model_len: int) -> int:
     return min(_PARAMETER_BYTES + _TOKEN_BYTES * max_model_len, DEFAULT_MESSAGE_BYTES)
 
 
-def last_ids(given: Sequence[int], num_kept: int | None) -> list[int]:
+def last_ids(ids: Sequence[int], num_kept: int | None) -> list[int]:
     """The ids of a prompt that count; there may be millions of others."""
-    return list(given if num_kept is None else given[-num_kept:])
+    return list(ids if num_kept is None else ids[-num_kept:])
 
 
-def read_timeout(given: str) -> float:
+def read_timeout(value: str) -> float:
     """Seconds from now to the deadline that a client names under `TIMEOUT_KEY`.
 
     Raises:
         MalformedRequestError: it is not a number of milliseconds.
     """
-    if not given.isdecimal() or len(given) > _MAX_TIMEOUT_DIGITS:
+    if not value.isdecimal() or len(value) > _MAX_TIMEOUT_DIGITS:
         raise errors.MalformedRequestError(
             f"{TIMEOUT_KEY} must be a number of milliseconds of at most {_MAX_TIMEOUT_DIGITS} "
-            f"digits, got {given[:20]!r}",
+            f"digits, got {value[:20]!r}",
             field=TIMEOUT_KEY,
         )
-    return int(given) / 1e3
+    return int(value) / 1e3
 
 
 def check_request_id(request_id: str, name: str = "request_id") -> None:

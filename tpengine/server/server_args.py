@@ -207,12 +207,12 @@ class ServerArgs(Options):
         Raises:
             ConfigError: one is not of the form NAME=PATH, or two have one name.
         """
-        found = [one.partition("=") for one in each(self.lora_modules)]
-        if len({name for name, _, _ in found}) < len(found) or not all(map(all, found)):
+        parts = [module.partition("=") for module in each(self.lora_modules)]
+        if len({name for name, _, _ in parts}) < len(parts) or not all(map(all, parts)):
             raise ConfigError(
                 f"lora_modules must be NAME=PATH, each name once; got {self.lora_modules!r}"
             )
-        return [LoRARequest(name, at, path) for at, (name, _, path) in enumerate(found, start=1)]
+        return [LoRARequest(name, at, path) for at, (name, _, path) in enumerate(parts, start=1)]
 
     def limits(self) -> Limits:
         """Bounds of a request and of the queue.
@@ -255,7 +255,7 @@ class ServerArgs(Options):
 
     def cors_origins(self) -> list[str]:
         """The origins of `cors_origin`."""
-        return [one.strip() for one in (self.cors_origin or "").split(",") if one.strip()]
+        return [origin.strip() for origin in (self.cors_origin or "").split(",") if origin.strip()]
 
     def address(self) -> str:
         """HOST:PORT."""
@@ -297,11 +297,11 @@ def check_port(
         raise ConfigError(
             f"host = {host!r} is neither an address nor a known name: {error}"
         ) from error
-    found = dict.fromkeys((family, address) for family, *_, address in all_found)
-    errors = [_bind_error(family, address) for family, address in found]
+    endpoints = dict.fromkeys((family, address) for family, *_, address in all_found)
+    errors = [_bind_error(family, address) for family, address in endpoints]
     # A name may have addresses that this machine lacks (::1 without IPv6); no address may be taken.
     absent = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-    refused = [one for one in errors if one is not None and one.errno not in absent]
+    refused = [error for error in errors if error is not None and error.errno not in absent]
     if refused:
         raise ConfigError(
             f"cannot listen on {host}, port {port}: {refused[0].strerror}; another process has the "
@@ -311,15 +311,15 @@ def check_port(
         raise ConfigError(
             f"cannot listen on {host}: it is not one of this machine; choose another with --host"
         )
-    return [one for one, error in zip(found, errors, strict=True) if error is None]
+    return [endpoint for endpoint, error in zip(endpoints, errors, strict=True) if error is None]
 
 
 def _bind_error(family: int, address: object) -> OSError | None:
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as one:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
             # As gRPC does: closed connections of an earlier server do not block the port.
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(address)  # type: ignore[arg-type]
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)  # type: ignore[arg-type]
     except OSError as error:
         return error
     return None

@@ -67,7 +67,7 @@ class ServerState:
         self.calls = OpenCalls(self.limits)
         self.kept = KeptStreams(self.limits, self.calls)
         self.names = names
-        self.adapters = {one.lora_name: one for one in adapters}
+        self.adapters = {adapter.lora_name: adapter for adapter in adapters}
         self.adapter_folder = adapter_folder
         self._adapter_ids = itertools.count(len(self.adapters) + 1)
         self.drain_timeout_s = drain_timeout_s

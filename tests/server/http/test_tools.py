@@ -247,7 +247,7 @@ def test_a_template_without_tools(door: Door) -> None:
     status, error = door.refused(CHAT, ASKED)
     assert (status, error["param"]) == (400, "tools")
     assert "chat template does not read tools" in error["message"]
-    assert all(form.about in error["message"] for form in FORMATS[:2])
+    assert all(form.description in error["message"] for form in FORMATS[:2])
     assert door.refused(CHAT, {"messages": DONE})[1]["param"] == "messages[1].tool_calls"
 
 

@@ -40,8 +40,8 @@ def read_generate_request(
     Raises:
         RequestError: a field is out of its bounds.
     """
-    given = message.WhichOneof("input")
-    if given is None:
+    field = message.WhichOneof("input")
+    if field is None:
         raise errors.InvalidPromptError(
             "a request needs prompt, prompt_token_ids or messages; got none of them"
         )
@@ -53,12 +53,12 @@ def read_generate_request(
     if message.HasField("max_queue_ms"):
         max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
     token_ids = None
-    if given == "prompt_token_ids":
+    if field == "prompt_token_ids":
         token_ids = last_ids(message.prompt_token_ids.ids, params.truncate_prompt_tokens)
     return GenerateRequest(
-        prompt=message.prompt if given == "prompt" else None,
+        prompt=message.prompt if field == "prompt" else None,
         prompt_token_ids=token_ids,
-        messages=read_conversation(message.messages, limits) if given == "messages" else None,
+        messages=read_conversation(message.messages, limits) if field == "messages" else None,
         chat_options={"add_generation_prompt": adds_prompt(message.messages)},
         params=params,
         priority=message.priority,
@@ -123,9 +123,9 @@ def read_conversation(message: pb.Conversation, limits: Limits) -> list[dict[str
     Raises:
         InvalidPromptError: there are too many, or a role is too long.
     """
-    roles = (one.role for one in message.messages)
+    roles = (turn.role for turn in message.messages)
     check_conversation(roles, len(message.messages), limits)
-    return [{field.name: text for field, text in one.ListFields()} for one in message.messages]
+    return [{field.name: text for field, text in turn.ListFields()} for turn in message.messages]
 
 
 def adds_prompt(conversation: pb.Conversation) -> bool:
@@ -220,12 +220,12 @@ def _write_logprobs(token_id: int, candidates: Mapping[int, Logprob]) -> pb.Toke
         return item[0] != token_id, item[1].rank or 0
 
     message = pb.TokenLogprobs()
-    for candidate, found in sorted(candidates.items(), key=place):
+    for candidate, entry in sorted(candidates.items(), key=place):
         message.candidates.add(
             token_id=candidate,
-            logprob=found.logprob,
-            rank=found.rank,
-            decoded_token=found.decoded_token,
+            logprob=entry.logprob,
+            rank=entry.rank,
+            decoded_token=entry.decoded_token,
         )
     return message
 

@@ -128,7 +128,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         """Serves the request of a kept stream. Its position is the number of output tokens."""
 
         async def keep(message: pb.GenerateResponse) -> None:
-            num_tokens = sum(len(one.token_ids) for one in message.outputs)
+            num_tokens = sum(len(output.token_ids) for output in message.outputs)
             message.request_id = stream.request_id
             stream.add(message.SerializeToString(), stream.position + num_tokens)
 
@@ -165,12 +165,12 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
 
     async def Tokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Converts a text or a conversation to token ids."""
-        engine, given = self._state.loaded_engine(), request.WhichOneof("input")
+        engine, field = self._state.loaded_engine(), request.WhichOneof("input")
         self._check_text(request)
-        if given == "text":
+        if field == "text":
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
             token_ids = await engine.tokenize(request.text, special)
-        elif given == "messages":
+        elif field == "messages":
             messages = read_conversation(request.messages, self._state.limits)
             token_ids = await engine.chat_token_ids(messages, adds_prompt(request.messages))
         else:
@@ -222,7 +222,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         message.recoveries = stats.recoveries
         message.block_size = stats.cache.block_size
         message.num_device_blocks = stats.cache.num_total_blocks
-        message.num_host_blocks = min((one.num_host_blocks for one in stats.ledgers), default=0)
+        message.num_host_blocks = min((entry.num_host_blocks for entry in stats.ledgers), default=0)
         # Not strict: another thread may replace the group of ranks at this moment.
         for rank, (device, node) in enumerate(zip(stats.devices, stats.nodes, strict=False)):
             message.ranks.add(rank=rank, device=device, node=node)
@@ -266,12 +266,12 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         return pb.DrainResponse(num_open_calls=self._state.num_open_calls)
 
     def _check_text(self, message: pb.GenerateRequest | pb.TokenizeRequest) -> None:
-        given = message.WhichOneof("input")
-        if given == "messages":
-            texts = (text for one in message.messages.messages for text in (one.role, one.content))
-            self._state.check_text(given, texts)
-        elif given in ("prompt", "text"):
-            self._state.check_text(given, [getattr(message, given)])
+        field = message.WhichOneof("input")
+        if field == "messages":
+            texts = (text for m in message.messages.messages for text in (m.role, m.content))
+            self._state.check_text(field, texts)
+        elif field in ("prompt", "text"):
+            self._state.check_text(field, [getattr(message, field)])
 
 
 @asynccontextmanager
@@ -313,7 +313,7 @@ async def abort_requests(state: ServerState, request_ids: Sequence[str]) -> bool
         check_request_id(request_id)
         if engine.owner(request_id) not in (None, "", client.name):
             client.require_admin("to abort a request of another client")
-    kept = [one for name in request_ids for one in state.kept.of_request(client, name)]
+    kept = [stream for name in request_ids for stream in state.kept.of_request(client, name)]
     engine_ids = {*request_ids, *(one_id for stream in kept for one_id in stream.engine_ids)}
     for stream in kept:
         stream.end(RequestAbortedError(f"request {stream.request_id!r} was aborted"))

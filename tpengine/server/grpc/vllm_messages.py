@@ -42,13 +42,13 @@ def read_request(
         name = field.name
         if name in REFUSED and value:  # rank 0 is the only one
             raise InvalidPromptError.of_field(name, "is not offered; leave it out")
-    given = message.WhichOneof("input")
-    if given is None:
+    input_field = message.WhichOneof("input")
+    if input_field is None:
         raise InvalidPromptError("a request needs tokenized or text; got neither")
     kind = RequestOutputKind.DELTA if message.stream else RequestOutputKind.FINAL_ONLY
     params = read_sampling_params(message.sampling_params, kind, limits, max_model_len)
     token_ids = None
-    if given == "tokenized":
+    if input_field == "tokenized":
         token_ids = last_ids(message.tokenized.input_ids, params.truncate_prompt_tokens)
     most = most_tokens_of_text(message.text) if token_ids is None else len(token_ids)
     most = min(most, params.truncate_prompt_tokens or max_model_len, max_model_len)
@@ -80,9 +80,9 @@ def read_sampling_params(
             fields[name] = read_field(field, value)
     constraint = message.WhichOneof("constraint")
     if constraint is not None:
-        given = read_fields(message)[constraint]
+        content = read_fields(message)[constraint]
         name = "json" if constraint == "json_schema" else constraint
-        fields["structured_outputs"] = StructuredOutputsParams.read({name: given})
+        fields["structured_outputs"] = StructuredOutputsParams.read({name: content})
     if fields.get("truncate_prompt_tokens") == -1:
         fields["truncate_prompt_tokens"] = max_model_len
     return SamplingParams(**fields, detokenize=bool(message.stop), output_kind=kind)
@@ -179,5 +179,5 @@ class VllmWriter:
                 ranked = sorted(candidates.items(), key=lambda item: item[1].rank or 0)[:count]
                 written.top_logprobs.add(
                     token_ids=[candidate for candidate, _ in ranked],
-                    values=[found.logprob for _, found in ranked],
+                    values=[entry.logprob for _, entry in ranked],
                 )

@@ -87,10 +87,10 @@ class _Entrance:
             await send(message)
 
         try:
-            given = headers.get(REQUEST_ID_KEY)
-            if given is not None:
-                check_request_id(given)
-                state["request_id"] = given
+            request_id = headers.get(REQUEST_ID_KEY)
+            if request_id is not None:
+                check_request_id(request_id)
+                state["request_id"] = request_id
             if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, answer)
                 return
@@ -105,9 +105,9 @@ class _Entrance:
         except UnreadError:
             state["drop"]()
         except Exception as error:
-            told = refusal(error, state["request_id"])
+            response = refusal(error, state["request_id"])
             if not has_begun:  # else the connection is closed, and the client sees a cut answer
-                await told(scope, receive, answer)
+                await response(scope, receive, answer)
 
 
 async def _refuse(request: Request, error: HTTPException) -> NoReturn:
@@ -125,10 +125,10 @@ async def _refuse(request: Request, error: HTTPException) -> NoReturn:
 def _server_routes(state: ServerState) -> list[Route]:
     def card(name: str) -> dict[str, Any]:
         length = state.loaded_engine().model_config.max_model_len
-        about = {"owned_by": "tpengine", "root": state.model, "max_model_len": length}
+        fields = {"owned_by": "tpengine", "root": state.model, "max_model_len": length}
         if name in state.adapters:
-            about["parent"] = state.model
-        return {"id": name, "object": "model", "created": state.created, **about}
+            fields["parent"] = state.model
+        return {"id": name, "object": "model", "created": state.created, **fields}
 
     async def health(request: Request) -> Response:
         alive = state.engine is None or state.engine.health().alive
@@ -202,8 +202,8 @@ def _text_routes(state: ServerState) -> list[Route]:
         with naming_field(is_chat):
             token_ids = await BodyReader(call, is_chat, state, state.limits).tokenize()
         length = state.loaded_engine().model_config.max_model_len
-        about = {"count": len(token_ids), "max_model_len": length}
-        return JSONResponse({**about, "tokens": token_ids, "token_strs": None})
+        fields = {"count": len(token_ids), "max_model_len": length}
+        return JSONResponse({**fields, "tokens": token_ids, "token_strs": None})
 
     async def detokenize(request: Request) -> Response:
         fields, engine = Fields((await read_call(request)).body), state.loaded_engine()

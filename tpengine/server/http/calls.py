@@ -104,7 +104,7 @@ def read_resumption(request: Request, call: HttpCall, kept: KeptStreams) -> Resu
         HttpError: it is no stream, has no key, or its position is no number (400).
         RequestError: the window or the key cannot be used.
     """
-    asked, position = (request.headers.get(one) for one in (RESUME_WINDOW_KEY, POSITION_HEADER))
+    asked, position = (request.headers.get(name) for name in (RESUME_WINDOW_KEY, POSITION_HEADER))
     if asked is None and position is None:  # a key alone asks for nothing
         return None
     key = request.headers.get(KEY_HEADER)

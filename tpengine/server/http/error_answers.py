@@ -49,10 +49,10 @@ def refusal(error: Exception, request_id: str) -> JSONResponse:
     message = text_for_client(error, request_id)
     if isinstance(error, errors.RequestIgnoredError):  # litellm knows it by these words alone
         message = f"This model's maximum context length is exceeded: {message}"
-    told = {
+    body = {
         "message": message,
         "type": _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error"),
         "param": getattr(error, "field", None),
         "code": code,
     }
-    return JSONResponse({"error": told}, status, headers)
+    return JSONResponse({"error": body}, status, headers)

@@ -72,8 +72,8 @@ class Fields:
         left: by name.
     """
 
-    def __init__(self, given: Mapping[str, Any], place: str = "") -> None:
-        self.left = {name: value for name, value in given.items() if value is not None}
+    def __init__(self, values: Mapping[str, Any], place: str = "") -> None:
+        self.left = {name: value for name, value in values.items() if value is not None}
         self._place = place
 
     def take(self, name: str, kind: type[Value], default: Value) -> Value:
@@ -112,17 +112,17 @@ class Fields:
 
 
 def _find(name: str, table: Mapping[str, Value], default: Value) -> Value:
-    return next((found for key, found in table.items() if name in key.split()), default)
+    return next((value for key, value in table.items() if name in key.split()), default)
 
 
-def read_bias(given: object) -> object:
+def read_bias(value: object) -> object:
     """A bias by id; in JSON the ids are texts.
 
     Raises:
         FieldError: a key is no integer.
     """
     try:
-        return {int(one): bias for one, bias in given.items()} if isinstance(given, dict) else given
+        return {int(key): bias for key, bias in value.items()} if isinstance(value, dict) else value
     except ValueError:
         raise FieldError("logit_bias", "must have ids as keys, in decimal digits") from None
 
@@ -133,20 +133,20 @@ def read_constraint(fields: Fields) -> StructuredOutputsParams | None:
     Raises:
         FieldError: both are given, or one is no constraint.
     """
-    given: Any = fields.take("structured_outputs", dict, {})
+    constraint: Any = fields.take("structured_outputs", dict, {})
     form = Fields(fields.take("response_format", dict, {"type": "text"}), "response_format.")
     kind = form.take("type", str, "")
     name = "structured_outputs"
     if kind == "text":
         form.end()
-    elif given:
+    elif constraint:
         raise FieldError(name, "and response_format are given; leave one of them out")
     else:
-        name, given = "response_format", _read_format(form, kind)
-    if not given:
+        name, constraint = "response_format", _read_format(form, kind)
+    if not constraint:
         return None
     try:
-        return StructuredOutputsParams.read(given)
+        return StructuredOutputsParams.read(constraint)
     except InvalidSamplingParamsError as error:
         raise FieldError(name, f"cannot be used: {error}") from None
 
@@ -163,8 +163,8 @@ def _read_format(form: Fields, kind: str) -> dict[str, Any]:
         raise form.error("type", f"must be {known}, got {kind[:80]!r}")
     inner = Fields(form.take("json_schema", dict, {}), "response_format.json_schema.")
     form.end()
-    for name, about in (("name", str), ("description", str), ("strict", bool)):
-        inner.take(name, about, about())  # the schema is always held
+    for name, value_type in (("name", str), ("description", str), ("strict", bool)):
+        inner.take(name, value_type, value_type())  # the schema is always held
     if "schema" not in inner.left:
         raise inner.error("schema", "is missing")
     schema = inner.take("schema", dict, {})

@@ -82,8 +82,8 @@ class HttpServer:
             raise ConfigError(
                 f"cannot listen on {host}, port {port}: {error}; choose another with --http-port"
             ) from error
-        for one in sockets:
-            self._listeners.append(await create(sock=one, backlog=_BACKLOG, **seconds))
+        for sock in sockets:
+            self._listeners.append(await create(sock=sock, backlog=_BACKLOG, **seconds))
         return int(sockets[0].getsockname()[1])
 
     async def close(self, grace_s: float) -> None:
@@ -110,12 +110,12 @@ def _bind(host: str, port: int, write_s: float) -> list[socket.socket]:
     unread = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(write_s * 1000))
     sockets: list[socket.socket] = []
     for family, address in check_port(host, port, "--http-port"):
-        one = socket.socket(family, socket.SOCK_STREAM)
+        sock = socket.socket(family, socket.SOCK_STREAM)
         for option in (*_SOCKET_OPTIONS, unread):
-            one.setsockopt(*option)
+            sock.setsockopt(*option)
         own_port = sockets[0].getsockname()[1] if sockets else port
-        one.bind((address[0], own_port, *address[2:]))
-        sockets.append(one)
+        sock.bind((address[0], own_port, *address[2:]))
+        sockets.append(sock)
     return sockets
 
 

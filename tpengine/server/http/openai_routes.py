@@ -74,22 +74,22 @@ def openai_routes(state: ServerState) -> list[Route]:
         model = state.model if adapter is None else adapter.lora_name
         head = style.head(call.request_id, int(time.time()), model)
         # The parts of a stream go without the layers that Starlette puts around `send`.
-        about = {"request_id": call.request_id, "send_body": request.state.send}
+        common = {"request_id": call.request_id, "send_body": request.state.send}
         answer = Answer(
-            **about, write_s=limits.write_s, state=state, requests=requests, style=style, head=head
+            **common, write_s=limits.write_s, state=state, requests=requests, style=style, head=head
         )
         if asked is None:
             return answer
-        ids = [asked.engine_id(str(one.request_id)) for one in requests]
+        ids = [asked.engine_id(str(req.request_id)) for req in requests]
         pairs = zip(requests, ids, strict=True)
-        answer.requests = [replace(one, request_id=own_id) for one, own_id in pairs]
+        answer.requests = [replace(req, request_id=own_id) for req, own_id in pairs]
         stream = state.kept.open(asked, call.request_id, ids, answer.produce)
         return resumed(request, stream, 0)
 
     def resumed(request: Request, stream: KeptStream, after: int) -> KeptAnswer:
         request.state.request_id = stream.request_id
-        about = {"request_id": stream.request_id, "send_body": request.state.send}
-        return KeptAnswer(**about, write_s=limits.write_s, stream=stream, after=after)
+        common = {"request_id": stream.request_id, "send_body": request.state.send}
+        return KeptAnswer(**common, write_s=limits.write_s, stream=stream, after=after)
 
     return [
         Route(path, partial(answer, is_chat=is_chat), methods=["POST"])
@@ -124,8 +124,8 @@ class _EventStream(ABC):
         except Exception as error:
             if not self.has_begun or isinstance(error, UnreadError):
                 raise
-            told = bytes(refusal(error, self.request_id).body)
-            await self._send_last(f"data: {told.decode()}\n\n")
+            body = bytes(refusal(error, self.request_id).body)
+            await self._send_last(f"data: {body.decode()}\n\n")
 
     @abstractmethod
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -243,11 +243,11 @@ class Answer(_EventStream):
         return end
 
     async def _whole(self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter]) -> Response:
-        choices, about = [], ""
+        choices, extra = [], ""
         for box, writer in zip(boxes, writers, strict=True):
-            some, about = await writer.write_whole(await box.take())
+            some, extra = await writer.write_whole(await box.take())
             choices.append(some)
-        text = f'{self.head}{",".join(choices)}]{about},"usage":{usage(writers)}}}'
+        text = f'{self.head}{",".join(choices)}]{extra},"usage":{usage(writers)}}}'
         return Response(text, media_type="application/json")
 
 

@@ -77,32 +77,32 @@ def page_routes(state: ServerState) -> list[Route]:
 def describe(state: ServerState) -> dict[str, Any]:
     """The server and its engine at this moment, as the page draws them; without `engine` while the
     model loads. Bytes and seconds are numbers, a share is in [0, 1]."""
-    about: dict[str, Any] = {
+    status: dict[str, Any] = {
         "version": tpengine.__version__,
         "model": state.model,
         "state": state.state.value,
         "uptime_s": state.uptime_s,
     }
     if state.engine is None:
-        return about
+        return status
     stats, engine = state.engine.stats(), state.engine.llm_engine
     health = engine.health()
     if state.state is State.RUNNING:
-        about["state"] = stats.state
+        status["state"] = stats.state
     recovery = None
     if health.recovery is not None:
         recovery = {**asdict(health.recovery), "loss": _loss(health.recovery.loss)}
     records = engine.recoveries[-_NUM_RECOVERIES:]
-    about["engine"] = {
+    status["engine"] = {
         **{name: getattr(stats, name) for name in _FIGURES},
         "num_recoveries": stats.recoveries,
         "queues": asdict(stats.queues),
         "cache": asdict(stats.cache),
         "ranks": list(_ranks(stats, health)),
         "recovery": recovery,
-        "recoveries": [{**asdict(one), "loss": _loss(one.loss)} for one in records],
+        "recoveries": [{**asdict(record), "loss": _loss(record.loss)} for record in records],
     }
-    return about
+    return status
 
 
 def _ranks(stats: EngineStats, health: EngineHealth) -> Iterator[dict[str, Any]]:

@@ -204,10 +204,10 @@ class HttpProtocol(HttpToolsProtocol):
     def _tell(self, error: RequestError) -> None:
         """Writes a refusal that has no request, and closes soon."""
         request_id = f"req-{uuid.uuid4().hex}"
-        told = refusal(error, request_id)
-        told.headers.update({REQUEST_ID_KEY: request_id, "connection": "close"})
-        head = b"".join(b"%b: %b\r\n" % pair for pair in told.raw_headers)
-        self.transport.write(STATUS_LINE[told.status_code] + head + b"\r\n" + bytes(told.body))
+        answer = refusal(error, request_id)
+        answer.headers.update({REQUEST_ID_KEY: request_id, "connection": "close"})
+        head = b"".join(b"%b: %b\r\n" % pair for pair in answer.raw_headers)
+        self.transport.write(STATUS_LINE[answer.status_code] + head + b"\r\n" + bytes(answer.body))
         self.flow.resume_reading()  # and drop it
         self._unset_keepalive_if_required()
         if self.transport.can_write_eof():

@@ -113,25 +113,25 @@ class BodyReader:
         style = dataclasses.replace(
             style, logprobs=params.logprobs, tools=tools, constraint=constraint
         )
-        given: list[Any]
-        given = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
+        prompts: list[Any]
+        prompts = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
         fields.end((*READ_BY_BOTH, *(READ_BY_CHAT if self._is_chat else READ_BY_COMPLETION)))
         with naming_field(self._is_chat, constraint):
-            self._check_sampling(params, given)
+            self._check_sampling(params, prompts)
         if not self._is_chat:
-            given = [await self._prompt(one, params, special, style.echo) for one in given]
+            prompts = [await self._prompt(raw, params, special, style.echo) for raw in prompts]
         own_id = self._call.request_id
         requests = [
             GenerateRequest(
                 **prompt,
                 params=params,
-                request_id=own_id if len(given) == 1 else f"{own_id}-{place}",
+                request_id=own_id if len(prompts) == 1 else f"{own_id}-{place}",
                 priority=priority,
                 owner=self._call.client.owner,
                 deadline=self._call.deadline,
                 lora_request=adapter,
             )
-            for place, prompt in enumerate(given)
+            for place, prompt in enumerate(prompts)
         ]
         return requests, style
 
@@ -158,7 +158,7 @@ class BodyReader:
     def _check_sampling(self, params: SamplingParams, prompts: Sequence[Any]) -> None:
         most = self._max_model_len
         sizes: dict[type, Callable[[Any], int]] = {list: len, str: most_tokens_of_text}
-        longest = max(sizes.get(type(one), lambda _: most)(one) for one in prompts)
+        longest = max(sizes.get(type(prompt), lambda _: most)(prompt) for prompt in prompts)
         longest = min(longest, params.truncate_prompt_tokens or longest, most)
         check_sampling(params, self._limits, most, longest)
 
@@ -195,22 +195,22 @@ class BodyReader:
         if self._is_chat:
             self._read_chat_fields()
         constraint = read_constraint(fields)
-        given = {name: fields.left.pop(name) for name in _PARAMETERS if name in fields.left}
-        given["structured_outputs"] = constraint
+        values = {name: fields.left.pop(name) for name in _PARAMETERS if name in fields.left}
+        values["structured_outputs"] = constraint
         for name, bound in self._limits.max_entries().items():
-            if isinstance(given.get(name), (list, dict)):
-                at_most(f"the number of entries of {name}", len(given[name]), bound, name)
-        if "logit_bias" in given:
-            given["logit_bias"] = read_bias(given["logit_bias"])
-        if given.get("logprobs") is False:
-            del given["logprobs"]
-        if given.get("top_k") == 0:
-            given["top_k"] = -1  # vLLM's two ways to keep all tokens
+            if isinstance(values.get(name), (list, dict)):
+                at_most(f"the number of entries of {name}", len(values[name]), bound, name)
+        if "logit_bias" in values:
+            values["logit_bias"] = read_bias(values["logit_bias"])
+        if values.get("logprobs") is False:
+            del values["logprobs"]
+        if values.get("top_k") == 0:
+            values["top_k"] = -1  # vLLM's two ways to keep all tokens
         defaults = dict(self._state.sampling)
-        if given.get("use_beam_search") is True:  # it does not sample
+        if values.get("use_beam_search") is True:  # it does not sample
             defaults = {"temperature": 0.0}
         kind = RequestOutputKind.DELTA if style.streams else RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(**{**defaults, "max_tokens": max_tokens, **given}, output_kind=kind)
+        params = SamplingParams(**defaults | {"max_tokens": max_tokens} | values, output_kind=kind)
         if params.max_tokens is None and params.logprobs is not None:
             # As many as the limit allows, so that a client need not know it.
             most = self._limits.max_logprob_entries // (params.logprobs + 1)
@@ -233,40 +233,40 @@ class BodyReader:
 
     def _read_prompts(self) -> list[str | list[int]]:
         """Texts and lists of ids, whose entries are not checked."""
-        given = self._fields.left.pop("prompt", None)
-        if isinstance(given, str):
-            return [given]
-        if not isinstance(given, list) or not given:
+        value = self._fields.left.pop("prompt", None)
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not value:
             raise FieldError("prompt", "must be a text, ids, or a list of these; and not empty")
-        if not isinstance(given[0], (str, list)):
-            return [given]
+        if not isinstance(value[0], (str, list)):
+            return [value]
         most = self._limits.queue.max_requests
-        if len(given) > most:
-            raise FieldError("prompt", f"holds {len(given)} prompts, more than {most}; send fewer")
-        for place, one in enumerate(given):
-            if not isinstance(one, (str, list)):
-                kind = type(one).__name__
+        if len(value) > most:
+            raise FieldError("prompt", f"holds {len(value)} prompts, more than {most}; send fewer")
+        for place, prompt in enumerate(value):
+            if not isinstance(prompt, (str, list)):
+                kind = type(prompt).__name__
                 raise FieldError(f"prompt[{place}]", f"must be a text or ids, got {kind}")
-        return given
+        return value
 
     async def _prompt(
-        self, given: str | list[int], params: SamplingParams, special: bool, echo: bool
+        self, prompt: str | list[int], params: SamplingParams, special: bool, echo: bool
     ) -> dict[str, Any]:
         """The fields of `GenerateRequest` for a prompt, with its text if that is to be repeated."""
         most = params.truncate_prompt_tokens
         text: str | None = None
-        if isinstance(given, str):
-            self._state.check_text("prompt", [given])
+        if isinstance(prompt, str):
+            self._state.check_text("prompt", [prompt])
             if special and not (echo and most is not None):
-                return {"prompt": given}
-            text, given = given, await self._engine.tokenize(given, special)
+                return {"prompt": prompt}
+            text, prompt = prompt, await self._engine.tokenize(prompt, special)
         if most is not None:
-            text, given = None, given[-most:]
+            text, prompt = None, prompt[-most:]
         else:
-            self._state.check_num_tokens(len(given))
+            self._state.check_num_tokens(len(prompt))
         if echo and text is None:
-            text = await self._engine.detokenize(given, params.skip_special_tokens)
-        return {"prompt": text, "prompt_token_ids": given}
+            text = await self._engine.detokenize(prompt, params.skip_special_tokens)
+        return {"prompt": text, "prompt_token_ids": prompt}
 
     def _read_chat(self, special: bool, tools: Tools | None) -> dict[str, Any]:
         """The fields of `GenerateRequest` for a conversation."""
@@ -285,33 +285,33 @@ class BodyReader:
         messages = self._read_messages(template_text(self._tokenizer, tools is not None))
         options = {**options, "add_generation_prompt": adds}
         if tools is not None:
-            self._state.check_text("tools", [json.dumps(tools.given)])
-            options["tools"] = tools.given
+            self._state.check_text("tools", [json.dumps(tools.definitions)])
+            options["tools"] = tools.definitions
         if continues:
             options["continue_final_message"] = True
         return {"messages": messages, "chat_options": options}
 
     def _read_messages(self, template: str) -> list[dict[str, Any]]:
         """Messages, whose contents the engine checks."""
-        given = self._fields.take("messages", list, [])
-        check_conversation((), len(given), self._limits)
-        messages = [_read_message(f"messages[{place}]", one) for place, one in enumerate(given)]
-        check_conversation((one["role"] for one in messages), len(given), self._limits)
-        self._state.check_text("messages", (text for one in given for text in _texts(one)))
-        for place, one in enumerate(messages):
-            if one["role"] == "developer" and "developer" not in template:
-                one["role"] = "system"  # the older name
-            if "tool_calls" in one and "tool_calls" not in template:
+        items = self._fields.take("messages", list, [])
+        check_conversation((), len(items), self._limits)
+        messages = [_read_message(f"messages[{place}]", item) for place, item in enumerate(items)]
+        check_conversation((message["role"] for message in messages), len(items), self._limits)
+        self._state.check_text("messages", (text for item in items for text in _texts(item)))
+        for place, message in enumerate(messages):
+            if message["role"] == "developer" and "developer" not in template:
+                message["role"] = "system"  # the older name
+            if "tool_calls" in message and "tool_calls" not in template:
                 problem = "is not written by the model's chat template; give content alone"
                 raise FieldError(f"messages[{place}].tool_calls", problem)
         return messages
 
 
-def _read_message(place: str, given: object) -> dict[str, Any]:
+def _read_message(place: str, value: object) -> dict[str, Any]:
     """A message; null and empty fields are left out."""
-    if not isinstance(given, dict):
-        raise FieldError(place, f"must be an object, got {type(given).__name__}")
-    fields = Fields({name: one for name, one in given.items() if one != []}, f"{place}.")
+    if not isinstance(value, dict):
+        raise FieldError(place, f"must be an object, got {type(value).__name__}")
+    fields = Fields({name: field for name, field in value.items() if field != []}, f"{place}.")
     message: dict[str, Any] = {"role": fields.take("role", str, "")}
     if not message["role"]:
         raise fields.error("role", "is missing")
@@ -335,9 +335,9 @@ def _read_message(place: str, given: object) -> dict[str, Any]:
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
     """All texts of a message, those of its parts and of the arguments of its calls too."""
     parts = message.get("content")
-    found = [*message.values()]
+    values = [*message.values()]
     if isinstance(parts, list):
-        found += [part.get("text") for part in parts if isinstance(part, dict)]
+        values += [part.get("text") for part in parts if isinstance(part, dict)]
     calls = message.get("tool_calls") or ()
-    found += [(call.get("function") or {}).get("arguments") for call in calls]
-    return (text for text in found if isinstance(text, str))
+    values += [(call.get("function") or {}).get("arguments") for call in calls]
+    return (text for text in values if isinstance(text, str))

@@ -28,7 +28,7 @@ class Pattern:
 
     def __init__(self, *texts: str) -> None:
         split = [re.findall("NAME|WORD|.", text) for text in texts]
-        parts = [[_PARTS.get(one, re.escape(one)) for one in text] for text in split]
+        parts = [[_PARTS.get(piece, re.escape(piece)) for piece in text] for text in split]
         self.whole = re.compile("|".join(map("".join, parts)))
         self.begun = re.compile("|".join(map(_optional, parts)))
 
@@ -58,7 +58,7 @@ class ToolFormat:
     the patterns, which allow more.
 
     Attributes:
-        about: for people.
+        description: for people.
         sign: is found in the templates of models that write this form.
         markers: texts around calls, which are special tokens in many tokenizers. In the middle of
             an answer a call begins with the first one.
@@ -71,7 +71,7 @@ class ToolFormat:
         has_short_ids: whether the template wants ids of nine letters and digits.
     """
 
-    about: str
+    description: str
     sign: str
     markers: tuple[str, ...]
     begin: str
@@ -104,7 +104,7 @@ FORMATS = (
         (_TAG,),
         *("", '{"name": "NAME", "parameters": ARGUMENTS}', "", ""),
         Pattern(*_calls("parameters", *_BEFORE)),
-        Pattern(*_calls("parameters", *_BEFORE, *(f" ;{one}" for one in _BEFORE))),
+        Pattern(*_calls("parameters", *_BEFORE, *(f" ;{before}" for before in _BEFORE))),
         Pattern(" }"),
     ),
     ToolFormat(
@@ -231,8 +231,8 @@ class ToolParser:
         own_id = uuid.uuid4().hex
         own_id = own_id[:_SHORT_ID] if self._form.has_short_ids else f"call_{own_id}"
         function = {"name": name, "arguments": ""}
-        about = {"id": own_id, "type": "function", "function": function}
-        gains.append({"index": self._num_calls, **about})
+        call = {"id": own_id, "type": "function", "function": function}
+        gains.append({"index": self._num_calls, **call})
         self._num_calls += 1
 
     def _gain(self, gains: list[dict[str, Any]], arguments: str) -> None:

@@ -25,14 +25,14 @@ class Tools:
     """The tools of one request.
 
     Attributes:
-        given: what the template gets.
+        definitions: what the template gets.
         names: the functions that may be called.
         form: of the calls.
         visible_token_ids: special tokens around calls.
         grammar: in Lark, of the answer; None: any answer is allowed.
     """
 
-    given: Sequence[Mapping[str, Any]]
+    definitions: Sequence[Mapping[str, Any]]
     names: Sequence[str]
     form: ToolFormat
     visible_token_ids: Sequence[int]
@@ -67,14 +67,14 @@ def read_tools(fields: Fields, tokenizer: Tokenizer | None) -> Tools | None:
     Raises:
         FieldError: one of them cannot be used.
     """
-    given = fields.take("tools", list, [])
-    if len(given) > MAX_TOOLS:
-        raise fields.error("tools", f"must be at most {MAX_TOOLS}, got {len(given)}; send fewer")
+    entries = fields.take("tools", list, [])
+    if len(entries) > MAX_TOOLS:
+        raise fields.error("tools", f"must be at most {MAX_TOOLS}, got {len(entries)}; send fewer")
     try:
-        json.dumps(given)
+        json.dumps(entries)
     except RecursionError:
         raise fields.error("tools", "is nested too deeply; send simpler schemas") from None
-    read = [_read_function(place, one) for place, one in enumerate(given)]
+    read = [_read_function(place, entry) for place, entry in enumerate(entries)]
     names = [function["name"] for function, _ in read]
     for place, name in enumerate(names):
         if name in names[:place]:
@@ -89,22 +89,22 @@ def read_tools(fields: Fields, tokenizer: Tokenizer | None) -> Tools | None:
     grammar = None
     if must or not is_parallel or any(is_strict for _, is_strict in read):
         schemas = {}
-        for one, is_strict in read:
-            if one["name"] in allowed:
-                schema = one["parameters"] if must or is_strict else {"type": "object"}
-                schemas[one["name"]] = {**schema, "x-guidance": _SPACES}
+        for function, is_strict in read:
+            if function["name"] in allowed:
+                schema = function["parameters"] if must or is_strict else {"type": "object"}
+                schemas[function["name"]] = {**schema, "x-guidance": _SPACES}
         grammar = choice_grammar(form, schemas, tokens, must, is_parallel)
     special = () if tokenizer is None else tokenizer.special_token_ids
-    visible = [one for one in tokens.values() if one in special]
-    shown = [{"type": "function", "function": one} for one, _ in read]
+    visible = [token_id for token_id in tokens.values() if token_id in special]
+    shown = [{"type": "function", "function": function} for function, _ in read]
     return Tools(shown, allowed, form, visible, grammar)
 
 
-def _read_function(place: int, given: object) -> tuple[dict[str, Any], bool]:
+def _read_function(place: int, value: object) -> tuple[dict[str, Any], bool]:
     """The function of a tool as templates know it, and whether each call follows its schema."""
-    if not isinstance(given, dict):
-        raise FieldError(f"tools[{place}]", f"must be an object, got {type(given).__name__}")
-    tool = Fields(given, f"tools[{place}].")
+    if not isinstance(value, dict):
+        raise FieldError(f"tools[{place}]", f"must be an object, got {type(value).__name__}")
+    tool = Fields(value, f"tools[{place}].")
     kind = tool.take("type", str, "")
     if kind != "function":
         raise tool.error("type", f"must be 'function', got {kind!r:.80}")
@@ -113,19 +113,19 @@ def _read_function(place: int, given: object) -> tuple[dict[str, Any], bool]:
     name = fields.take("name", str, "")
     if re.fullmatch(NAME, name) is None:
         raise fields.error("name", f"must be 1 to 64 of a-z, A-Z, 0-9, _ and -, got {name!r:.80}")
-    about = {"description": fields.take("description", str, "")}
+    head = {"description": fields.take("description", str, "")}
     schema = fields.take("parameters", dict, {"properties": {}})
     if schema.get("type", "object") != "object":
         raise fields.error("parameters.type", f"must be 'object', got {schema['type']!r:.80}")
     is_strict = fields.take("strict", bool, False)
     fields.end()
-    return {"name": name, **about, "parameters": {"type": "object", **schema}}, is_strict
+    return {"name": name, **head, "parameters": {"type": "object", **schema}}, is_strict
 
 
-def _read_choice(given: Any, names: Sequence[str]) -> tuple[bool, Sequence[str]]:
+def _read_choice(choice: Any, names: Sequence[str]) -> tuple[bool, Sequence[str]]:
     """Whether a function must be called, and the functions that may be."""
     name: str | None = None
-    match given:
+    match choice:
         case "auto":
             return False, names
         case "none":
@@ -138,7 +138,7 @@ def _read_choice(given: Any, names: Sequence[str]) -> tuple[bool, Sequence[str]]
             problem = "of type allowed_tools is not supported; give only those in tools"
             raise FieldError("tool_choice", problem)
         case _:
-            raise FieldError("tool_choice", f"must be {_CHOICES}, got {given!r:.80}")
+            raise FieldError("tool_choice", f"must be {_CHOICES}, got {choice!r:.80}")
     if not names:
         raise FieldError("tool_choice", "needs tools, and there are none")
     if name is not None and name not in names:
@@ -149,10 +149,10 @@ def _read_choice(given: Any, names: Sequence[str]) -> tuple[bool, Sequence[str]]
 
 def template_text(tokenizer: Tokenizer | None, has_tools: bool) -> str:
     """The chat template that is used; empty: there is none."""
-    found = None if tokenizer is None else tokenizer.hf.chat_template
-    if isinstance(found, Mapping):  # transformers chooses by these names
-        found = (has_tools and found.get("tool_use")) or found.get("default")
-    return found or ""
+    template = None if tokenizer is None else tokenizer.hf.chat_template
+    if isinstance(template, Mapping):  # transformers chooses by these names
+        template = (has_tools and template.get("tool_use")) or template.get("default")
+    return template or ""
 
 
 def find_form(template: str) -> ToolFormat:
@@ -163,7 +163,7 @@ def find_form(template: str) -> ToolFormat:
         for form in FORMATS:
             if re.search(form.sign, template, re.DOTALL):
                 return form
-    known = "; ".join(one.about for one in FORMATS)
+    known = "; ".join(entry.description for entry in FORMATS)
     raise FieldError("tools", f"cannot be used: the model's chat template {lack}. Known: {known}")
 
 
@@ -187,7 +187,7 @@ def choice_grammar(
         split = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
         # Some tokenizers put a space before what follows a token.
         kinds = {marker: f'<[{token_id}]> " "?' for marker, token_id in tokens.items()}
-        return " ".join(kinds.get(one, json.dumps(one)) for one in split if one)
+        return " ".join(kinds.get(part, json.dumps(part)) for part in split if part)
 
     rules = ["call: " + " | ".join(f"call{place}" for place in range(len(schemas)))]
     for place, (name, schema) in enumerate(schemas.items()):
@@ -220,13 +220,13 @@ def read_calls(fields: Fields, place: str) -> list[dict[str, Any]]:
         FieldError: they are no calls of functions.
     """
     calls = []
-    for index, one in enumerate(fields.take("tool_calls", list, [])):
+    for index, item in enumerate(fields.take("tool_calls", list, [])):
         where = f"{place}.tool_calls[{index}]"
-        if not isinstance(one, dict):
-            raise FieldError(where, f"must be an object, got {type(one).__name__}")
-        call = Fields(one, f"{where}.")
+        if not isinstance(item, dict):
+            raise FieldError(where, f"must be an object, got {type(item).__name__}")
+        call = Fields(item, f"{where}.")
         call.take("index", int, 0)  # from a stream; the order says it
-        about = {"id": call.take("id", str, ""), "type": call.take("type", str, "function")}
+        head = {"id": call.take("id", str, ""), "type": call.take("type", str, "function")}
         function = Fields(call.take("function", dict, {}), f"{where}.function.")
         call.end()
         name, text = function.take("name", str, ""), function.take("arguments", str, "")
@@ -234,9 +234,9 @@ def read_calls(fields: Fields, place: str) -> list[dict[str, Any]]:
             raise function.error("name", "is missing")
         function.end()
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError):
-            found = text
-        arguments = found if isinstance(found, dict) else text
-        calls.append({**about, "function": {"name": name, "arguments": arguments}})
+            value = text
+        arguments = value if isinstance(value, dict) else text
+        calls.append({**head, "function": {"name": name, "arguments": arguments}})
     return calls

@@ -122,27 +122,27 @@ class AnswerWriter:
         role."""
         chunks = []
         for completion in self._completions(output):
-            begins, about = completion.index not in self._choices, ""
+            begins, extra = completion.index not in self._choices, ""
             if begins:
-                about = await self._begin(output, completion.index)
+                extra = await self._begin(output, completion.index)
             if begins and self._style.is_chat:
                 role = replace(completion, token_ids=(), finish_reason=None)
                 content = '""' if self._style.tools is None else "null"
                 delta = f'"delta":{{"role":"assistant","content":{content}}}'
-                chunks.append(self._chunk(self._choice(role, delta), about))
-                about = ""
-            chunks.append(self._chunk(await self._whole_choice(output, completion, begins, about)))
+                chunks.append(self._chunk(self._choice(role, delta), extra))
+                extra = ""
+            chunks.append(self._chunk(await self._whole_choice(output, completion, begins, extra)))
         return "".join(chunks).encode()
 
     async def write_whole(self, output: RequestOutput) -> tuple[str, str]:
         """The choices of a finished request, separated by commas; and what a chat completion has
         about its prompt after them."""
-        choices, about = [], ""
+        choices, extra = [], ""
         for completion in self._completions(output):
-            about = await self._begin(output, completion.index)
-            inside = "" if self._style.is_chat else about
+            extra = await self._begin(output, completion.index)
+            inside = "" if self._style.is_chat else extra
             choices.append(await self._whole_choice(output, completion, True, inside))
-        return ",".join(choices), about if self._style.is_chat else ""
+        return ",".join(choices), extra if self._style.is_chat else ""
 
     def _completions(self, output: RequestOutput) -> list[CompletionOutput]:
         """The choices of an output. The usage becomes what it is with them."""
@@ -161,15 +161,15 @@ class AnswerWriter:
             ReasoningSplitter(output.prompt) if style.is_chat else None,
             None if style.tools is None else style.tools.parser(),
         )
-        about = ""
+        extra = ""
         if style.token_ids:
-            about = f',"prompt_token_ids":{_ids(output.prompt_token_ids)}'
+            extra = f',"prompt_token_ids":{_ids(output.prompt_token_ids)}'
         if style.prompt_logprobs:
-            about += f',"prompt_logprobs":{await self._prompt_logprobs(output)}'
-        return about
+            extra += f',"prompt_logprobs":{await self._prompt_logprobs(output)}'
+        return extra
 
     async def _whole_choice(
-        self, output: RequestOutput, completion: CompletionOutput, begins: bool, about: str
+        self, output: RequestOutput, completion: CompletionOutput, begins: bool, extra: str
     ) -> str:
         """A choice with its log probabilities and, if it begins, with its prompt."""
         logprobs, repeats = "null", begins and self._style.echo
@@ -182,7 +182,7 @@ class AnswerWriter:
             else:
                 logprobs = await self._logprobs(self._choices[completion.index], positions)
         text = self._text(completion, (output.prompt or "") if repeats else "")
-        return self._choice(completion, text, logprobs, about)
+        return self._choice(completion, text, logprobs, extra)
 
     def _text(self, completion: CompletionOutput, before: str = "") -> str:
         """The field with the text."""
@@ -218,7 +218,7 @@ class AnswerWriter:
         return ",".join(fields)
 
     def _choice(
-        self, completion: CompletionOutput, text: str, logprobs: str = "null", about: str = ""
+        self, completion: CompletionOutput, text: str, logprobs: str = "null", extra: str = ""
     ) -> str:
         end = "null"
         if completion.finish_reason is not None:
@@ -226,15 +226,15 @@ class AnswerWriter:
             reason = reason if parser is None else parser.finish_reason(reason)
             end = f'{quote(reason)},"stop_reason":{json.dumps(completion.stop_reason)}'
         if self._style.token_ids:
-            about += f',"token_ids":{_ids(completion.token_ids)}'
+            extra += f',"token_ids":{_ids(completion.token_ids)}'
         index = self._first_index + completion.index
-        return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":{end}{about}}}'
+        return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":{end}{extra}}}'
 
-    def _chunk(self, choice: str, about: str = "") -> str:
+    def _chunk(self, choice: str, extra: str = "") -> str:
         if self._style.usage_in_all:
-            about += f',"usage":{usage([self])}'
-            return f"{self._head}{choice}]{about}}}\n\n"
-        return f"{self._head}{choice}]{about}{self._end}"
+            extra += f',"usage":{usage([self])}'
+            return f"{self._head}{choice}]{extra}}}\n\n"
+        return f"{self._head}{choice}]{extra}{self._end}"
 
     async def _logprobs(self, choice: _Choice, positions: Positions) -> str:
         """Log probabilities of a completion."""
