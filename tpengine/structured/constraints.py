@@ -93,29 +93,29 @@ def _thinking_grammar(thinking: Thinking, is_special: bool) -> str:
     return f"start: ({opening} thought)? @answer\n{thought}\n"
 
 
-def _read_tags(given: Any) -> list[Any]:
+def _read_tags(value: Any) -> list[Any]:
     """The tags of a structural tag; see `StructuredOutputsParams`."""
     from llguidance import StructTag
 
     name = f"{_NAME}.structural_tag"
-    if "format" in given:
+    if "format" in value:
         raise InvalidSamplingParamsError(
             f"{name} has the field format, which is not served; give structures and triggers",
             field=_NAME,
         )
     try:
-        triggers = [str(one) for one in given["triggers"]]
+        triggers = [str(text) for text in value["triggers"]]
         tags = []
-        for one in given["structures"]:
-            begin, schema, end = str(one["begin"]), dict(one["schema"]), str(one["end"])
-            trigger = next(one for one in triggers if one and begin.startswith(one))
+        for item in value["structures"]:
+            begin, schema, end = str(item["begin"]), dict(item["schema"]), str(item["end"])
+            trigger = next(text for text in triggers if text and begin.startswith(text))
             tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     except (KeyError, TypeError, ValueError, StopIteration):
         tags = []
     if not tags:
         raise InvalidSamplingParamsError(
             f'{name} must have "structures" with begin, schema and end, and "triggers" of which '
-            f"each begin starts with one; got {json.dumps(given)[:80]}",
+            f"each begin starts with one; got {json.dumps(value)[:80]}",
             field=_NAME,
         )
     return tags

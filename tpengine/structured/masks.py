@@ -96,10 +96,10 @@ class GrammarSlots:
         `SamplingSlots.gather` for the arguments."""
         rows, work = [], []
         for row, slot in enumerate(slots.tolist()):
-            one = self._followed.get(slot)
-            if one is not None:
+            grammar = self._followed.get(slot)
+            if grammar is not None:
                 rows.append(row)
-                work.append((one, token_ids[slot, one.num_taken : positions[row]].tolist()))
+                work.append((grammar, token_ids[slot, grammar.num_taken : positions[row]].tolist()))
         if not rows:
             return None
         assert self.vocabulary is not None, "the driver sends it before the first grammar"
@@ -128,9 +128,9 @@ class GrammarSlots:
         bits = np.zeros((len(work), -(-vocabulary.size // 32)), np.int32)
         errors: dict[int, RowError] = {}
         ready: list[tuple[LLMatcher, int]] = []
-        for place, (one, token_ids) in enumerate(work):
+        for place, (grammar, token_ids) in enumerate(work):
             try:
-                ready.append((one.take(token_ids, vocabulary), place))
+                ready.append((grammar.take(token_ids, vocabulary), place))
             except InvalidSamplingParamsError as error:
                 errors[place] = RowError(str(error), error.field)
         if ready:

@@ -50,36 +50,36 @@ class AdapterStore:
             return {}
         problems: dict[bytes, str] = {}
         with _one_thread():
-            for one in loads:
+            for adapter in loads:
                 try:
-                    self.layers.fill(one.slot, self._find(one))
+                    self.layers.fill(adapter.slot, self._find(adapter))
                 except (InvalidAdapterError, SafetensorError, OSError) as error:
-                    problems[one.key] = f"rank {self._parallel.tp_rank}: {error}"
+                    problems[adapter.key] = f"rank {self._parallel.tp_rank}: {error}"
                     logger.warning("an adapter is not loaded: %s", error)
-        here = [float(one.key in problems) for one in loads]
+        here = [float(adapter.key in problems) for adapter in loads]
         failed = self._parallel.all_reduce(torch.tensor(here, device=self._device))
         self._parallel.wait_for_queued(self._device)
-        for one, count in zip(loads, failed.tolist(), strict=True):
+        for adapter, count in zip(loads, failed.tolist(), strict=True):
             if count:
-                problems.setdefault(one.key, "another rank cannot load it, see its log")
-                self.layers.fill(one.slot, {})
+                problems.setdefault(adapter.key, "another rank cannot load it, see its log")
+                self.layers.fill(adapter.slot, {})
         return problems
 
-    def _find(self, one: AdapterLoad) -> HostAdapter:
-        if one.key in self._in_host:
-            self._in_host.move_to_end(one.key)
-            return self._in_host[one.key]
+    def _find(self, adapter: AdapterLoad) -> HostAdapter:
+        if adapter.key in self._in_host:
+            self._in_host.move_to_end(adapter.key)
+            return self._in_host[adapter.key]
         layers = self.layers
-        folder = read_adapter(one.path, layers.targets, layers.max_rank)
-        if folder.key != one.key:
+        folder = read_adapter(adapter.path, layers.targets, layers.max_rank)
+        if folder.key != adapter.key:
             raise InvalidAdapterError(
-                f"the adapter in {one.path} is not the one that the driver has checked: its files "
-                "have changed, or are not the same on all machines"
+                f"the adapter in {adapter.path} is not the one that the driver has checked: its "
+                "files have changed, or are not the same on all machines"
             )
-        self._in_host[one.key] = found = layers.own_part(load(folder.data), folder.parts)
+        self._in_host[adapter.key] = part = layers.own_part(load(folder.data), folder.parts)
         if len(self._in_host) > self._max_in_host:
             self._in_host.popitem(last=False)
-        return found
+        return part
 
 
 @contextmanager

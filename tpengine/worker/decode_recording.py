@@ -66,8 +66,8 @@ class Workspace:
         num_bytes = count * dtype.itemsize
         fitting = [buffer for buffer in self._free if buffer.nbytes >= num_bytes]
         if fitting:
-            buffer = min(fitting, key=lambda one: one.nbytes)
-            self._free = [one for one in self._free if one is not buffer]
+            buffer = min(fitting, key=lambda tensor: tensor.nbytes)
+            self._free = [tensor for tensor in self._free if tensor is not buffer]
         else:
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
             self._buffers[buffer.data_ptr()] = buffer

@@ -276,7 +276,7 @@ def _cgroup_memory() -> list[tuple[int, int]]:
     The kernel counts cached file pages as used, but gives them back when a process needs memory. A
     model that was just read from disk would otherwise fill its container.
     """
-    found = []
+    limits = []
     for folder, is_v2 in _cgroups("memory"):
         if is_v2:
             names, prefix = ("memory.max", "memory.current"), ""
@@ -287,8 +287,8 @@ def _cgroup_memory() -> list[tuple[int, int]]:
             pages = (f"{prefix}active_file", f"{prefix}inactive_file")  # without shared memory
             counts = dict(line.partition(" ")[::2] for line in _read_lines(folder / "memory.stat"))
             cached = sum(int(counts.get(name, "0")) for name in pages)
-            found.append((int(limit), max(0, int(used) - cached)))
-    return found
+            limits.append((int(limit), max(0, int(used) - cached)))
+    return limits
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:

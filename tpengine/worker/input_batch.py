@@ -204,7 +204,7 @@ class InputBatch:
         if (wanted < 0).all():
             return []
         ends = np.cumsum(step.num_scheduled_tokens)
-        found = []
+        rows = []
         for row in np.flatnonzero(wanted >= 0).tolist():
             slot, size = step.slots[row], step.num_scheduled_tokens[row]
             first = int(self.num_computed_tokens[slot]) + 1
@@ -213,8 +213,8 @@ class InputBatch:
                 targets = self.token_ids[slot, first:last].astype(np.int64)
                 start = int(ends[row]) - size
                 filters = self.sampling.prompt_filters(slot)
-                found.append(PromptRow(row, start, first, targets, int(wanted[row]), filters))
-        return found
+                rows.append(PromptRow(row, start, first, targets, int(wanted[row]), filters))
+        return rows
 
     def note_computed(self, step: StepInput) -> None:
         """Counts the step's tokens as computed; the sampled ids may still be on the device."""

@@ -279,19 +279,19 @@ class ModelRunner:
         Args:
             start: when the device began with the step, in seconds of `time.perf_counter`.
         """
-        sampled_ids, found, prompt_logprobs = answer.results.read(answer.wait())
+        sampled_ids, findings, prompt_logprobs = answer.results.read(answer.wait())
         model_s = time.perf_counter() - start
         self._batch.append(step, sampled_ids)
         return StepOutput(
             step=step.step,
             token_ids=sampled_ids.tolist(),
-            logprobs=found.logprobs,
+            logprobs=findings.logprobs,
             model_s=model_s,
-            candidates=found.candidates,
+            candidates=findings.candidates,
             prompt_logprobs=prompt_logprobs,
-            errors=found.errors,
+            errors=findings.errors,
             adapter_errors=self._adapter_errors,
-            chosen_logprobs=found.chosen_logprobs,
+            chosen_logprobs=findings.chosen_logprobs,
         )
 
     def run_worst_case(self) -> int:

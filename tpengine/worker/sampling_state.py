@@ -86,7 +86,7 @@ class SamplingSlots:
         self.grammars.write(slot, sequence)
         self._processors.pop(slot, None)
         if rules.logits_processors:
-            self._processors[slot] = [_load(one) for one in rules.logits_processors]
+            self._processors[slot] = [_load(processor) for processor in rules.logits_processors]
         self.num_logprobs[slot] = _count_logprobs(rules.logprobs)
         if rules.logprobs is None and not (sequence.num_candidates or self._is_plain(slot)):
             self.num_logprobs[slot] = 0 if self._processed else RAW_ALONE
@@ -98,7 +98,7 @@ class SamplingSlots:
         if not self._processed:
             edited = self.has_penalties[slot] or slot in self._processors
             return not (edited or slot in self._rules or slot in self.grammars)
-        temperature, top_k, top_p, min_p = (float(one[slot]) for one in self.filters)
+        temperature, top_k, top_p, min_p = (float(array[slot]) for array in self.filters)
         return temperature == 0 or (temperature, top_k, top_p, min_p) == (1, 0, 1, 0)
 
     @property
@@ -231,19 +231,19 @@ def _count_logprobs(wanted: int | None) -> int:
     return _NO_LOGPROBS if wanted is None else wanted
 
 
-def _load(given: LogitsProcessor | str | bytes) -> LoadedProcessor:
+def _load(source: LogitsProcessor | str | bytes) -> LoadedProcessor:
     """Loads a processor: a function, its name, or its bytes, which this machine's user has pickled.
     If the driver's machine has what it needs and this one does not, the returned processor raises
     the error when it is called, so that only its request fails."""
     try:
-        return load_logits_processor(pickle.loads(given) if isinstance(given, bytes) else given)
+        return load_logits_processor(pickle.loads(source) if isinstance(source, bytes) else source)
     except Exception as error:  # unpickling may raise anything
         reason = error
 
     def fail(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise reason
 
-    return LoadedProcessor(given if isinstance(given, str) else "of the driver", fail, False)
+    return LoadedProcessor(source if isinstance(source, str) else "of the driver", fail, False)
 
 
 class BadWords:
@@ -262,12 +262,12 @@ class BadWords:
         for word in words:
             last_ids.setdefault(_backwards(np.array(word[:-1], np.int32)), []).append(word[-1])
         self._beginnings = sorted(last_ids)
-        self._last_ids = [last_ids[one] for one in self._beginnings]
+        self._last_ids = [last_ids[beginning] for beginning in self._beginnings]
         self._num_tail = max(map(len, self._beginnings)) // _ID_BYTES
         self._within: list[int | None] = []  # place of the longest that this one begins with
         around: list[int] = []
-        for place, one in enumerate(self._beginnings):
-            while around and not one.startswith(self._beginnings[around[-1]]):
+        for place, beginning in enumerate(self._beginnings):
+            while around and not beginning.startswith(self._beginnings[around[-1]]):
                 around.pop()
             self._within.append(around[-1] if around else None)
             around.append(place)
@@ -324,12 +324,12 @@ class _Rules:
 
     def banned_after(self, token_ids: Int32) -> list[Int64]:
         """Returns the ids that must not follow these tokens, besides `banned_ids`."""
-        found = []
+        banned = []
         if len(self.early_banned_ids) and len(token_ids) < self.first_end_position:
-            found.append(self.early_banned_ids)
+            banned.append(self.early_banned_ids)
         if self.words is not None and (ids := self.words.banned_after(token_ids)) is not None:
-            found.append(ids)
-        return found
+            banned.append(ids)
+        return banned
 
 
 class TokenRules:
@@ -420,9 +420,9 @@ class TokenRules:
             edits.banned = [banned]
         return edits
 
-    def _entries(self, found: Iterable[tuple[int, Int64]]) -> Entries | None:
+    def _entries(self, ids_by_row: Iterable[tuple[int, Int64]]) -> Entries | None:
         """Returns the entries (row, id) of ids by row; None: there are none."""
-        pairs = list(found)
+        pairs = list(ids_by_row)
         sizes = [len(ids) for _, ids in pairs]
         if not sum(sizes):
             return None

@@ -125,7 +125,7 @@ class Downloads:
         """Starts the copies. Returns a function that waits for them and returns the arrays."""
         if self._stream is None or not tensors:
             return lambda: [tensor.numpy() for tensor in tensors]
-        hosts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors]
+        hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for host, tensor in zip(hosts, tensors, strict=True):
