@@ -464,17 +464,17 @@ def replace_rope(
             f"rope_scaling = {scaling}, rope_theta = {theta}: {architecture_of(hf_config)} has no "
             "rotary positions; leave them unset"
         )
-    found = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    if any(isinstance(value, Mapping) for value in found.values()):
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in rope.values()):
         raise ConfigError(
             f"rope_scaling = {scaling}, rope_theta = {theta}: the layers of "
             f"{architecture_of(hf_config)} rotate differently; change rope_parameters in its "
             "config.json"
         )
     if scaling is not None:
-        kept = {key: found[key] for key in ("rope_theta", "partial_rotary_factor") if key in found}
-        found = kept | dict(scaling)
-    hf_config["rope_parameters"] = found if theta is None else found | {"rope_theta": theta}
+        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        rope = kept | dict(scaling)
+    hf_config["rope_parameters"] = rope if theta is None else rope | {"rope_theta": theta}
 
 
 def resolve_max_model_len(

@@ -255,8 +255,8 @@ class EngineArgs(Options):
         """
         if device is None:
             has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))  # torch knows more, and loads slowly
-            found = "cuda" if has_gpu else "cpu"
-            device = found if self.device == "auto" else self.device
+            detected = "cuda" if has_gpu else "cpu"
+            device = detected if self.device == "auto" else self.device
         self.check()
         self._check_device(device)
         shares = each(self.gpu_memory_utilization)

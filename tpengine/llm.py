@@ -117,8 +117,8 @@ class LLM:
         priorities = one_per_prompt("priority", 0 if priority is None else priority, len(pairs))
         adapters = one_per_prompt("lora_request", lora_request, len(pairs))
         requests = [
-            GenerateRequest(text, token_ids, params=one, priority=urgency, lora_request=adapter)
-            for (text, token_ids), one, urgency, adapter in zip(
+            GenerateRequest(text, token_ids, params=own, priority=urgency, lora_request=adapter)
+            for (text, token_ids), own, urgency, adapter in zip(
                 pairs, params, priorities, adapters, strict=True
             )
         ]
@@ -131,7 +131,7 @@ class LLM:
         if on_error not in ("raise", "return"):
             raise errors.RequestError(f"on_error must be 'raise' or 'return', got {on_error!r}")
         kind = RequestOutputKind.FINAL_ONLY
-        requests = [replace(one, params=changed(one.params, output_kind=kind)) for one in requests]
+        requests = [replace(req, params=changed(req.params, output_kind=kind)) for req in requests]
         request_ids = [self._new_request_id() for _ in requests]
         done: dict[str, RequestOutput] = {}
 
@@ -145,11 +145,11 @@ class LLM:
                 return None
 
         engine = self.llm_engine
-        checked = [attempt(i, engine.check_request, one) for i, one in enumerate(requests)]
+        checked = [attempt(i, engine.check_request, request) for i, request in enumerate(requests)]
         try:
-            for place, one in enumerate(checked):
-                if one is not None:
-                    attempt(place, engine.add_checked, request_ids[place], one)
+            for place, request in enumerate(checked):
+                if request is not None:
+                    attempt(place, engine.add_checked, request_ids[place], request)
             self._run(set(request_ids), done, use_tqdm)
         except BaseException as error:  # after Ctrl-C too, no request may be left in the engine
             # Outputs of a step that was interrupted have not been returned yet.
@@ -157,7 +157,7 @@ class LLM:
             done.update({output.request_id: output for output in pending if output.finished})
             self.llm_engine.abort_request(request_ids)
             self.llm_engine.discard_outputs(request_ids)
-            self._finished = [done[one] for one in request_ids if one in done]
+            self._finished = [done[key] for key in request_ids if key in done]
             error.add_note(
                 f"LLM.finished_outputs() has what was done: {len(done)} of "
                 f"{counted(len(request_ids), 'prompt')}"
@@ -167,7 +167,7 @@ class LLM:
             for request_id in request_ids:
                 self._inbox.pop(request_id, None)
         # The engine has logged those that are too long.
-        failed = [one.error for one in done.values() if one.outputs[0].finish_reason == "error"]
+        failed = [out.error for out in done.values() if out.outputs[0].finish_reason == "error"]
         if failed:
             total = counted(len(done), "prompt")
             logger.warning("%d of %s failed; the first: %s", len(failed), total, failed[0])
@@ -230,8 +230,8 @@ class LLM:
         params = _params_of_each(sampling_params, len(conversations))
         adapters = one_per_prompt("lora_request", lora_request, len(conversations))
         requests = [
-            GenerateRequest(messages=one, chat_options=options, params=own, lora_request=adapter)
-            for one, own, adapter in zip(conversations, params, adapters, strict=True)
+            GenerateRequest(messages=talk, chat_options=options, params=own, lora_request=adapter)
+            for talk, own, adapter in zip(conversations, params, adapters, strict=True)
         ]
         return self._serve(requests, on_error, use_tqdm)
 
@@ -262,17 +262,17 @@ class LLM:
                 f"give BeamSearchParams, or use_beam_search=True to generate; got {params!r:.60}"
             )
         sampling_params, tokenizer = params.sampling_params(), self.llm_engine.tokenizer
-        found = []
+        results = []
         for output in self.generate(prompts, sampling_params, None, use_tqdm, lora_request):
             beams = []
-            for one in output.outputs:
-                hides_end = one.finish_reason == "stop" and not params.include_stop_str_in_output
-                shown = one.token_ids[:-1] if hides_end else one.token_ids
+            for beam in output.outputs:
+                hides_end = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+                shown = beam.token_ids[:-1] if hides_end else beam.token_ids
                 tokens = [*output.prompt_token_ids, *shown]
                 text = None if tokenizer is None else tokenizer.decode(tokens, False)
-                beams.append(BeamSearchSequence(tokens, text, one.cumulative_logprob))
-            found.append(BeamSearchOutput(beams, output.error))
-        return found
+                beams.append(BeamSearchSequence(tokens, text, beam.cumulative_logprob))
+            results.append(BeamSearchOutput(beams, output.error))
+        return results
 
     def chat_token_ids(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
@@ -330,8 +330,8 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's `generation_config.json` recommends; `generate` without
         parameters does not take them."""
-        found = read_generation_config(self.llm_engine.get_model_config().model)
-        return SamplingParams(**recommended_sampling(found))
+        generation_config = read_generation_config(self.llm_engine.get_model_config().model)
+        return SamplingParams(**recommended_sampling(generation_config))
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of transformers; None: the model's folder has no tokenizer."""
@@ -389,10 +389,10 @@ class LLM:
                 self._inbox[output.request_id].append(output)
 
 
-def _params_of_each(given: Any, num_prompts: int) -> list[Any]:
+def _params_of_each(params: Any, num_prompts: int) -> list[Any]:
     """The parameters of each prompt, unchecked."""
-    given = SamplingParams() if given is None else given
-    return one_per_prompt("sampling_params", given, num_prompts)
+    params = SamplingParams() if params is None else params
+    return one_per_prompt("sampling_params", params, num_prompts)
 
 
 def changed(params: SamplingParams, **fields: Any) -> SamplingParams:

@@ -246,8 +246,8 @@ def docstrings_of_fields(cls: type) -> dict[str, str]:
     """The first paragraph of the docstring below each field of a class and of its bases, by name.
     It is read from the source, since Python does not keep it."""
     texts: dict[str, str] = {}
-    for one in filter(dataclasses.is_dataclass, cls.__mro__):
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+    for base in filter(dataclasses.is_dataclass, cls.__mro__):
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         for before, after in pairwise(ast.iter_child_nodes(body)):
             match before, after:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):

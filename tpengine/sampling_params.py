@@ -123,26 +123,26 @@ class StructuredOutputsParams:
         return [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
 
     @classmethod
-    def read(cls, given: Any) -> StructuredOutputsParams:
+    def read(cls, value: Any) -> StructuredOutputsParams:
         """The parameters as such, from themselves or from a dict of their fields.
 
         Raises:
             InvalidSamplingParamsError: it is neither, or see the class.
         """
-        if isinstance(given, cls):
-            given.__post_init__()  # attributes may have been assigned
-            return given
-        if not isinstance(given, Mapping):
+        if isinstance(value, cls):
+            value.__post_init__()  # attributes may have been assigned
+            return value
+        if not isinstance(value, Mapping):
             raise WrongValueError(
-                f" must be StructuredOutputsParams or a dict of its fields, got {given!r:.80}"
+                f" must be StructuredOutputsParams or a dict of its fields, got {value!r:.80}"
             )
-        unknown = given.keys() - cls.__dataclass_fields__.keys()
+        unknown = value.keys() - cls.__dataclass_fields__.keys()
         if unknown:
             raise WrongValueError(
                 f" has no field {sorted(map(str, unknown))}; its fields are "
                 f"{', '.join(cls.__dataclass_fields__)}"
             )
-        return cls(**given)
+        return cls(**value)
 
     @property
     def num_bytes(self) -> int:
@@ -361,10 +361,10 @@ class SamplingParams:
         Args:
             model_eos_token_id: the tokenizer's end token, which is not added.
         """
-        found = generation_config.get("eos_token_id")
-        if found is None or self.ignore_eos:
+        eos_token_id = generation_config.get("eos_token_id")
+        if eos_token_id is None or self.ignore_eos:
             return
-        end_ids = found if isinstance(found, Iterable) else [found]
+        end_ids = eos_token_id if isinstance(eos_token_id, Iterable) else [eos_token_id]
         known = {model_eos_token_id, *self.stop_token_ids}
         self.stop_token_ids = [*self.stop_token_ids, *(i for i in end_ids if i not in known)]
 

@@ -149,15 +149,15 @@ def numbers(name: str, text: str, fits: Callable[[float], bool], limits: str) ->
     Raises:
         ConfigError: a word is not a number that fits.
     """
-    found = []
+    values = []
     for word in text.split(","):
         try:
-            found.append(float(word))
+            values.append(float(word))
         except ValueError:
-            found.append(math.nan)
-        if not fits(found[-1]):
+            values.append(math.nan)
+        if not fits(values[-1]):
             raise ConfigError(f"{name} must be {limits}; got {word!r}")
-    return found
+    return values
 
 
 @dataclass

@@ -139,11 +139,11 @@ def mean_loss(engine_args: EngineArgs, windows: list[list[int]]) -> tuple[float,
         for output in llm.generate(None, params, windows, use_tqdm=False):
             if output.prompt_logprobs is None:
                 raise EngineError(f"a window of the text could not be computed: {output.error}")
-            for token_id, found in zip(
+            for token_id, candidates in zip(
                 output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
             ):
-                if found is not None:
-                    total += found[token_id].logprob
+                if candidates is not None:
+                    total += candidates[token_id].logprob
                     count += 1
         form = weights_form(llm.llm_engine.stats().ledgers)
     return -total / count, form

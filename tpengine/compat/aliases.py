@@ -115,9 +115,9 @@ def find_name(module: str, name: str) -> Any:
     # Python itself asks for __path__, __file__ and the like; our own private names are no aliases.
     if name == "__version__" or not name.startswith("_"):
         for place in MODULES.get(module, "").split():
-            found = vars(importlib.import_module(place))
-            if name in found:
-                return found[name]
+            names = vars(importlib.import_module(place))
+            if name in names:
+                return names[name]
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 

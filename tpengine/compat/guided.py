@@ -10,7 +10,7 @@ from tpengine.errors import InvalidSamplingParamsError
 from tpengine.sampling_params import StructuredOutputsParams
 
 
-def guided_options(given: Any) -> StructuredOutputsParams:
+def guided_options(request: Any) -> StructuredOutputsParams:
     """Reads `guided_options_request` of vLLM 0.5.4: a dict with the fields of
     `GuidedDecodingRequest`, or such an object.
 
@@ -18,16 +18,16 @@ def guided_options(given: Any) -> StructuredOutputsParams:
         InvalidSamplingParamsError: it has another type or unknown fields, or see
             `StructuredOutputsParams`.
     """
-    if isinstance(given, Mapping):
+    if isinstance(request, Mapping):
         try:
-            given = GuidedDecodingRequest(**given)
+            request = GuidedDecodingRequest(**request)
         except TypeError as error:
             raise InvalidSamplingParamsError(f"guided_options_request: {error}") from None
-    if not isinstance(given, GuidedDecodingRequest):
+    if not isinstance(request, GuidedDecodingRequest):
         raise InvalidSamplingParamsError(
-            f"guided_options_request must be a dict or a GuidedDecodingRequest, got {given!r:.80}"
+            f"guided_options_request must be a dict or a GuidedDecodingRequest, got {request!r:.80}"
         )
-    fields = {name.removeprefix("guided_"): value for name, value in vars(given).items()}
+    fields = {name.removeprefix("guided_"): value for name, value in vars(request).items()}
     del fields["decoding_backend"]
     return StructuredOutputsParams(**fields)
 

@@ -56,10 +56,10 @@ def write_parameters(params: SamplingParams) -> dict[str, Any]:
 
 def read_parameters(message: pb.SamplingParams) -> dict[str, Any]:
     """The fields of a message that are set, explicit zeros included, for `SamplingParams`."""
-    given = read_fields(message)
-    for name in _EXCEPTIONS.keys() & given.keys():
-        given[name] = _EXCEPTIONS[name][1](given[name])
-    return given
+    fields = read_fields(message)
+    for name in _EXCEPTIONS.keys() & fields.keys():
+        fields[name] = _EXCEPTIONS[name][1](fields[name])
+    return fields
 
 
 def read_fields(message: Message) -> dict[str, Any]:
