@@ -18,6 +18,8 @@ PACKAGE = ROOT / "tpengine"
 
 MAX_FUNCTION_LINES = 60
 MAX_ROOT_FILES = 14
+VAGUE_NAMES = {"one", "given", "found", "about", "told"}
+"""They say what happened to a value, but not what it is."""
 
 # Budgets. A commit that raises one says what the lines buy.
 MAX_PACKAGE_LINES = 28_650
@@ -205,6 +207,35 @@ def test_only_host_handles_signals() -> None:
     handlers = re.compile(r"signal\.signal|.*\.add_signal_handler")
     calls = nodes(WRITTEN, ast.Call, home="host")
     assert [place for place, call in calls if handlers.fullmatch(ast.unparse(call.func))] == []
+
+
+def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each variable, parameter and attribute that has one of `VAGUE_NAMES`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                pass
+            case ast.arg(arg=name):
+                pass
+            case _:
+                continue
+        if name in VAGUE_NAMES:
+            yield node.lineno, name
+
+
+def test_vague_names_are_seen() -> None:
+    source = "def f(one):\n  self.given = [found for found in one]\nclass C:\n  about: str\n"
+    names = [(1, "one"), (2, "given"), (2, "found"), (4, "about")]
+    assert sorted(vague_names(ast.parse(source))) == sorted(names)
+
+
+def test_names_say_what_a_value_is() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}, line {line}: {name!r} does not say what the value is; rename it"
+        for path in WRITTEN
+        for line, name in vague_names(parse(path))
+    ]
+    assert not faults, "\n".join(faults)
 
 
 def test_functions_stay_small() -> None:
