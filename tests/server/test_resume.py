@@ -9,6 +9,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,6 +49,8 @@ from tpengine.server.limits import Limits, OpenCalls
 Code = grpc.StatusCode
 ONE, TWO, ADMIN = (f"{name}-0123456789abcdef" for name in ("one", "two", "admin"))
 WINDOW_S, LONG = 120.0, 1900
+LOGPROB_ERROR = 2e-3
+"""Of 48 tokens: in float32 each may differ by 2.3e-5 (measured) with its neighbours in a batch."""
 OPTIONS = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--max-model-len", "2048"]
 AT_ONCE = 8
 QUESTIONS = ["What is two plus three?", "Tell me a story.", "Wie heißt die Hauptstadt von Ærø?"]
@@ -559,7 +562,13 @@ async def cut_grpc(server: ServerProcess, rng: random.Random) -> int:
         found = [part async for part in client.stream(prompt, params, resume_window_s=WINDOW_S)]
     for name in ("num_prompt_tokens", "num_output_tokens"):
         assert getattr(found[-1].usage, name) == getattr(wanted[-1].usage, name)
-    assert joined_parts(found) == joined_parts(wanted)
+    close = [
+        replace(
+            output, cumulative_logprob=pytest.approx(output.cumulative_logprob, abs=LOGPROB_ERROR)
+        )
+        for output in joined_parts(wanted)
+    ]
+    assert joined_parts(found) == close
     return proxy.num_cuts
 
 
