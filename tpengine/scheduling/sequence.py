@@ -124,6 +124,7 @@ class CheckedRequest:
     adapter: Adapter | None = None
     """As its folder held it when the request was checked."""
     owner: Owner = NO_OWNER
+    """The client that sent it."""
 
 
 @dataclass(eq=False, kw_only=True)

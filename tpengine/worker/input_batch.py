@@ -62,7 +62,7 @@ class PromptRow:
     filters: Filters | None = None
 
 
-_uploaded = attrgetter(
+_device_arrays = attrgetter(
     "token_ids", "positions", "slot_mapping", "block_table", "seq_lens", "query_start_loc"
 )
 """Returns what a device gets of `StepArrays`."""
@@ -268,6 +268,6 @@ class InputBatch:
 def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[torch.Tensor, AttentionMetadata]:
     """Sends a step's arrays to the device; returns token ids, int32 `[num_tokens]`, and metadata
     without its `gpu` part."""
-    token_ids, positions, slots, table, seq_lens, starts = uploads.send(_uploaded(arrays))
+    token_ids, positions, slots, table, seq_lens, starts = uploads.send(_device_arrays(arrays))
     num_decodes = arrays.num_decodes
     return token_ids, AttentionMetadata(positions, slots, table, seq_lens, starts, num_decodes)
