@@ -239,6 +239,9 @@ def test_inputs() -> None:
     message = pb.Message(role="user", content="")
     chat = read(pb.GenerateRequest(messages=pb.Conversation(messages=[message])))
     assert chat.messages == [{"role": "user", "content": ""}]
+    assert chat.chat_options == {"add_generation_prompt": True}
+    bare = pb.Conversation(messages=[message], add_generation_prompt=False)
+    assert read(pb.GenerateRequest(messages=bare)).chat_options == {"add_generation_prompt": False}
     long_role = pb.Conversation(messages=[pb.Message(role="r" * 65)])
     assert refused(pb.GenerateRequest(messages=long_role))[0] == "messages"
     many = pb.Conversation(messages=[message] * 4097)
