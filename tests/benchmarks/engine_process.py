@@ -222,7 +222,7 @@ def measure(engine: Engine, workload: Workload) -> dict[str, float]:
 
 
 def main() -> None:
-    """Answers questions until there are no more."""
+    """Serves workloads until there are no more."""
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what engines print goes to the log

@@ -118,7 +118,7 @@ class Case:
 
 
 class EngineProcess:
-    """An engine that answers questions; see `engine_process.py`. It is stopped while it is not
+    """An engine that serves workloads; see `engine_process.py`. It is stopped while it is not
     asked: an idle engine may keep its threads spinning, and take the processors from the others."""
 
     def __init__(self, name: str, python: str, settings: dict[str, Any]) -> None:
