@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,6 +200,24 @@ def test_a_processor_keeps_logits_of_its_own() -> None:
     sample(logits.clone(), batch.gather([0, 1]))
     assert torch.equal(torch.stack(logits_processors.kept), logits)
     assert all(row.untyped_storage().nbytes() == row.nbytes for row in logits_processors.kept)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("edit", [{"logit_bias": {4: 5.0}}, {"bad_words_token_ids": [[5]]}])
+def test_logprobs_are_of_raw_logits(edit: dict[str, Any], logprobs: int | None) -> None:
+    """Also those of requests that ask for none, which are added up."""
+    batch = _Batch()
+    batch.enter(0, _Sequence(SamplingRules(temperature=0, logprobs=logprobs, **edit), [1], 1))
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 4], logits[0, 5] = 2.0, 3.0
+    sampled = sample(logits.clone(), batch.gather([0]))
+    assert sampled.token_ids.tolist() == [4]
+    exact = torch.log_softmax(logits[0], dim=0)
+    findings = sampled.findings.now()
+    own = findings.chosen_logprobs[0] if logprobs is None else findings.logprobs[0].logprob
+    assert own == pytest.approx(float(exact[4]), abs=1e-6)
+    if logprobs is not None:
+        assert (findings.logprobs[0].rank, findings.logprobs[0].top_token_ids) == (2, [5, 4])
 
 
 def test_bias_is_not_rounded_to_the_models_dtype() -> None:
