@@ -24,8 +24,7 @@ def test_ctrl_c_where_a_line_is_awaited(server: ServerProcess) -> None:
     with Terminal("client", "generate", "--target", server.target, *SHORT) as terminal:
         terminal.type("Hello\n")  # with a connection open, and something to tidy up
         assert len(terminal.read_until("\r\n\r\n")) > len("Hello\r\n\r\n> ")
-        terminal.type("\x03")
-        assert terminal.process.wait(START_S) == 130
+        assert terminal.interrupt_to_the_end() == 130
 
 
 def test_keys_in_a_chat(server: ServerProcess) -> None:

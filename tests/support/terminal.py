@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import select
@@ -54,6 +55,15 @@ class Terminal:
             self.type("\x03")
             shown += self._collect(words, END_S)
         return shown
+
+    def interrupt_to_the_end(self) -> int:
+        """Presses Ctrl-C, likewise again, until the process ends. Returns its status."""
+        deadline = time.monotonic() + START_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.type("\x03")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_S)
+        return self.process.wait(0)
 
     def _collect(self, words: str, limit_s: float) -> str:
         shown, deadline = b"", time.monotonic() + limit_s
