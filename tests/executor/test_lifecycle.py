@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from support.engines import complete, greedy, run
 from support.ray_cluster import shared_memory_files
 from support.waiting import wait_until
 
+import tpengine
 from executor.driver_process import driver_process
 from executor.ray_engines import executor_of, free_cpus, ray_engine
 from tpengine import LLMEngine
@@ -205,3 +207,27 @@ def test_interrupt_in_a_step_leaves_the_engine_usable(
     assert len(steps) == 3
     outputs = run(two_ranks)
     assert list(outputs[-1].outputs[0].token_ids) == expected
+
+
+@pytest.mark.check
+def test_example_driver(folder: Path, ray_address: str) -> None:
+    """What `ray submit` runs, on one machine."""
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, root / "examples" / "ray_driver.py", "--ray-address", ray_address]
+    options = ["--tensor-parallel-size", "2", "--device", "cpu", "--max-tokens", "8"]
+    package = str(Path(tpengine.__file__).parent.parent)
+    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, *options, "--cpu-kv-cache-space", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=90.0,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if " -> " in line]
+    assert len(lines) == 4
+    assert lines[0].startswith("'Hello, my name is' -> ' Mara.")
+    said = [line for line in done.stderr.splitlines() if line.startswith("INFO ")]
+    assert len(said) <= 5, said  # and none per rank
+    assert any(re.search("rank 0 on node .*; rank 1 on node", line) for line in said)

@@ -131,6 +131,13 @@ def test_sharded(variant: Variant, tp_size: int, subjects: Subjects) -> None:
                 assert logprob.logprob == pytest.approx(float(expected[token_id]), abs=2e-3)
 
 
+def test_every_family_is_in_every_mode() -> None:
+    families = {variant.model_type for variant in VARIANTS}
+    for mode in MODES:
+        kept = {row.values[0].model_type for row in variants_of(mode) if not row.marks}
+        assert kept == families, mode
+
+
 @pytest.mark.parametrize(("variant", "mode"), variants_of("gpu"))
 def test_on_a_gpus_way(
     variant: Variant, mode: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch

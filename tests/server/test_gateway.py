@@ -117,7 +117,7 @@ def test_answers_are_those_of_the_offline_engine(client: OpenAI, offline: Output
         texts = client.completions.create(prompt=PROMPT, stream=True, **GREEDY, **LONG)
         parts = [part.choices[0].text for part in texts]
         assert "".join(parts) == long.text
-        assert len(parts) > 1  # under load messages are merged
+        assert len(parts) > NUM_TOKENS / 2
         reply = client.chat.completions.create(messages=QUESTION, max_tokens=12, **GREEDY)
         assert reply.choices[0].message.content == answer.text
         assert reply.choices[0].finish_reason == answer.finish_reason
