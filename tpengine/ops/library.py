@@ -223,12 +223,13 @@ def set_cpu_isa(name: str) -> None:
     if _cpu is not None and state is IsaState.USABLE:
         _cpu.tpengine_set_cpu_isa(list(isas).index(name))
         return
-    supported = ", ".join(supported_cpu_isas()) or "none: the native library is not installed"
+    supported = ", ".join(supported_cpu_isas()) or "none, as the native library is not installed"
     how = ""
     if state is IsaState.NOT_BUILT:
         how = "; this CPU runs it too, but it was not built: `make setup` or `pip install .` does"
     raise NativeLibraryError(
-        f"CPU instruction set {name!r}; this machine supports {supported}{how}"
+        f"the CPU instruction set {name!r} (TPENGINE_CPU_ISA) cannot be used; choose one of "
+        f"{supported}{how}"
     )
 
 
