@@ -136,7 +136,7 @@ Event = tuple[LiveRequest, RequestOutput | Exception | None]
 it, or None: the engine has freed all of it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RequestTable:
     """The live requests of one engine, by id.
 

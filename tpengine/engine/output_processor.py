@@ -85,7 +85,7 @@ class _TrackedRequest:
     failure: RequestError | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class OutputProcessor:
     """Follows the output of every request from `add` until the report of its end.
 

@@ -14,7 +14,7 @@ from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLine
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
 from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
-from tpengine.models.registry import check_full_attention, require, unsupported
+from tpengine.models.registry import check_plain_attention, require, unsupported
 
 
 def alibi_slopes(total_num_heads: int) -> list[float]:
@@ -82,7 +82,7 @@ class BloomForCausalLM(Decoder):
     base_prefix = "transformer."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        check_full_attention(config)
+        check_plain_attention(config)
         hf = config.hf_config
         size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
         require(config, "n_inner", 4 * size, 4 * size)

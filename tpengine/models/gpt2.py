@@ -13,7 +13,7 @@ from tpengine.layers.linear import QKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import Weights
 from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
-from tpengine.models.registry import check_full_attention
+from tpengine.models.registry import check_plain_attention
 
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 """Endings of the matrices that the checkpoint has as `[in, out]`."""
@@ -53,7 +53,7 @@ class GPT2LMHeadModel(Decoder):
     base_prefix = "transformer."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        check_full_attention(config)
+        check_plain_attention(config)
         hf = config.hf_config
         size = hf["hidden_size"]
         sizes = config.vocab_size, size

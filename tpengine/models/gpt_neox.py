@@ -16,7 +16,7 @@ from tpengine.layers.norm import LayerNorm
 from tpengine.layers.weights import CheckpointTensor, Weights
 from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
 from tpengine.models.llama import rotary_table
-from tpengine.models.registry import check_full_attention
+from tpengine.models.registry import check_plain_attention
 from tpengine.ops import fused_ops as fused
 
 
@@ -61,7 +61,7 @@ class GPTNeoXForCausalLM(Decoder):
     base_prefix = "gpt_neox."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        check_full_attention(config)
+        check_plain_attention(config)
         hf = config.hf_config
         sizes = config.vocab_size, hf["hidden_size"]
         self.embed_tokens = VocabParallelEmbedding(weights, "gpt_neox.embed_in", *sizes)

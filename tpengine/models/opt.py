@@ -20,7 +20,7 @@ from tpengine.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParal
 from tpengine.layers.norm import LayerNorm, NoNorm
 from tpengine.layers.weights import Weights
 from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
-from tpengine.models.registry import check_full_attention
+from tpengine.models.registry import check_plain_attention
 from tpengine.ops import fused_ops as fused
 
 _POSITION_OFFSET = 2
@@ -71,7 +71,7 @@ class OPTForCausalLM(Decoder):
     base_prefix = "model."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        check_full_attention(config)
+        check_plain_attention(config)
         hf, prefix = config.hf_config, "model.decoder"
         hidden_size = hf["hidden_size"]
         embed_dim = hf.get("word_embed_proj_dim") or hidden_size

@@ -131,7 +131,7 @@ def unsupported(config: ModelConfig, field: str, value: object, supported: str) 
     )
 
 
-def check_full_attention(config: ModelConfig) -> None:
+def check_plain_attention(config: ModelConfig) -> None:
     """Checks that heads divide the hidden size, for families without a field `head_dim`, and that
     no layer has a window.
 

@@ -121,7 +121,7 @@ async def send_stream(
         finished = output.finished
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _TokenSender(Generic[Message]):
     """Sends outputs that have only tokens in the call that puts them into the mailbox.
 
