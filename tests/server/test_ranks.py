@@ -94,13 +94,13 @@ def test_streams_go_on_over_a_recovery_and_a_drain(
         assert pb.SERVER_STATE_RECOVERING in states
         assert about().epoch == 2
         pids = [rank_pid(rank) for rank in about().ranks]
-        late = server.stub.Generate.future(long_request(NUM_TOKENS), timeout=RAY_S)
-        wait_until(lambda: server.loads().num_open_calls >= 2, END_S)
+        late = server.stub.GenerateStream(long_request(NUM_TOKENS), timeout=RAY_S)
+        late_ids = list(next(late).outputs[0].token_ids)  # so the new group serves it
         server.process.send_signal(signal.SIGTERM)
         got = [answer.result() for answer in answers]
-        token_ids += [token_id for message in stream for token_id in message.outputs[0].token_ids]
-        assert tuple(token_ids) == expected.outputs[0].token_ids
-        assert tuple(late.result().outputs[0].token_ids) == expected.outputs[0].token_ids
+        for ids, messages in ((token_ids, stream), (late_ids, late)):
+            ids += [token_id for message in messages for token_id in message.outputs[0].token_ids]
+            assert tuple(ids) == expected.outputs[0].token_ids
         assert server.process.wait(END_S) == 0
         wait_until(lambda: not any(map(start_ticks, pids)), END_S)
     for (path, body), answer in zip(requests, got, strict=True):
