@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.gguf_files import write_embedded_gguf
 from support.programs import python
-from support.tokenizers import bpe, load, metaspace
+from support.small_tokenizers import bpe, load, metaspace
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast

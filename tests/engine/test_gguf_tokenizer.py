@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
-from support.tokenizers import load
+from support.small_tokenizers import load
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.costs import cost_ratio
-from support.tokenizers import stream_all
+from support.small_tokenizers import stream_all
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast

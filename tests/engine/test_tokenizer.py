@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.imports import imported
 from support.messages import refused, said
-from support.tokenizers import load
+from support.small_tokenizers import load
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
