@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support import forked
 from support.hub import hub, opt  # noqa: F401  # fixtures
 from support.models import ModelShop
 from support.oracle import Oracle
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `make test`, which runs two processes of pytest: the longest first."""
     first = {room: place for place, room in enumerate(_LONG_ROOMS)}
     items.sort(key=lambda item: first.get(_group_of(item.nodeid), len(first)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Starts the template of programs for tests that start many."""
+    if any(_group_of(item.nodeid) in _LONG_ROOMS for item in session.items):
+        forked.start()
 
 
 @pytest.hookimpl(optionalhook=True)

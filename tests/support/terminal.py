@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
+import termios
 import time
 
 START_S = 60.0
 END_S = 10.0
 """One second, on a loaded machine."""
-AT_A_TERMINAL = """
-import fcntl, signal, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
-from tpengine.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 class Terminal:
@@ -28,7 +24,7 @@ class Terminal:
     def __init__(self, *words: str) -> None:
         self._keys, theirs = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", AT_A_TERMINAL, *words],
+            [sys.executable, __file__, *words],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -90,3 +86,16 @@ class Terminal:
             self.process.kill()
         self.process.wait(START_S)
         os.close(self._keys)
+
+
+def main() -> None:
+    """Runs `tpengine` with the words of the command line, at the terminal of standard input."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
+    from tpengine.cli.main import main as run
+
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

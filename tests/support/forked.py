@@ -1,0 +1,241 @@
+"""Programs that tests start, forked from a process that has imported torch and all that they need.
+
+An import of torch takes seconds of a processor, and the tests start hundreds of ranks, servers and
+drivers. `start` replaces `subprocess.Popen`: a program of this project (`python FILE`, or
+`python -m` with a module) is forked from a template, everything else is executed. The forked process
+is a child of the process that asked for it, with its own arguments, environment, files, session and
+signals. So a test kills it, and learns how it ended, like any other process.
+
+A test about imports runs `python -c`, which is executed. So is a program whose environment differs
+in one of `_READ_AT_IMPORT`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import inspect
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_TESTS = Path(__file__).parents[1]
+_ROOT = _TESTS.parent
+_PRELOADED = (
+    "numpy",
+    "torch",
+    "tpengine.cli.generate",
+    "tpengine.cli.serve",
+    "tpengine.executor.launch.processes",
+    "tpengine.executor.launch.rank_process",
+    "tpengine.worker.worker",
+)
+_OF_RANKS = "tpengine.executor.launch.rank_process"
+_READ_AT_IMPORT = ("GOMP_SPINCOUNT", "LD_PRELOAD", "OMP_NUM_THREADS", "TPENGINE_CPU_ISA")
+_FLAGS = ("-u", "-P")
+_PATIENCE_S = 120.0
+_MOST_BYTES = 1 << 17
+_MOST_FILES = 64
+_CLONE_PARENT = 0x8000  # linux/sched.h
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+
+_template: _Template | None = None
+
+
+class _Template:
+    """This process's end of its template."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(_PATIENCE_S)
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
+        """The number of a new child of this process.
+
+        Args:
+            order: `words` after the interpreter, `cwd`, `environment`, `places` of the files, and
+                `is_session`, for the leader of a new one.
+            files: descriptors that it gets.
+        """
+        with self._lock:
+            socket.send_fds(self._connection, [json.dumps(order).encode()], files)
+            answer = self._connection.recv(_MOST_BYTES)
+        if not answer:
+            raise OSError("the template process of the tests has ended")
+        return int(answer)
+
+
+class _Popen(subprocess.Popen[Any]):
+    """`subprocess.Popen` whose process comes from the template if it is a program of ours."""
+
+    def _execute_child(self, *args: Any) -> None:
+        """See the standard library, which has no public place for another way to start."""
+        parent: Any = super()
+        asked = inspect.signature(parent._execute_child).bind(*args).arguments
+        if _template is None or not _is_ours(asked["args"], asked["env"]):
+            parent._execute_child(*args)
+            return
+        pipes = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        files = [place if pipe == -1 else pipe for place, pipe in enumerate(pipes)]
+        order = {
+            "words": [os.fspath(word) for word in asked["args"][1:]],
+            "cwd": os.fspath(asked["cwd"] or os.getcwd()),
+            "environment": dict(os.environ if asked["env"] is None else asked["env"]),
+            "places": [0, 1, 2, *asked["pass_fds"]],
+            "is_session": asked["start_new_session"],
+        }
+        try:
+            self.pid = _template.fork(order, [*files, *asked["pass_fds"]])
+            self._child_created = True
+        finally:
+            ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+            parent._close_pipe_fds(*(asked[name] for name in ends))
+
+
+def _is_ours(command: Any, environment: Mapping[str, str] | None) -> bool:
+    """Whether a command runs a program that may be forked."""
+    if not isinstance(command, list | tuple) or command[0] != sys.executable:
+        return False
+    variables = os.environ if environment is None else environment
+    if any(variables.get(name) != os.environ.get(name) for name in _READ_AT_IMPORT):
+        return False
+    words = [os.fspath(word) for word in command[1:] if word not in _FLAGS]
+    if words[0] == "-m":
+        path = Path(*words[1].split("."))
+        return any(
+            (at / path).with_suffix(end).exists() for at in (_TESTS, _ROOT) for end in ("", ".py")
+        )
+    return not words[0].startswith("-") and Path(words[0]).resolve().is_relative_to(_ROOT)
+
+
+def start() -> None:
+    """Starts the template of this process, whose main thread must call it: the kernel ends ranks
+    with the thread that has started their template."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": f"{_TESTS}:{_ROOT}"},
+        )
+    _use(ours)
+
+
+def _use(connection: socket.socket) -> None:
+    """From now on this process forks what it starts."""
+    global _template
+    _template = _Template(connection)
+    subprocess.Popen = _Popen  # type: ignore[misc]
+
+
+def _fork_sibling() -> int:
+    """As `os.fork`, but the child's parent is the parent of this process, which must have a single
+    thread: the C library does not know of this fork."""
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    flags = _CLONE_PARENT | signal.SIGCHLD
+    pid = int(python.syscall(_SYS_CLONE[os.uname().machine], flags, 0, 0, 0, 0))
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    return pid
+
+
+def _serve(connection: socket.socket) -> NoReturn:
+    """Forks what the other end orders, until that is closed. A child runs its program and ends."""
+    while True:
+        message, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
+        if not message:
+            os._exit(0)
+        pid = _fork_sibling()
+        if pid == 0:
+            connection.close()
+            _run(json.loads(message), files)
+        for file in files:
+            os.close(file)
+        connection.send(str(pid).encode())
+
+
+def _run(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
+    """Becomes what a fresh interpreter with these words is."""
+    _place(files, order["places"])
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    if order["is_session"]:
+        os.setsid()
+    flags = [word for word in order["words"] if word in _FLAGS]
+    words = [word for word in order["words"] if word not in _FLAGS]
+    is_module = words[0] == "-m"
+    if words[1:2] != [_OF_RANKS]:  # a rank starts no program
+        _branch(order["places"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stdout.reconfigure(write_through="-u" in flags)
+    path = [] if "-P" in flags else [os.getcwd() if is_module else str(Path(words[0]).parent)]
+    path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
+    sys.argv = words[is_module:]
+    if is_module:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
+    sys.exit()
+
+
+def _place(files: Sequence[int], places: Sequence[int]) -> None:
+    """Gives descriptors the numbers of these places."""
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(places) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for file, place in zip(above, places, strict=True):
+        os.dup2(file, place)
+        os.close(file)
+
+
+def _branch(files: Sequence[int]) -> None:
+    """Makes a template for what this process starts, which ends with it.
+
+    Args:
+        files: descriptors that are this process's alone.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for file in files:
+            os.dup2(nothing, file)
+        _serve(theirs)
+    theirs.close()
+    _use(ours)
+
+
+def main() -> None:
+    """Becomes the template; argument: the descriptor of its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal
+    warnings.filterwarnings("ignore", ".*found in sys.modules.*", RuntimeWarning)  # by runpy
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy all pages
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
