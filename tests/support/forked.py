@@ -2,9 +2,9 @@
 
 An import of torch takes seconds of a processor, and the tests start hundreds of ranks, servers and
 drivers. `start` replaces `subprocess.Popen`: a program of this project (`python FILE`, or
-`python -m` with a module) is forked from a template, everything else is executed. The forked process
-is a child of the process that asked for it, with its own arguments, environment, files, session and
-signals. So a test kills it, and learns how it ended, like any other process.
+`python -m` with a module) is forked from a template, everything else is executed. The forked
+process is a child of the process that asked for it, with its own arguments, environment, files,
+session and signals. So a test kills it, and learns how it ended, like any other process.
 
 A test about imports runs `python -c`, which is executed. So is a program whose environment differs
 in one of `_READ_AT_IMPORT`.
