@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,7 +57,6 @@ class _Template:
     """This process's end of its template."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(_PATIENCE_S)
         self._connection = connection
         self._lock = threading.Lock()
 
@@ -70,11 +69,17 @@ class _Template:
             files: descriptors that it gets.
         """
         with self._lock:
-            socket.send_fds(self._connection, [json.dumps(order).encode()], files)
-            answer = self._connection.recv(_MOST_BYTES)
-        if not answer:
-            raise OSError("the template process of the tests has ended")
-        return int(answer)
+            return ask(self._connection, order, files)
+
+
+def ask(connection: socket.socket, order: Mapping[str, Any], files: Sequence[int]) -> int:
+    """Sends an order to a template, and returns the number of the new process."""
+    connection.settimeout(_PATIENCE_S)
+    socket.send_fds(connection, [json.dumps(order).encode()], files)
+    answer = connection.recv(_MOST_BYTES)
+    if not answer:
+        raise OSError("the template process of the tests has ended")
+    return int(answer)
 
 
 class _Popen(subprocess.Popen[Any]):
@@ -117,7 +122,8 @@ def _is_ours(command: Any, environment: Mapping[str, str] | None) -> bool:
         return any(
             (at / path).with_suffix(end).exists() for at in (_TESTS, _ROOT) for end in ("", ".py")
         )
-    return not words[0].startswith("-") and Path(words[0]).resolve().is_relative_to(_ROOT)
+    script = Path(words[0]).resolve()
+    return any(script.is_relative_to(folder) for folder in (_TESTS, _ROOT / "examples"))
 
 
 def start() -> None:
@@ -142,7 +148,7 @@ def _use(connection: socket.socket) -> None:
     subprocess.Popen = _Popen  # type: ignore[misc]
 
 
-def _fork_sibling() -> int:
+def fork_sibling() -> int:
     """As `os.fork`, but the child's parent is the parent of this process, which must have a single
     thread: the C library does not know of this fork."""
     python = ctypes.pythonapi
@@ -158,36 +164,41 @@ def _fork_sibling() -> int:
 
 def _serve(connection: socket.socket) -> NoReturn:
     """Forks what the other end orders, until that is closed. A child runs its program and ends."""
-    while True:
-        message, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
-        if not message:
-            os._exit(0)
-        pid = _fork_sibling()
-        if pid == 0:
-            connection.close()
-            _run(json.loads(message), files)
-        for file in files:
-            os.close(file)
-        connection.send(str(pid).encode())
+    while fork_for(connection, _run):
+        pass
+    os._exit(0)
+
+
+def fork_for(
+    connection: socket.socket, run: Callable[[dict[str, Any], list[int]], NoReturn]
+) -> bool:
+    """Waits for an order and forks a process that runs it; whether there was one.
+
+    Args:
+        run: becomes the program of an order, with these descriptors.
+    """
+    message, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
+    if not message:
+        return False
+    pid = fork_sibling()
+    if pid == 0:
+        connection.close()
+        run(json.loads(message), files)
+    for file in files:
+        os.close(file)
+    connection.send(str(pid).encode())
+    return True
 
 
 def _run(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     """Becomes what a fresh interpreter with these words is."""
-    _place(files, order["places"])
-    os.chdir(order["cwd"])
-    os.environ.clear()
-    os.environ.update(order["environment"])
-    if order["is_session"]:
-        os.setsid()
+    become(order, files)
     flags = [word for word in order["words"] if word in _FLAGS]
     words = [word for word in order["words"] if word not in _FLAGS]
     is_module = words[0] == "-m"
     if words[1:2] != [_OF_RANKS]:  # a rank starts no program
         _branch(order["places"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stdout.reconfigure(write_through="-u" in flags)
+    sys.stdout.reconfigure(write_through="-u" in flags)  # type: ignore[union-attr]
     path = [] if "-P" in flags else [os.getcwd() if is_module else str(Path(words[0]).parent)]
     path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
@@ -197,6 +208,19 @@ def _run(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     else:
         runpy.run_path(words[0], run_name="__main__")
     sys.exit()
+
+
+def become(order: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Takes the descriptors, folder and variables of an order."""
+    _place(files, order["places"])
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    if order["is_session"]:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
 
 
 def _place(files: Sequence[int], places: Sequence[int]) -> None:
@@ -221,21 +245,22 @@ def _branch(files: Sequence[int]) -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         for file in files:
             os.dup2(nothing, file)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal
         _serve(theirs)
     theirs.close()
     _use(ours)
 
 
-def main() -> None:
-    """Becomes the template; argument: the descriptor of its end."""
+def preload(*modules: str) -> None:
+    """Imports what programs need, in a process that will be a template."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal
     warnings.filterwarnings("ignore", ".*found in sys.modules.*", RuntimeWarning)  # by runpy
-    for module in _PRELOADED:
+    for module in (*_PRELOADED, *modules):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a child would copy all pages
-    _serve(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":
-    main()
+    preload()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

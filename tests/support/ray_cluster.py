@@ -10,11 +10,14 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.forked_ray import worker_python
 
 NUM_CPUS = 8
 """What Ray believes; ranks of small models share the real ones."""
@@ -27,6 +30,8 @@ def ray_address() -> Iterator[str]:
     ray = pytest.importorskip("ray")
     # Ray's sockets lie in its folder, and their paths must be short.
     folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(sys, "executable", str(worker_python(Path(folder))))
     try:
         ray.init(
             address="local",
@@ -37,8 +42,10 @@ def ray_address() -> Iterator[str]:
             logging_level="error",
             _temp_dir=folder,
         )
+        patch.undo()
         yield ray.get_runtime_context().gcs_address
     finally:
+        patch.undo()
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 
