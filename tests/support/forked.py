@@ -141,6 +141,11 @@ def start() -> None:
     _use(ours)
 
 
+def is_started() -> bool:
+    """Whether this process has a template."""
+    return _template is not None
+
+
 def _use(connection: socket.socket) -> None:
     """From now on this process forks what it starts."""
     global _template

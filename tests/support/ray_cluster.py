@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from support import forked
 from support.forked_ray import worker_python
 
 NUM_CPUS = 8
@@ -31,7 +32,8 @@ def ray_address() -> Iterator[str]:
     # Ray's sockets lie in its folder, and their paths must be short.
     folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
     patch = pytest.MonkeyPatch()
-    patch.setattr(sys, "executable", str(worker_python(Path(folder))))
+    if forked.is_started():
+        patch.setattr(sys, "executable", str(worker_python(Path(folder))))
     try:
         ray.init(
             address="local",
