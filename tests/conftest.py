@@ -54,8 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Has programs forked where tests start many. `make check` and `make soak` execute them, so that
-    a missing import is found."""
+    """Has programs forked where tests start many. `make check` and `make soak` execute them, which
+    finds a missing import."""
     wanted = session.config.getoption("markexpr")
     starts_many = any(_group_of(item.nodeid) in _LONG_ROOMS for item in session.items)
     if starts_many and wanted in ("", "not soak and not check"):
