@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": MAX_POSITIONS,
     },
     "two ranks, swap": {"preemption_mode": "swap", "swap_space": 0.01, "tp_size": 2},
+    "a GPU's way, swap": {"preemption_mode": "swap", "swap_space": 0.01, "max_num_seqs": 8},
 }
 
 
@@ -104,10 +105,17 @@ def test_the_driver_knows_the_window_of_all_layers(variant: Variant, subjects: S
     assert config.sliding_window == (windows.pop() if len(windows) == 1 else None)
 
 
-@pytest.mark.parametrize("case", only(("no preemption", "recompute", "two ranks, swap"), CASES))
-def test_long_answers_are_those_of_transformers(case: str, subjects: Subjects) -> None:
-    """Each token is the likeliest one after those before it, or as likely but for rounding."""
+IN_MAKE_TEST = ("no preemption", "recompute", "two ranks, swap", "a GPU's way, swap")
+
+
+@pytest.mark.parametrize("case", only(IN_MAKE_TEST, CASES))
+def test_long_answers_are_those_of_transformers(
+    case: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is the likeliest one after those before it, or as likely but for rounding. On a
+    GPU's way K and V are gathered from the first token on, and steps begin early."""
     subject, args, prompts = subjects(MODEL), CASES[case], make_prompts()
+    walk = walk_the_gpus_way(monkeypatch) if "GPU" in case else None
     with log_steps() as log:
         outputs, most = serve(subject.folder, prompts, GREEDY, **args)
     if "preemption_mode" in args:
@@ -116,20 +124,7 @@ def test_long_answers_are_those_of_transformers(case: str, subjects: Subjects) -
         assert log.num_preemptions == 0
         assert [o.num_cached_tokens for o in outputs][-2:] == [200, 64]
         assert most <= 4 * len(prompts) + CHUNK // BLOCK_SIZE
-    assert_likeliest(subject, prompts, outputs)
-
-
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_on_a_gpus_way(mode: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K and V are gathered from the first token on, and steps begin early."""
-    walk = walk_the_gpus_way(monkeypatch)
-    subject, prompts = subjects(MODEL), make_prompts()
-    with log_steps() as log:
-        outputs, _ = serve(
-            subject.folder, prompts, GREEDY, preemption_mode=mode, swap_space=0.01, max_num_seqs=8
-        )
-    log.assert_only(mode)
-    assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0
+    assert walk is None or min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0
     assert_likeliest(subject, prompts, outputs)
 
 

@@ -114,18 +114,13 @@ def below_ranks(executor: str) -> Iterator[Row]:
             yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=OUTLIVE_S)
 
 
-DIAGONAL = {
-    "processes": ("a rank killed again in recovery",),
-    "ray": ("GCS frozen, rank 1 killed",),
-}
-"""The rows of `make test`; the others are for `make soak`."""
-
-
 def rows() -> Iterator[Any]:
-    for executor, few in DIAGONAL.items():
+    """One is for `make test`, the others are for `make soak`."""
+    for executor in ("processes", "ray"):
         for row in (*of_ranks(), *below_ranks(executor)):
-            marks = [] if row.name in few else [pytest.mark.soak]
-            yield pytest.param(executor, row, id=f"{executor}-{row.name}", marks=marks)
+            name = f"{executor}-{row.name}"
+            marks = [] if name == "ray-GCS frozen, rank 1 killed" else [pytest.mark.soak]
+            yield pytest.param(executor, row, id=name, marks=marks)
 
 
 def keep_full(folder: Path, left_mib: float, seconds: float) -> None:
@@ -286,6 +281,8 @@ class Campaign:
         assert self.driver.hear(START_S) == "closed"
         left = [f"process {name_of(pid)}" for pid in actors(self.pid)]
         left += [f"segment {path.name}" for path in (self.root / "dev/shm").glob("tpengine-*")]
+        own_ray = {"gcs_server", "raylet"}
+        wait_until(lambda: own_ray.isdisjoint(map(name_of, self.marked())), SETTLE_S)
         self.driver.say()
         assert self.driver.process.wait(START_S) == 0
         deadline = time.monotonic() + SETTLE_S

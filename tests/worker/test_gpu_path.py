@@ -56,6 +56,7 @@ def test_greedy_equals_transformers(
     assert (walk.replays > 20) == (not enforce_eager)
     assert (walk.gathers > 10) == (mode != "whole prompts")
     assert walk.prefills > 0
+    assert walk.taken > 20, "no step was begun before the driver asked"
 
 
 def test_more_context_than_scratch_goes_in_groups(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from recovery.client import Client, Job, summary
 from recovery.mortal import Fate, RealGroup, mortal_engine
-from support.engines import generate, greedy, ids, make_engine, open_llm, preemptions, run
+from support.engines import generate, greedy, ids, make_engine, open_llm, run
 from support.gpu_walk import GpuWalk, walk_the_gpus_way
 from support.models import ModelShop
 from support.zoo import PLAIN
@@ -84,19 +84,6 @@ def test_greedy_equals_transformers(models: ModelShop, walk: GpuWalk, enforce_ea
     )
     assert walk.whole > 50
     assert walk.early > 50, "the next step was begun only after the ids had arrived"
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_preemption(models: ModelShop, walk: GpuWalk, mode: str) -> None:
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts(LENGTHS[:-1], seed=1)
-    args: dict[str, Any] = {"max_model_len": 256, "num_device_blocks_override": 40}
-    with open_llm(folder, block_size=8, preemption_mode=mode, **args) as llm:
-        outputs = generate(llm, prompts, greedy())
-    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
-    assert preemptions(outputs) > 0
-    assert walk.taken > 20
 
 
 def test_a_request_that_joins_and_one_that_is_aborted(models: ModelShop, walk: GpuWalk) -> None:
