@@ -147,8 +147,11 @@ def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
 def test_a_step_that_hangs(folder: Path, expected: list[int]) -> None:
     """Its deadline alone ends it."""
     case = Case(1, sabotage.sleep_long, "rank 0 waited for it", "sleep_long")
-    with bare_ranks(folder, 2, step_timeout_s=6.0, **IN_FEW_BITS) as ranks:
-        check_in_a_step(ranks, expected, case)
+    with (
+        sabotaged_rank(case.rank, in_step(20, case.action)),
+        bare_ranks(folder, 2, step_timeout_s=6.0, **IN_FEW_BITS) as ranks,
+    ):
+        check_twentieth_step(ranks, expected, case)
 
 
 def check_in_a_step(ranks: BareRanks, expected: list[int], case: Case) -> None:
@@ -156,6 +159,10 @@ def check_in_a_step(ranks: BareRanks, expected: list[int], case: Case) -> None:
     lose(ranks)
     with sabotaged_rank(case.rank, in_step(ranks.next_step + 19, case.action)):
         ranks.rebuild()
+    check_twentieth_step(ranks, expected, case)
+
+
+def check_twentieth_step(ranks: BareRanks, expected: list[int], case: Case) -> None:
     assert ranks.generate() == expected
     places = ranks.executor.places
     with pytest.raises(GroupLostError) as caught:
