@@ -87,10 +87,10 @@ class TakenOver(Executor):
 
 RANKS = ((1, "processes"), (2, "ray"), (4, "processes"))
 IN_MAKE_TEST = (
-    (RANKS[0], "chunked, recompute", "opt"),
+    (RANKS[0], "chunked, recompute", FORCED),
+    (RANKS[0], "chunked, swap", STARCODER),
     (RANKS[2], "whole", "llama"),
-    (RANKS[2], "chunked, recompute", FORCED),
-    (RANKS[2], "chunked, swap", STARCODER),
+    (RANKS[2], "chunked, recompute", "opt"),
 )
 """Ranks that are threads serve every family in every mode in tests/oracle/test_families.py, and
 actors get the same messages."""
