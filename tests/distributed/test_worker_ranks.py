@@ -9,7 +9,6 @@ import torch
 
 from distributed.ranks import ADDRESS, Rank, Ranks
 from distributed.worker_tasks import (
-    fail_at_rank_1,
     imported_as_an_actor,
     ledger_with_free_memory,
     new_worker,
@@ -18,7 +17,6 @@ from distributed.worker_tasks import (
     start_worker,
 )
 from tpengine.config import EngineConfig
-from tpengine.errors import CollectiveError
 from tpengine.messages import Rendezvous, StepOutput
 from tpengine.worker.worker import Worker
 
@@ -95,14 +93,4 @@ def test_same_tokens_from_an_int8_cache(config: EngineConfig, two: Ranks) -> Non
     start(two, config)
     for answer in two.run(run_steps):
         assert [step.token_ids for step in answer] == [step.token_ids for step in expected]
-    two.run(shut_down)
-
-
-def test_failing_rank_tells_the_others(config: EngineConfig, two: Ranks) -> None:
-    start(two, config)
-    first, second = two.outcomes(fail_at_rank_1)
-    assert isinstance(second, ZeroDivisionError)
-    assert isinstance(first, CollectiveError)
-    assert first.failed_rank == 1
-    assert "rank 1 failed" in str(first)
     two.run(shut_down)

@@ -8,14 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from distributed.ranks import ADDRESS, Rank
 from tpengine.config import EngineConfig
-from tpengine.layers.attention import Attention
 from tpengine.messages import (
     MemoryLedger,
     NewSequence,
@@ -90,20 +88,6 @@ def imported_as_an_actor(state: Rank, module: str) -> bool:
     import tpengine.executor.launch.actors  # noqa: F401
 
     return module in sys.modules
-
-
-def fail_at_rank_1(state: Rank) -> None:
-    forward, calls = Attention.forward, []
-
-    def failing(self: Attention, *args: Any) -> torch.Tensor:
-        calls.append(self)
-        if state.rank == 1 and len(calls) == 2:  # in the middle of the model
-            raise ZeroDivisionError
-        return forward(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attention, "forward", failing)
-        state.kept["worker"].execute_model(next(steps()))
 
 
 def shut_down(state: Rank) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from support.tiny_llama import edit_json
 from support.zoo import PLAIN
 
 from tpengine import LLMEngine, SamplingParams
-from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine.detokenizer import Detokenizer
 from tpengine.errors import InvalidSamplingParamsError
 
@@ -123,31 +121,16 @@ def test_end_token_of_the_tokenizer(models: ModelShop, tmp_path: Path, prompt: l
             assert 2 not in completion.token_ids[:-1]
 
 
-@pytest.fixture(scope="module")
-def storyteller() -> Iterator[LLMEngine]:
-    with make_engine(EMBEDDED_MODEL) as engine:
-        yield engine
-
-
-def tell(engine: LLMEngine, **fields: Any) -> Any:
-    params = SamplingParams(**NO_EOS, **{"max_tokens": 48, **fields})
-    engine.add_request("story", "The capital of France is", params)
-    outputs = run(engine)
-    return outputs[-1].outputs[0]
-
-
-def test_stop_strings(storyteller: LLMEngine) -> None:
-    whole = tell(storyteller).text
-    for start, length in ((8, 3), (13, 9), (21, 1)):
-        stop = whole[start : start + length]
-        before = whole[: whole.index(stop)]
-        completion = tell(storyteller, stop=["never said", stop])
-        assert completion.text == before
-        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-        kept = tell(storyteller, stop=stop, include_stop_str_in_output=True)
-        assert kept.text == before + stop
-        assert len(kept.token_ids) < 48
-    assert tell(storyteller, stop="never said").text == whole
+def test_stop_strings(engine: LLMEngine, prompt: list[int]) -> None:
+    whole = complete(engine, prompt, greedy(48)).text
+    stop = whole[13:22]
+    before = whole[: whole.index(stop)]
+    completion = complete(engine, prompt, greedy(48, stop=["never said", stop]))
+    assert completion.text == before
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    kept = complete(engine, prompt, greedy(48, stop=stop, include_stop_str_in_output=True))
+    assert kept.text == before + stop
+    assert len(kept.token_ids) < 48
 
 
 def test_special_tokens_in_the_text(engine: LLMEngine, prompt: list[int]) -> None:

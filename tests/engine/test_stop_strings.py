@@ -81,27 +81,6 @@ def test_stop_strings_at_every_border(words: list[str], stops: list[str], includ
     assert streamed == detokenizer.text
 
 
-def test_beginning_of_a_stop_is_held_back_until_decided() -> None:
-    detokenizer = Detokenizer(LETTERS, [], SamplingParams(stop=["END"]))
-    deltas = stream_all(detokenizer, letters("a", "E", "N", "a", "E", "N"))[1]
-    assert deltas == ["a", "", "", "ENa", "", "", "EN"]
-
-
-def test_stop_that_stays_is_not_held_back() -> None:
-    detokenizer = Detokenizer(
-        LETTERS, [], SamplingParams(stop=["END"], include_stop_str_in_output=True)
-    )
-    deltas = stream_all(detokenizer, letters("a", "E", "N", "D", "b"))[1]
-    assert deltas == ["a", "E", "N", "D", ""]
-    assert detokenizer.stopped_by == "END"
-
-
-def test_longest_of_two_beginnings_is_held_back() -> None:
-    for stops in (["abb", "bc"], ["bc", "abb"]):
-        detokenizer = Detokenizer(LETTERS, [], SamplingParams(stop=stops))
-        assert stream_all(detokenizer, letters("c", "ab", "b"))[1] == ["c", "", "", ""]
-
-
 def test_stop_waits_for_min_tokens() -> None:
     ids = letters("END", "a", "E", "N", "D", "b")
     # The first is complete at token 1, the second at token 5.

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray
-from support.waiting import PATIENCE_S, wait_until
+from support.waiting import wait_until
 
 from tpengine import EngineArgs
 from tpengine.errors import RankLoss
 from tpengine.executor.group_executor import GroupExecutor
-from tpengine.executor.launch.ray_home import RayHome
 from tpengine.executor.local_executor import create_executor
 from tpengine.messages import MemoryLedger, NewSequence, SamplingRules, StepInput
 
@@ -53,18 +50,12 @@ class BareRanks:
         """Of the spares that are ready."""
         return [place.process for place in self.executor.home.spares.places()]
 
-    def heavy_modules(self) -> list[set[str]]:
-        """Of those that only transformers' code needs: what Ray's ranks and spares have
-        imported."""
-        names = {"transformers", "tpengine.models.fallback.model"}
-        actors = [spare.actor for spare in self.executor.home.spares._spares]
-        assert isinstance(self.executor.home, RayHome)
-        assert self.executor.home._launcher is not None
-        calls = [
-            actor.__ray_call__.remote(lambda _: names & sys.modules.keys())
-            for actor in (*self.executor.home._launcher._actors, *actors)
-        ]
-        return ray.get(calls, timeout=PATIENCE_S)
+    def have_transformers(self) -> list[bool]:
+        """Whether each rank and each ready spare has loaded a library that only transformers
+        needs."""
+        ranks = [place.process for place in self.executor.places]
+        processes = [*ranks, *self.spare_processes()]
+        return ["/regex/" in Path(f"/proc/{pid}/maps").read_text() for pid, _ in processes]
 
     @property
     def next_step(self) -> int:

@@ -1,6 +1,8 @@
 """A driver of its own process: `python driver.py FOLDER RAY_ADDRESS TP_SIZE WHAT`.
 
-Prints the ranks' processes as JSON, then generates until it is killed, or once and ends.
+Prints the ranks' processes as JSON, and generates: `for ever`, until it is killed; or `then without
+ray`: it prints the ids, shuts Ray down in a step, and prints what the engine says and whether there
+is a Ray.
 """
 
 from __future__ import annotations
@@ -9,20 +11,22 @@ import json
 import sys
 
 import ray
+from support.engines import complete, greedy, run
 
 from executor.ray_engines import executor_of, ray_engine
-from tpengine import LLMEngine, SamplingParams
+from tpengine import LLMEngine
 from tpengine.errors import EngineError
 
+PROMPT, PARAMS = [5, 6, 7], greedy(32)
 
-def go_on_without_ray(engine: LLMEngine, params: SamplingParams) -> str:
+
+def go_on_without_ray(engine: LLMEngine) -> str:
     """What the engine says of it."""
-    engine.add_request("one", None, params, prompt_token_ids=[5, 6, 7])
+    engine.add_request("last", None, PARAMS, prompt_token_ids=PROMPT)
     engine.step()
     ray.shutdown()
     try:
-        while engine.has_unfinished_requests():
-            engine.step()
+        run(engine)
     except EngineError as error:
         engine.shutdown()
         return str(error)
@@ -32,24 +36,16 @@ def go_on_without_ray(engine: LLMEngine, params: SamplingParams) -> str:
 def main() -> None:
     folder, address, tp_size, what = sys.argv[1:]
     engine = ray_engine(folder, int(tp_size), ray_address=address)
-    processes = [place.process for place in executor_of(engine).places]
-    print(json.dumps(processes), flush=True)
-    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-    if what == "without ray":
-        print(json.dumps([go_on_without_ray(engine, params), ray.is_initialized()]), flush=True)
-        return
-    number = 0
-    while True:
-        engine.add_request(str(number), None, params, prompt_token_ids=[5, 6, 7])
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-        number += 1
-        if what == "once":
-            break
-    print(json.dumps(outputs[-1].outputs[0].token_ids), flush=True)
-    if what == "once":
-        engine.shutdown()
-        print(json.dumps(ray.is_initialized()), flush=True)
+    tell([place.process for place in executor_of(engine).places])
+    ids = complete(engine, PROMPT, PARAMS).token_ids
+    while what == "for ever":
+        complete(engine, PROMPT, PARAMS)
+    tell(ids)
+    tell([go_on_without_ray(engine), ray.is_initialized()])
+
+
+def tell(what: object) -> None:
+    print(json.dumps(what), flush=True)
 
 
 if __name__ == "__main__":

@@ -61,20 +61,17 @@ class DriverInAGroup:
             return [], str(error)
 
 
-@pytest.mark.parametrize("bundle", [0, 1])
-def test_a_driver_that_holds_a_bundle(bundle: int) -> None:
+def test_a_driver_that_holds_a_bundle() -> None:
     """Its ranks take the others; where there are too few, it is said soon what holds them."""
     group = ray.util.placement_group([{"CPU": 1}] * 3)
     assert group.wait(10.0)
-    strategy = PlacementGroupSchedulingStrategy(
-        group, bundle, placement_group_capture_child_tasks=True
-    )
+    strategy = PlacementGroupSchedulingStrategy(group, 1, placement_group_capture_child_tasks=True)
     driver = ray.remote(DriverInAGroup).options(num_cpus=1, scheduling_strategy=strategy).remote()
     try:
         found = ray.get(driver.place.remote(2, 60.0), timeout=PATIENCE_S + 60.0)
-        assert found == (sorted({0, 1, 2} - {bundle}), "")
+        assert found == ([0, 2], "")
         _, error = ray.get(driver.place.remote(3, 1.0), timeout=PATIENCE_S)
-        assert f"bundle {bundle} has {{CPU: 0}} left" in error
+        assert "bundle 1 has {CPU: 0} left" in error
         assert "the driver's own actor holds {CPU: 1}" in error
     finally:
         ray.kill(driver)
@@ -175,7 +172,7 @@ def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(actors, "Listener", Elsewhere)
     with pytest.raises(WorkerError, match=rf"cannot reach the driver at 127.0.0.1:{address[1]}"):
-        ray_engine(folder, 2)
+        ray_engine(folder, 1)
 
 
 def test_a_ranks_typed_error_keeps_its_type(folder: Path) -> None:

@@ -15,19 +15,28 @@ from typing import Any
 import pytest
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from support.engines import complete, greedy, run
+from support.engines import complete, greedy, make_engine, run
+from support.models import ModelShop
 from support.ray_cluster import shared_memory_files
 from support.waiting import wait_until
+from support.zoo import ZOO
 
 import tpengine
 from executor.driver_process import driver_process
-from executor.ray_engines import executor_of, free_cpus, ray_engine
-from tpengine import LLMEngine
+from executor.ray_engines import executor_of, free_cpus, rank_engine, ray_engine
+from tpengine import LLMEngine, SamplingParams
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.watch import Exchange
 from tpengine.host import start_ticks
 
 PROMPT = [5, 6, 7]
+NUM_TOKENS = 24
+PROMPTS = (PROMPT, [300, 8, 9, 10, 11], list(range(20, 70)))
+PARAMS = (
+    greedy(NUM_TOKENS),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True),
+    greedy(NUM_TOKENS, repetition_penalty=1.2),
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +72,24 @@ def test_killed_driver_leaves_nothing(
 
 
 def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
-    """A driver that is an actor in a group of bundles gets no other group, and none too few."""
+    """A driver that is an actor in a group of bundles gets no other group, and none too few; and no
+    spares: Ray would give a rank's bundle, which looks free when a spare has taken over, to others.
+    """
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1, "memory": 1 << 20}])
     assert group.wait(10.0)
 
     def drive(folder: str, tp_size: int) -> tuple[str, int]:
         from tpengine import EngineArgs, LLMEngine, SamplingParams
         from tpengine.errors import PlacementError
+        from tpengine.executor.spares import Spares
 
+        fills: list[Any] = []
+        Spares.fill = lambda *args: fills.append(args)  # type: ignore[method-assign]
         args = EngineArgs(
             folder,
             tensor_parallel_size=tp_size,
+            executor="ray",
+            spare_workers=1,
             dtype="float32",
             device="cpu",
             num_device_blocks_override=256,
@@ -88,7 +104,7 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
             engine.step()
         count = num_groups()
         engine.shutdown()
-        return "ok", count
+        return f"ok, {len(fills)} spares", count
 
     def num_groups() -> int:
         table = ray.util.placement_group_table().values()
@@ -100,7 +116,7 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
     remote = ray.remote(num_cpus=0, scheduling_strategy=strategy, max_retries=0)(drive)
     there = num_groups()
     try:
-        assert ray.get(remote.remote(str(folder), 2), timeout=60.0) == ("ok", there)
+        assert ray.get(remote.remote(str(folder), 1), timeout=60.0) == ("ok, 0 spares", there)
         message, _ = ray.get(remote.remote(str(folder), 4), timeout=60.0)
         assert "wanted 4 x {CPU: 1}, but the placement group" in message
         assert "has 2 such bundles" in message
@@ -108,23 +124,57 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
         ray.util.remove_placement_group(group)
 
 
-def test_starts_a_ray_of_its_own_and_ends_it(folder: Path) -> None:
-    with driver_process("driver.py", folder, "local", 1, "once") as driver:
-        ranks = driver.hear()
-        driver.hear()
-        assert driver.hear() is False, "the Ray that the engine started is still there"
-        assert driver.process.wait(30.0) == 0
-    wait_until(lambda: not any(start_ticks(pid) == started for pid, started in ranks))
-
-
-def test_ray_that_was_shut_down_under_the_engine(folder: Path, ray_address: str) -> None:
-    """The engine says so, and starts no other Ray to go on in."""
-    with driver_process("driver.py", folder, ray_address, 1, "without ray") as driver:
-        driver.hear()
+def test_three_engines(
+    folder: Path, two_ranks: LLMEngine, ray_address: str, models: ModelShop
+) -> None:
+    """Their steps in turn: the same request ids, other models, a request that one of them aborts,
+    and a third engine in another process, whose Ray is shut down under it. One ends before the
+    other."""
+    folders = [folder, models.folder(ZOO["d256-2to1-3-layers"])]
+    expected = []
+    for path in folders:
+        with make_engine(path, max_num_batched_tokens=64) as local:
+            expected.append(alone(local))
+    assert expected[0] != expected[1]
+    with (
+        driver_process("driver.py", folder, ray_address, 1, "then without ray") as driver,
+        rank_engine(folders[1], 2) as second,
+    ):
+        driver.hear()  # its ranks are there
+        engines = [two_ranks, second]
+        assert serve_in_turn(engines) == expected
+        assert driver.hear()[:NUM_TOKENS] == expected[0][0]
         message, is_initialized = driver.hear()
         assert "Ray was shut down under the engine" in message
-        assert not is_initialized
-        assert driver.process.wait(30.0) == 0
+        assert not is_initialized, "it started another Ray to go on in"
+        assert driver.process.wait(60.0) == 0
+    assert alone(two_ranks) == expected[0]
+
+
+def alone(engine: LLMEngine) -> list[list[int]]:
+    pairs = zip(PROMPTS, PARAMS, strict=True)
+    return [list(complete(engine, prompt, params).token_ids) for prompt, params in pairs]
+
+
+def serve_in_turn(engines: list[LLMEngine]) -> list[list[list[int]]]:
+    for engine in engines:
+        for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            engine.add_request(str(i), None, params, prompt_token_ids=list(prompt))
+    engines[0].add_request("aborted", None, greedy(200), prompt_token_ids=[1, 2, 3])
+    found: list[dict[str, list[int]]] = [{}, {}]
+    turns = 0
+    while any(engine.has_unfinished_requests() for engine in engines):
+        for engine, ids in zip(engines, found, strict=True):
+            for output in engine.step():
+                ids[output.request_id] = list(output.outputs[0].token_ids)
+        turns += 1
+        if turns == 5:
+            engines[0].abort_request("aborted")
+        assert turns < 500
+    assert 0 < len(found[0].pop("aborted")) < 10
+    for engine in engines:
+        assert engine.num_free_blocks == engine.num_total_blocks
+    return [[ids[str(i)] for i in range(len(PROMPTS))] for ids in found]
 
 
 def test_interrupted_shutdown_is_finished_by_the_next(
@@ -164,7 +214,7 @@ def test_interrupted_shutdown_is_finished_by_the_next(
 
 def test_sigterm_to_the_command(ray_address: str) -> None:
     """Ray's own handler would print its stack, and end it with another code."""
-    options = ["--tensor-parallel-size", "2", "--device", "cpu", "--cpu-kv-cache-space", "0.1"]
+    options = ["--executor", "ray", "--device", "cpu", "--cpu-kv-cache-space", "0.1"]
     endless = ["--ray-address", ray_address, "--max-tokens", "9999", "--ignore-eos"]
     child = subprocess.Popen(
         [sys.executable, "-m", "tpengine", "generate", *(200 * ["A"]), *options, *endless],

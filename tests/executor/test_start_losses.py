@@ -19,7 +19,6 @@ from tpengine.executor.home import PROCESSES, StartTimes
 from tpengine.executor.launch import placement
 from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.placement import address_of
-from tpengine.executor.spares import Spares
 from tpengine.host import start_ticks
 
 APPEAR_S = 8.0
@@ -92,21 +91,3 @@ def test_driver_whose_node_ray_holds_for_dead(
     monkeypatch.setattr(placement, "cluster_nodes", list)
     with pytest.raises(PlacementError, match=rf"own node {node_id} for dead \(alive: none\)"):
         address_of(node_id)
-
-
-def test_no_spares_in_the_drivers_own_placement_group(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray would give a rank's bundle, which looks free when a spare has taken over, to others."""
-    filled: list[Any] = []
-    monkeypatch.setattr(Spares, "fill", lambda *args: filled.append(args))
-    others = ray.util.placement_group([{"CPU": 1}] * 2)
-    assert others.wait(10.0)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(placement, "get_current_placement_group", lambda: others)
-            with bare_ranks(folder, 2, spare_workers=1, executor="ray") as ranks:
-                assert ranks.generate()
-        assert not filled
-    finally:
-        ray.util.remove_placement_group(others)

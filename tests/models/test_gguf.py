@@ -154,7 +154,7 @@ def test_ids_are_those_of_the_folder(
     if name in MODELS:
         wide = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 448)
         oracle = Oracle(make_model(name, tmp_path / "hf", vocab_size=320, **wide))
-        prompts = oracle.prompts((100, 30, 7), seed=1)
+        prompts = oracle.random_prompts((100, 30, 7), seed=1)
         subject = Subject(BY_NAME["llama-biases"], tmp_path / "hf", oracle, prompts)
     else:
         subject = subjects(BY_NAME[name])
@@ -308,7 +308,7 @@ def test_an_unknown_type_of_tensor_is_named(small: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "count", [80, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+    "count", [32, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 def test_damaged_files_are_refused_with_bounded_memory(
     count: int, small: Path, tmp_path: Path

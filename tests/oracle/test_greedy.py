@@ -11,7 +11,7 @@ from support.step_log import log_steps
 from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN, ZOO
 
-LENGTHS = (1, 2, 7, 15, 16, 17, 33, 64, 129, 300, 500)
+LENGTHS = (1, 7, 15, 16, 17, 33, 129, 500)
 BLOCK_SIZES = (8, 16, 32)
 MODES = ("chunks of 16", "chunks of 2048", "whole prompts")
 ENGINE_ARGS = {
@@ -26,11 +26,14 @@ ENGINE_ARGS = {
 def test_greedy_equals_transformers(
     models: ModelShop, name: str, block_size: int, mode: str
 ) -> None:
-    folder, oracle, prompts = models.problem(ZOO[name], LENGTHS, seed=1)
+    folder = models.folder(ZOO[name])
+    oracle = models.oracle(folder)
+    prompts = oracle.random_prompts(LENGTHS, seed=1)
     with log_steps() as log, open_llm(folder, block_size=block_size, **ENGINE_ARGS[mode]) as llm:
         assert llm.llm_engine.num_total_blocks == CACHE_TOKENS // block_size
-        outputs = generate(llm, prompts, greedy())
-    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+        outputs = ids(generate(llm, prompts, greedy()))
+    assert len({token for token_ids in outputs for token in token_ids}) >= 20
+    oracle.assert_greedy(prompts, outputs)
     assert log.max_rows > 5
     if mode == "chunks of 16":
         assert log.num_partial_chunks >= sum(LENGTHS) // 16
@@ -40,7 +43,7 @@ def test_greedy_equals_transformers(
         assert 300 < log.max_tokens <= 2048
     else:
         assert log.num_partial_chunks == 0
-        assert log.max_tokens > 1000
+        assert log.max_tokens > 500
 
 
 @pytest.mark.parametrize(
@@ -56,22 +59,25 @@ def test_two_threads(
     models: ModelShop, monkeypatch: pytest.MonkeyPatch, spec: TinyLlama, lengths: tuple[int, ...]
 ) -> None:
     monkeypatch.setenv("TPENGINE_NUM_THREADS", "2")
-    folder, oracle, prompts = models.problem(spec, lengths, seed=1)
+    folder = models.folder(spec)
+    oracle = models.oracle(folder)
+    prompts = oracle.random_prompts(lengths, seed=1)
     try:
         with open_llm(folder, max_num_batched_tokens=256) as llm:
             assert torch.get_num_threads() == 2
             outputs = generate(llm, prompts, greedy())
     finally:
         torch.set_num_threads(1)
-    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    oracle.assert_greedy(prompts, ids(outputs))
 
 
 def test_chunk_borders_everywhere(models: ModelShop) -> None:
     """One prompt, cut by budgets that put the border at every offset of a block."""
-    folder, oracle, prompts = models.problem(PLAIN, [129], seed=1)
-    expected = oracle.answers(prompts)[0].token_ids[:8]
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.random_prompts([129], seed=1)
     for budget in range(2, 19):
         with log_steps() as log, open_llm(folder, max_num_batched_tokens=budget) as llm:
             outputs = generate(llm, prompts, greedy(8))
-        assert ids(outputs) == [expected], f"max_num_batched_tokens = {budget}"
+        oracle.assert_greedy(prompts, ids(outputs))
         assert log.num_partial_chunks == -(-129 // budget) - 1

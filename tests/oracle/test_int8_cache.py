@@ -37,7 +37,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def calm(models: ModelShop) -> tuple[Path, list[list[int]], list[RequestOutput]]:
     """A model, prompts, and their answers when nothing is cut or preempted."""
-    folder, _, prompts = models.problem(PLAIN, LENGTHS, seed=3)
+    folder = models.folder(PLAIN)
+    prompts = models.oracle(folder).random_prompts(LENGTHS, seed=3)
     with open_llm(folder, **INT8) as llm:
         return folder, prompts, generate(llm, prompts, greedy(logprobs=1))
 
@@ -90,7 +91,8 @@ def answers_of(
 
 def test_prefix_cache_and_beams(models: ModelShop) -> None:
     """Blocks that sequences share and copy before they write are copied with their scales."""
-    folder, _, prompts = models.problem(PLAIN, (70, 33, 100), seed=4)
+    folder = models.folder(PLAIN)
+    prompts = models.oracle(folder).random_prompts((70, 33, 100), seed=4)
     plain = answers_of(folder, prompts, share=False)
     assert plain[0] == plain[1]
     assert answers_of(folder, prompts, share=True, max_num_batched_tokens=16) == plain

@@ -32,7 +32,9 @@ TIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("case", "mode"), matrix(list(TIGHT), MODES))
 def test_preempted_greedy_equals_transformers(models: ModelShop, case: str, mode: str) -> None:
     args = TIGHT[case] | {"preemption_mode": mode}
-    folder, oracle, prompts = models.problem(PLAIN, LENGTHS, seed=3)
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.random_prompts(LENGTHS, seed=3)
     num_blocks = CACHE_TOKENS // args["block_size"]
     with (
         log_steps() as log,
@@ -41,7 +43,7 @@ def test_preempted_greedy_equals_transformers(models: ModelShop, case: str, mode
         ) as llm,
     ):
         outputs = generate(llm, prompts, greedy())
-    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    oracle.assert_greedy(prompts, ids(outputs))
     assert preemptions(outputs) == log.num_preemptions
     log.assert_only(mode, at_least=5)
     assert sum(len(o.outputs[0].token_ids) for o in outputs) == 64 * len(prompts)
@@ -50,9 +52,11 @@ def test_preempted_greedy_equals_transformers(models: ModelShop, case: str, mode
 @pytest.mark.parametrize("mode", MODES)
 def test_one_sequence_fills_the_cache(models: ModelShop, mode: str) -> None:
     """Two requests, each of which grows until it needs every block."""
-    folder, oracle, prompts = models.problem(ZOO["d80-1to1-linear-old"], [64, 65], seed=3)
+    folder = models.folder(ZOO["d80-1to1-linear-old"])
+    oracle = models.oracle(folder)
+    prompts = oracle.random_prompts([64, 65], seed=3)
     args = {"max_model_len": 129, "num_device_blocks_override": 17, "block_size": 8}
     with log_steps() as log, open_llm(folder, preemption_mode=mode, **args) as llm:
         outputs = generate(llm, prompts, greedy())
-    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    oracle.assert_greedy(prompts, ids(outputs))
     log.assert_only(mode)

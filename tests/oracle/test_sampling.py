@@ -55,11 +55,12 @@ def test_first_tokens_follow_the_softmax(models: ModelShop, name: str) -> None:
     "fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=["top_k", "top_p", "min_p"]
 )
 def test_only_the_likeliest_left_equals_greedy(models: ModelShop, fields: dict[str, Any]) -> None:
-    folder, oracle, prompts = models.problem(PLAIN, (1, 17, 64, 129), seed=1)
+    folder = models.folder(PLAIN)
+    oracle = models.oracle(folder)
+    prompts = oracle.random_prompts((1, 17, 64, 129), seed=1)
     params = SamplingParams(temperature=1.5, max_tokens=64, ignore_eos=True, **fields)
     with open_llm(folder) as llm:
-        outputs = generate(llm, prompts, params)
-    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+        oracle.assert_greedy(prompts, ids(generate(llm, prompts, params)))
 
 
 SEEDED = [
@@ -79,8 +80,7 @@ def test_same_seed_alone_in_a_crowd_and_preempted(
     models: ModelShop, model: str, dtype: str
 ) -> None:
     folder = EMBEDDED_MODEL if model == "embedded" else models.folder(ZOO["d96-7to1-llama3"])
-    oracle = models.oracle(folder)
-    prompts = oracle.prompts((5, 21, 40, 80), seed=4)
+    prompts = models.oracle(folder).random_prompts((5, 21, 40, 80), seed=4)
     rng = random.Random(5)
     crowd = [[rng.randrange(3, 512) for _ in range(length)] for length in range(3, 63)]
     others = SamplingParams(temperature=1.0, max_tokens=48, ignore_eos=True)

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import engines
 from support.bare_model import BareModel
 from support.gpu_walk import walk_the_gpus_way
 from support.matrix import matrix, only
-from support.oracle import MIN_MARGIN
 from support.step_log import log_steps
-from support.subjects import BY_NAME, Subject, Subjects
+from support.subjects import BY_NAME, Subjects
 from support.variants import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, Variant
 
 from tpengine import EngineArgs, RequestOutput, SamplingParams
@@ -48,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": MAX_POSITIONS,
     },
     "two ranks, swap": {"preemption_mode": "swap", "swap_space": 0.01, "tp_size": 2},
+    "a GPU's way, swap": {"preemption_mode": "swap", "swap_space": 0.01, "max_num_seqs": 8},
 }
 
 
@@ -104,10 +103,16 @@ def test_the_driver_knows_the_window_of_all_layers(variant: Variant, subjects: S
     assert config.sliding_window == (windows.pop() if len(windows) == 1 else None)
 
 
-@pytest.mark.parametrize("case", only(("no preemption", "recompute", "two ranks, swap"), CASES))
-def test_long_answers_are_those_of_transformers(case: str, subjects: Subjects) -> None:
-    """Each token is the likeliest one after those before it, or as likely but for rounding."""
+IN_MAKE_TEST = ("no preemption", "recompute", "two ranks, swap", "a GPU's way, swap")
+
+
+@pytest.mark.parametrize("case", only(IN_MAKE_TEST, CASES))
+def test_long_answers_are_those_of_transformers(
+    case: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU's way K and V are gathered from the first token on, and steps begin early."""
     subject, args, prompts = subjects(MODEL), CASES[case], make_prompts()
+    walk = walk_the_gpus_way(monkeypatch) if "GPU" in case else None
     with log_steps() as log:
         outputs, most = serve(subject.folder, prompts, GREEDY, **args)
     if "preemption_mode" in args:
@@ -116,34 +121,10 @@ def test_long_answers_are_those_of_transformers(case: str, subjects: Subjects) -
         assert log.num_preemptions == 0
         assert [o.num_cached_tokens for o in outputs][-2:] == [200, 64]
         assert most <= 4 * len(prompts) + CHUNK // BLOCK_SIZE
-    assert_likeliest(subject, prompts, outputs)
-
-
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_on_a_gpus_way(mode: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K and V are gathered from the first token on, and steps begin early."""
-    walk = walk_the_gpus_way(monkeypatch)
-    subject, prompts = subjects(MODEL), make_prompts()
-    with log_steps() as log:
-        outputs, _ = serve(
-            subject.folder, prompts, GREEDY, preemption_mode=mode, swap_space=0.01, max_num_seqs=8
-        )
-    log.assert_only(mode)
-    assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0
-    assert_likeliest(subject, prompts, outputs)
-
-
-def assert_likeliest(
-    subject: Subject, prompts: list[list[int]], outputs: list[RequestOutput]
-) -> None:
-    for prompt, output in zip(prompts, outputs, strict=True):
-        token_ids = output.outputs[0].token_ids
+    assert walk is None or min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0
+    for prompt, token_ids in zip(prompts, ids := engines.ids(outputs), strict=True):
         assert len(token_ids) == min(NUM_OUTPUT_TOKENS, MAX_POSITIONS - len(prompt))
-        with torch.inference_mode():
-            logits = subject.oracle.model(torch.tensor([[*prompt, *token_ids]])).logits[0].float()
-        before = logits[len(prompt) - 1 : -1]
-        chosen = before.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
-        assert (before.amax(dim=1) - chosen).max() < MIN_MARGIN
+    subject.oracle.assert_greedy(prompts, ids)
 
 
 FIELDS: dict[str, dict[str, Any]] = {

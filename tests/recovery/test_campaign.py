@@ -55,6 +55,7 @@ OUTLAST = 1.15
 MIB = 1 << 20
 SECRETS = {"TPENGINE_TOKENS": "s3cret-of-a-client", "TPENGINE_ADMIN_TOKEN": "s3cret-of-admin"}
 """Of the driver's environment, which no process that it starts may have."""
+WITHOUT_RAY = ("from now on the ranks run as processes",)
 RANKS = {"ray": "ray::RayWorker", "processes": "tpengine-rank"}
 """Beginning of the name of a rank's process, by what has started it."""
 
@@ -96,8 +97,8 @@ def below_ranks(executor: str) -> Iterator[Row]:
         faults |= {"GCS frozen": FROZEN_STORE_S, "raylet frozen": FROZEN_STORE_S}
     for name, hold_s in faults.items():
         yield Row(name, (), below=name, hold_s=hold_s)
-        silent = ("from now on the ranks run as processes",) if name == "GCS frozen" else ()
-        yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=hold_s, traces=silent)
+        traces = WITHOUT_RAY if name == "GCS frozen" else ()
+        yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=hold_s, traces=traces)
     lacks = {
         "shm nearly full": ("by gloo",),
         "shm full": ("by gloo",),
@@ -109,23 +110,19 @@ def below_ranks(executor: str) -> Iterator[Row]:
         hold_s = FULL_S * (2 if "shm" in name else 1)  # until the next ranks have connected
         yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=hold_s, traces=traces)
     if executor == "ray":  # after these it needs another Ray
+        yield Row("GCS and rank 1 killed", (1,), below="GCS killed", hold_s=1.0, traces=WITHOUT_RAY)
         for name in ("GCS killed", "raylet killed"):
             yield Row(name, (), below=name, hold_s=OUTLIVE_S)
             yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=OUTLIVE_S)
 
 
-DIAGONAL = {
-    "processes": ("a rank killed again in recovery",),
-    "ray": ("GCS frozen, rank 1 killed",),
-}
-"""The rows of `make test`; the others are for `make soak`."""
-
-
 def rows() -> Iterator[Any]:
-    for executor, few in DIAGONAL.items():
+    """One is for `make test`, the others are for `make soak`."""
+    for executor in ("processes", "ray"):
         for row in (*of_ranks(), *below_ranks(executor)):
-            marks = [] if row.name in few else [pytest.mark.soak]
-            yield pytest.param(executor, row, id=f"{executor}-{row.name}", marks=marks)
+            name = f"{executor}-{row.name}"
+            marks = [] if name == "ray-GCS and rank 1 killed" else [pytest.mark.soak]
+            yield pytest.param(executor, row, id=name, marks=marks)
 
 
 def keep_full(folder: Path, left_mib: float, seconds: float) -> None:
@@ -286,6 +283,8 @@ class Campaign:
         assert self.driver.hear(START_S) == "closed"
         left = [f"process {name_of(pid)}" for pid in actors(self.pid)]
         left += [f"segment {path.name}" for path in (self.root / "dev/shm").glob("tpengine-*")]
+        own_ray = {"gcs_server", "raylet"}
+        wait_until(lambda: own_ray.isdisjoint(map(name_of, self.marked())), SETTLE_S)
         self.driver.say()
         assert self.driver.process.wait(START_S) == 0
         deadline = time.monotonic() + SETTLE_S

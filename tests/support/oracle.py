@@ -65,6 +65,28 @@ class Oracle:
                 self._answers[answer.prompt] = answer
         return [self._answers[tuple(prompt)] for prompt in prompts]
 
+    def logits_after(self, prompt: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits `[num_tokens, vocab_size]`, float32: those from which each token was chosen."""
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([[*prompt, *token_ids]])).logits[0].float()
+        return logits[len(prompt) - 1 : -1]
+
+    def assert_greedy(
+        self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+    ) -> None:
+        """Makes sure that each token is the likeliest one after those before it, or as likely but
+        for rounding: one forward pass an output, where `answers` needs one a token."""
+        for prompt, token_ids in zip(prompts, outputs, strict=True):
+            logits = self.logits_after(prompt, token_ids)
+            chosen = logits.gather(1, torch.tensor([token_ids]).t())[:, 0]
+            lead = float((logits.amax(dim=1) - chosen).max())
+            assert lead < MIN_MARGIN, f"prompt of {len(prompt)} tokens: {list(token_ids)}"
+
+    def random_prompts(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
+        """Random prompts of these lengths, for `assert_greedy`."""
+        rng, vocab_size = random.Random(seed), self.model.config.vocab_size
+        return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
+
     def next_logprobs(self, prompt: Sequence[int]) -> torch.Tensor:
         """Log probabilities `[vocab_size]` of the token after the prompt."""
         with torch.inference_mode():

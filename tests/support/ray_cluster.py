@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 
-# Before ray is imported: no token file is made, and ranks do not yield to every other process.
+# Before ray is imported: no token file is made, ranks do not yield to every other process, and no
+# process is started before it is asked for.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
 
 import shutil
 import sys

@@ -35,10 +35,10 @@ def check_answers(models: ModelShop, name: str, **args: Any) -> None:
     """Those of the engine are those of transformers."""
     folder = models.folder(ZOO[name])
     oracle = models.oracle(folder)
-    prompts = oracle.prompts(LENGTHS, seed=1)
+    prompts = oracle.random_prompts(LENGTHS, seed=1)
     with open_llm(folder, max_model_len=MAX_MODEL_LEN, max_num_seqs=16, **args) as llm:
         outputs = generate(llm, prompts, greedy())
-    assert ids(outputs) == [answer.token_ids for answer in oracle.answers(prompts)]
+    oracle.assert_greedy(prompts, ids(outputs))
     assert (preemptions(outputs) > 0) == ("num_device_blocks_override" in args)
 
 
@@ -56,21 +56,22 @@ def test_greedy_equals_transformers(
     assert (walk.replays > 20) == (not enforce_eager)
     assert (walk.gathers > 10) == (mode != "whole prompts")
     assert walk.prefills > 0
+    assert walk.taken > 20, "no step was begun before the driver asked"
 
 
 def test_more_context_than_scratch_goes_in_groups(
     models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "_GATHERED_TOKENS", 64)
-    before = models.oracle(models.folder(PLAIN))
-    prompts = before.prompts((200, 201, 202, 203), seed=5)
+    oracle = models.oracle(models.folder(PLAIN))
+    prompts = oracle.random_prompts((200, 201, 202, 203), seed=5)
     with open_llm(
         models.folder(PLAIN), max_model_len=300, max_num_batched_tokens=512, max_num_seqs=8
     ) as llm:
         generate(llm, [prompt[:150] for prompt in prompts], greedy(1))
         walk.gathers = 0
         outputs = generate(llm, prompts, greedy(8))
-    assert ids(outputs) == [answer.token_ids[:8] for answer in before.answers(prompts)]
+    oracle.assert_greedy(prompts, ids(outputs))
     assert walk.gathers > PLAIN.num_layers  # the context of each prompt is gathered separately
 
 

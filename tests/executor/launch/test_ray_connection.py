@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.programs import python
 from support.waiting import PATIENCE_S, wait_until
 
 from tpengine import envs
@@ -285,13 +286,7 @@ def test_a_store_that_is_frozen() -> None:
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        done = subprocess.run(
-            [sys.executable, "-c", code, address],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-    assert done.returncode == 1
+        done = python("-c", code, address, code=1)
     assert "Ray did not answer within 1 s, when asked for its address" in done.stderr
 
 

@@ -27,6 +27,6 @@ def _nothing_is_left(nothing_is_left: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(ray_address: str, models: ModelShop) -> Path:
-    """A tiny random Llama with a tokenizer, and a cluster to serve it on."""
+def folder(models: ModelShop) -> Path:
+    """A tiny random Llama with a tokenizer."""
     return models.folder(PLAIN, tokenizer=True)

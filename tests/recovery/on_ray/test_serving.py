@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.calls import Refusal, ids, refused, sampling
 from support.engines import complete, greedy, make_engine
+from support.matrix import only
 from support.server_process import ServerProcess
 from support.waiting import wait_until
 
@@ -38,9 +39,11 @@ def expected(folder: Path) -> list[list[int]]:
         return [list(complete(engine, prompt, greedy(NUM_TOKENS)).token_ids) for prompt in PROMPTS]
 
 
-@pytest.fixture
-def server(folder: Path, ray_address: str, tmp_path: Path) -> Iterator[ServerProcess]:
-    options = ["--model", str(folder), "--tensor-parallel-size", "2", "--ray-address", ray_address]
+@pytest.fixture(params=only(["processes"], ["processes", "ray"]))
+def server(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    options = ["--model", str(folder), "--tensor-parallel-size", "2", "--executor", request.param]
+    if request.param == "ray":
+        options += ["--ray-address", request.getfixturevalue("ray_address")]
     options += ["--dtype", "float32", "--device", "cpu", "--num-device-blocks-override", "256"]
     with ServerProcess(*options, "--max-recoveries", "1", log=tmp_path / "log") as process:
         yield process
