@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import ray
 from support.engines import greedy, make_engine, serve
 from support.gguf_files import write_gguf
-from support.matrix import only
+from support.matrix import matrix
 from support.models import ModelShop
 from support.step_log import StepLog, log_steps
 from support.variants import VARIANTS, Variant
@@ -86,14 +85,6 @@ class TakenOver(Executor):
 
 
 RANKS = ((1, "processes"), (2, "ray"), (4, "processes"))
-IN_MAKE_TEST = (
-    (RANKS[0], "chunked, recompute", FORCED),
-    (RANKS[0], "chunked, swap", STARCODER),
-    (RANKS[2], "whole", "llama"),
-    (RANKS[2], "chunked, recompute", "opt"),
-)
-"""Ranks that are threads serve every family in every mode in tests/oracle/test_families.py, and
-actors get the same messages."""
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +161,7 @@ def generate(
 
 @pytest.mark.parametrize(
     ("ranks", "mode", "family"),
-    only(IN_MAKE_TEST, itertools.product(RANKS, MODES, [*FAMILIES, *OTHERS])),
+    matrix(RANKS, list(MODES), [*FAMILIES, *OTHERS]),
     indirect=["ranks"],
     ids=str,
 )
@@ -202,10 +193,7 @@ def test_greedy(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "family"),
-    only([(RANKS[2], "llama")], itertools.product(RANKS, ["llama", "opt", *OTHERS])),
-    indirect=["ranks"],
-    ids=str,
+    ("ranks", "family"), matrix(RANKS, ["llama", "opt", *OTHERS]), indirect=["ranks"], ids=str
 )
 def test_several_sequences_and_a_beam(
     family: str, ranks: GroupExecutor, family_folders: dict[str, Path], models: ModelShop
@@ -230,7 +218,7 @@ def test_several_sequences_and_a_beam(
     assert log.num_preemptions > 0, "the cache was to be too small"
 
 
-@pytest.mark.parametrize("ranks", only([(RANKS[2],)], [(RANKS[1],), (RANKS[2],)]), indirect=True)
+@pytest.mark.parametrize("ranks", RANKS[1:], indirect=True, ids=str)
 def test_functions_of_the_user(
     ranks: GroupExecutor,
     family_folders: dict[str, Path],
