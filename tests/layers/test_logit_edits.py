@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,18 @@ def test_penalties_on_output_do_not_hold_the_prompt() -> None:
     assert edits.penalties.tokens.ids.shape[1] <= 2
 
 
+def test_words_longer_than_the_sequence_are_not_compared() -> None:
+    batch = _Batch()
+    params = SamplingRules(bad_words_token_ids=[[9, 9, 4], [9, 9, 9, 5], [9, 6]])
+    batch.enter(0, _Sequence(params, [9], 1))
+    batch.enter(1, _Sequence(params, [9, 9], 2))
+    edits = batch.gather([0, 1]).edits
+    logits = torch.zeros(2, VOCAB_SIZE)
+    apply_edits(logits, edits)
+    banned = [row.isneginf().nonzero()[:, 0].tolist() for row in logits]
+    assert banned == [[6], [4, 6]]
+
+
 def test_a_processor_keeps_logits_of_its_own() -> None:
     """The tensor that it gets holds one row, and no later edit changes it."""
     logits_processors.kept.clear()
@@ -187,6 +200,24 @@ def test_a_processor_keeps_logits_of_its_own() -> None:
     sample(logits.clone(), batch.gather([0, 1]))
     assert torch.equal(torch.stack(logits_processors.kept), logits)
     assert all(row.untyped_storage().nbytes() == row.nbytes for row in logits_processors.kept)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("edit", [{"logit_bias": {4: 5.0}}, {"bad_words_token_ids": [[5]]}])
+def test_logprobs_are_of_raw_logits(edit: dict[str, Any], logprobs: int | None) -> None:
+    """Also those of requests that ask for none, which are added up."""
+    batch = _Batch()
+    batch.enter(0, _Sequence(SamplingRules(temperature=0, logprobs=logprobs, **edit), [1], 1))
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 4], logits[0, 5] = 2.0, 3.0
+    sampled = sample(logits.clone(), batch.gather([0]))
+    assert sampled.token_ids.tolist() == [4]
+    exact = torch.log_softmax(logits[0], dim=0)
+    findings = sampled.findings.now()
+    own = findings.chosen_logprobs[0] if logprobs is None else findings.logprobs[0].logprob
+    assert own == pytest.approx(float(exact[4]), abs=1e-6)
+    if logprobs is not None:
+        assert (findings.logprobs[0].rank, findings.logprobs[0].top_token_ids) == (2, [5, 4])
 
 
 def test_bias_is_not_rounded_to_the_models_dtype() -> None:
