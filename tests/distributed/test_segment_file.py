@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,18 +65,15 @@ def test_sweep_removes_what_the_dead_left(dead_pid: int, tmp_path: Path) -> None
 
 def test_sweep_does_not_wait_for_parents(tmp_path: Path) -> None:
     """A killed rank stays a zombie until its parent has read its exit status."""
-    if (pid := os.fork()) == 0:
-        try:
-            SegmentFile("engine", 0, tmp_path)
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
+    program = Path(__file__).with_name("lost_segment.py")
+    process = subprocess.Popen([sys.executable, program, tmp_path])
     try:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         left = list(tmp_path.iterdir())
         assert len(left) == 1
         assert sweep_segments(tmp_path) == left
     finally:
-        os.waitpid(pid, 0)
+        process.wait(10)
 
 
 def test_sweep_spares_what_is_in_use_elsewhere(dead_pid: int, tmp_path: Path) -> None:
