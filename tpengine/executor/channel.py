@@ -303,12 +303,7 @@ class Listener:
 
 
 def connect(
-    address: tuple[str, int],
-    secret: bytes,
-    rank: int,
-    epoch: int,
-    timeout_s: float,
-    index: int = 0,
+    address: tuple[str, int], secret: bytes, rank: int, epoch: int, timeout_s: float, index: int = 0
 ) -> Channel:
     """Connects a rank to its driver. A handshake that fails, as on a busy machine, is repeated.
 

@@ -145,8 +145,7 @@ def _as_words(token_ids: list[int]) -> bytes | list[int]:
 
 
 def decode_plain(
-    data: bytes | bytearray | memoryview,
-    make_object: Callable[[int, bytes], Any] = msgpack.ExtType,
+    data: bytes | bytearray | memoryview, make_object: Callable[[int, bytes], Any] = msgpack.ExtType
 ) -> Any:
     """Arrays as lists, maps as dicts, numbers and text.
 

@@ -17,13 +17,7 @@ from typing import Any, TypeVar
 
 from tpengine import host
 from tpengine.config import EngineConfig, RanksConfig
-from tpengine.errors import (
-    EngineError,
-    GroupLostError,
-    ModelLoadError,
-    RankLoss,
-    is_temporary,
-)
+from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss, is_temporary
 from tpengine.executor.channel import Channel, ChannelError
 from tpengine.executor.codec import decode_call, encode_call
 from tpengine.executor.diagnosis import (

@@ -275,8 +275,7 @@ def _by_row(
     rows: npt.NDArray[np.int64], pending: Pending[list[Answer]]
 ) -> Pending[dict[int, Answer]]:
     return Pending(
-        pending.tensors,
-        lambda arrays: dict(zip(rows.tolist(), pending.read(arrays), strict=True)),
+        pending.tensors, lambda arrays: dict(zip(rows.tolist(), pending.read(arrays), strict=True))
     )
 
 

@@ -16,21 +16,14 @@ from tpengine.layers.activation import GatedActivation
 from tpengine.layers.attention import Attention, SelfAttention
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
-from tpengine.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from tpengine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import QKNorm, RMSNorm
 from tpengine.layers.rotary import build_cos_sin_cache, rope_parameters
 from tpengine.layers.weights import Weights
 from tpengine.models.decoder import MLP, Decoder, DecoderLayer, Norms
 from tpengine.models.registry import require, unsupported
 
-PRE_NORMS = (
-    ("before_attention", "input_layernorm"),
-    ("before_mlp", "post_attention_layernorm"),
-)
+PRE_NORMS = (("before_attention", "input_layernorm"), ("before_mlp", "post_attention_layernorm"))
 
 
 @dataclass(frozen=True)

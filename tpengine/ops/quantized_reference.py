@@ -16,12 +16,7 @@ _TRIED_STEPS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 def pack_groups(
-    packed: Tensor,
-    q: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    bits: int,
-    group_size: int,
+    packed: Tensor, q: Tensor, scales: Tensor, offsets: Tensor | None, bits: int, group_size: int
 ) -> None:
     """Writes a quantised weight in the layout of `ops.quantized_ops.QuantizedWeight`."""
     (outputs, inputs), groups = q.shape, scales.shape[1]

@@ -506,12 +506,7 @@ def layer_norm(
 
 
 def add_layer_norm(
-    out: Tensor,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    out: Tensor, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> None:
     """`residual += x` (rounded to its dtype), then `layer_norm` of it into `out`.
 

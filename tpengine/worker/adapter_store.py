@@ -31,11 +31,7 @@ class AdapterStore:
     """
 
     def __init__(
-        self,
-        layers: AdapterLayers,
-        max_in_host: int,
-        parallel: ParallelState,
-        device: torch.device,
+        self, layers: AdapterLayers, max_in_host: int, parallel: ParallelState, device: torch.device
     ) -> None:
         self.layers = layers
         self._max_in_host = max_in_host

@@ -381,13 +381,7 @@ class Worker:
         model, scheduler = self._require_model(), self._config.scheduler
         try:
             return ModelRunner(
-                self._config,
-                model,
-                cache,
-                self._device,
-                self._parallel,
-                self._gpu,
-                self._adapters,
+                self._config, model, cache, self._device, self._parallel, self._gpu, self._adapters
             )
         except (MemoryError, RuntimeError) as error:
             if is_device_fault(error):

@@ -18,12 +18,7 @@ from tpengine.errors import ConfigError, EngineError, GroupLostError
 from tpengine.executor.diagnosis import RankPlace
 from tpengine.executor.home import Check, EndGroup, Home, StartTimes
 from tpengine.executor.launch.actors import ActorSpare, Agents, RayLauncher
-from tpengine.executor.launch.placement import (
-    Placement,
-    Placer,
-    cluster_nodes,
-    rank_bundle,
-)
+from tpengine.executor.launch.placement import Placement, Placer, cluster_nodes, rank_bundle
 from tpengine.executor.launch.processes import ProcessHome
 from tpengine.executor.launch.ray_calls import RaySilentError, check_answers
 from tpengine.executor.launch.ray_connection import RAY_IS_GONE, RayConnection
