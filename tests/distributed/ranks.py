@@ -165,7 +165,7 @@ def connect_by_any_means(state: Rank, rendezvous: Rendezvous) -> str:
 def hide_shared_memory(state: Rank, blind_rank: int) -> None:
     """Simulates a rank in another container, which does not see the shared memory."""
     if state.rank == blind_rank:
-        collectives_module.find_segment_file = lambda path, token: None
+        collectives_module.shared_memory.find_segment_file = lambda path, token: None
 
 
 def ask_for_too_much(state: Rank, capacity_bytes: int) -> None:
@@ -179,4 +179,4 @@ def refuse_to_map(state: Rank, poor_rank: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     if state.rank == poor_rank:
-        collectives_module.Segment = refuse
+        collectives_module.SharedMemoryCollectives = refuse
