@@ -242,13 +242,13 @@ def test_ledger(
     assert "float32" in worker.init_device()
     worker.load_model()
     sampled: list[SamplingBatch] = []
-    sample = model_runner.sample
+    sample = model_runner.sampler.sample
 
     def note(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         sampled.append(batch)
         return sample(logits, batch)
 
-    monkeypatch.setattr(model_runner, "sample", note)
+    monkeypatch.setattr(model_runner.sampler, "sample", note)
     ledger = worker.profile_num_available_blocks()
     assert sampled
     for batch in sampled:  # the worst step reports as many log probabilities as requests may want

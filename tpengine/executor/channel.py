@@ -194,6 +194,7 @@ def _first_frame(data: bytes | bytearray) -> Frame | None:
     return Frame(_KINDS[kind], number, bytes(memoryview(data)[_HEAD.size : end]))
 
 
+Check = Callable[[], None]
 Invitation = tuple[tuple[str, int], bytes]
 """What a rank needs to connect: (host, port), and the group's secret."""
 
@@ -228,7 +229,7 @@ class Listener:
         self,
         size: int,
         timeout_s: float,
-        check: Callable[[], None] = lambda: None,
+        check: Check = lambda: None,
         per_rank: int = 1,
     ) -> list[Channel]:
         """Waits for `per_rank` channels of each of `size` ranks; refuses peers without the secret.

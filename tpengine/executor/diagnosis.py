@@ -268,9 +268,8 @@ class Diagnosis:
             return self._of_process(failure.waited_for, reason, doing, is_closed=False)
         else:
             cause = f"waited in vain; which rank did not come is unknown ({failure.message})"
-        return self._loss(
-            rank, doing, cause, "\n".join(failure.log_lines), failure.traceback.rstrip()
-        )
+        lines = "\n".join(failure.log_lines)
+        return self._loss(rank, doing, cause, lines, failure.traceback.rstrip())
 
     def unexplained(self, rank: int, failure: Failure, doing: Doing) -> RankLoss:
         """What is known without its node."""

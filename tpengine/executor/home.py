@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from tpengine.errors import EngineError
-from tpengine.executor.channel import Channel
+from tpengine.executor.channel import Channel, Check
 from tpengine.executor.diagnosis import NodeAgents, RankPlace
 from tpengine.executor.spares import Spares
 
@@ -57,7 +57,6 @@ class StartTimes:
         self.appear_s = min(self.appear_s, patience_s)
 
 
-Check = Callable[[], None]
 """Called during everything that may take long; an exception of it ends the wait."""
 EndGroup = Callable[[set[str]], None]
 """Ends what is left of a group, except on these nodes, which do not answer."""

@@ -109,20 +109,16 @@ class Attention:
         heads = qkv.view(num_tokens, -1, self.head_dim)
         q = heads[:, : self.num_heads]
         decodes = metadata.num_decodes
-        table, lengths = metadata.block_table, metadata.seq_lens
+        table, lengths, gpu = metadata.block_table, metadata.seq_lens, metadata.gpu
         if decodes == lengths.shape[0]:
-            self._decode(out_heads, q, kv_cache, table, lengths, metadata.gpu)
+            self._decode(out_heads, q, kv_cache, table, lengths, gpu)
             return out
         if decodes:
             first = slice(decodes)
-            self._decode(
-                out_heads[first], q[first], kv_cache, table[first], lengths[first], metadata.gpu
-            )
+            self._decode(out_heads[first], q[first], kv_cache, table[first], lengths[first], gpu)
         out_chunks, chunk_table = out_heads[decodes:], table[decodes:]
-        if metadata.gpu is not None:
-            attend_chunks(
-                out_chunks, heads[decodes:], kv_cache, chunk_table, metadata.gpu, self.rule
-            )
+        if gpu is not None:
+            attend_chunks(out_chunks, heads[decodes:], kv_cache, chunk_table, gpu, self.rule)
             return out
         (k, v), starts, lengths = kv_cache, metadata.query_start_loc, lengths[decodes:]
         attention_ops.prefill_attention(

@@ -207,15 +207,15 @@ class RowParallelLinear(Linear):
         self,
         weights: Weights,
         name: str,
-        total_in_features: int,
+        total_inputs: int,
         out_features: int,
         bias: bool = False,
     ) -> None:
         self._parallel = parallel = weights.parallel
-        part = _padded_share(parallel, total_in_features)
+        part = _padded_share(parallel, total_inputs)
         super().__init__(weights, part, out_features, bias)
         start, matrix = parallel.tp_rank * part, self.matrix
-        shard = WeightShard(matrix.outline, 1, start, total_in_features, matrix=matrix)
+        shard = WeightShard(matrix.outline, 1, start, total_inputs, matrix=matrix)
         weights.declare(f"{name}.weight", shard)
         if self.bias is not None:
             weights.declare(f"{name}.bias", WeightShard(self.bias))

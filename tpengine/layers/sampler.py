@@ -318,19 +318,16 @@ def token_logprobs(
 
 
 def _best_tokens(
-    scores: torch.Tensor,
-    shares: torch.Tensor,
-    num_candidates: Sequence[int],
-    is_ranked: Sequence[bool],
+    scores: torch.Tensor, shares: torch.Tensor, counts: Sequence[int], is_ranked: Sequence[bool]
 ) -> Pending[list[Candidates]]:
     """The tokens of each row with the highest `scores`, with their log probabilities.
 
     Args:
         scores, shares: float32 `[num_rows, vocab_size]`.
-        num_candidates: how many tokens, by row.
+        counts: how many tokens, by row.
         is_ranked: whether to report the tokens' ranks, by row; this sorts the whole row.
     """
-    best, best_ids = scores.topk(min(max(num_candidates), scores.shape[1]), dim=1)
+    best, best_ids = scores.topk(min(max(counts), scores.shape[1]), dim=1)
     ranked = [i for i, wanted in enumerate(is_ranked) if wanted]
 
     def read(arrays: Sequence[Array]) -> list[Candidates]:
@@ -338,10 +335,10 @@ def _best_tokens(
         ranks = {i: array.tolist() for i, array in zip(ranked, arrays[3:], strict=True)}
         return [
             Candidates(ids[i][:count], values[i][:count], logprobs[i][:count], ranks.get(i, []))
-            for i, count in enumerate(num_candidates)
+            for i, count in enumerate(counts)
         ]
 
-    rows = [_ranks(shares[i], best_ids[i, : num_candidates[i]]) for i in ranked]
+    rows = [_ranks(shares[i], best_ids[i, : counts[i]]) for i in ranked]
     return Pending([best, best_ids, shares.gather(1, best_ids), *rows], read)
 
 

@@ -59,9 +59,7 @@ class _AddsToNormed(DecoderLayer):
         return self.mlp.forward(normed), normed
 
 
-def _layer(
-    config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: Tensor
-) -> DecoderLayer:
+def _layer(config: ModelConfig, weights: Weights, prefix: str, slopes: Tensor) -> DecoderLayer:
     hf = config.hf_config
     size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
     norms = Norms(
@@ -72,7 +70,7 @@ def _layer(
     mlp = PlainMLP(weights, *names, size, 4 * size, "gelu_pytorch_tanh")
     adds_to_normed = hf.get("apply_residual_connection_post_layernorm")
     layer_class = _AddsToNormed if adds_to_normed else DecoderLayer
-    attention = _attention(config, weights, f"{prefix}.self_attention", alibi_slopes)
+    attention = _attention(config, weights, f"{prefix}.self_attention", slopes)
     return layer_class(attention, mlp, norms)
 
 

@@ -91,9 +91,7 @@ class Blueprint(NamedTuple):
     traits: LlamaTraits
 
 
-def _attention(
-    blueprint: Blueprint, layer: int, cos_sin_cache: torch.Tensor | None
-) -> SelfAttention:
+def _attention(blueprint: Blueprint, layer: int, table: torch.Tensor | None) -> SelfAttention:
     config, weights, traits = blueprint
     prefix, size = f"model.layers.{layer}.self_attn", config.hf_config["hidden_size"]
     head_dim, heads, kv_heads = config.head_dim, config.total_num_heads, config.total_num_kv_heads
@@ -106,7 +104,7 @@ def _attention(
         qk_norm = traits.qk_norm(weights, prefix, qkv, eps, traits.centered_norms)
     scale = head_dim**-0.5 if traits.scale is None else traits.scale
     rule = AttentionRule(scale, window=traits.windows[layer], softcap=traits.softcap)
-    attention = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, rule, cos_sin_cache)
+    attention = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, rule, table)
     return SelfAttention(qkv, attention, out, qk_norm)
 
 
@@ -180,10 +178,8 @@ class LlamaForCausalLM(Decoder):
             mlp_bias=bool(config.hf_config.get("mlp_bias")),
         )
 
-    def _layer(
-        self, blueprint: Blueprint, layer: int, cos_sin_cache: torch.Tensor | None
-    ) -> DecoderLayer:
-        attention = _attention(blueprint, layer, cos_sin_cache)
+    def _layer(self, blueprint: Blueprint, layer: int, table: torch.Tensor | None) -> DecoderLayer:
+        attention = _attention(blueprint, layer, table)
         mlp = self.make_mlp(blueprint, layer)
         norms = {
             place: _norm(blueprint, f"model.layers.{layer}.{name}")

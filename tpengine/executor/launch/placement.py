@@ -129,13 +129,8 @@ def order_places(places: Sequence[RankPlace], driver_node_id: str) -> list[int]:
         place = places[index]
         devices = [(0, int(d), "") if d.isdecimal() else (1, 0, d) for d in place.devices]
         address = ipaddress.ip_address(place.address)
-        return (
-            place.node_id != driver_node_id,
-            address.version,
-            int(address),
-            place.node_id,
-            devices,
-        )
+        is_other = place.node_id != driver_node_id
+        return is_other, address.version, int(address), place.node_id, devices
 
     return sorted(range(len(places)), key=key)
 

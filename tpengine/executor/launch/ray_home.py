@@ -15,8 +15,9 @@ import ray
 
 from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, EngineError, GroupLostError
+from tpengine.executor.channel import Check
 from tpengine.executor.diagnosis import RankPlace
-from tpengine.executor.home import Check, EndGroup, Home, StartTimes
+from tpengine.executor.home import EndGroup, Home, StartTimes
 from tpengine.executor.launch.actors import ActorSpare, Agents, RayLauncher
 from tpengine.executor.launch.placement import Placement, Placer, cluster_nodes, rank_bundle
 from tpengine.executor.launch.processes import ProcessHome

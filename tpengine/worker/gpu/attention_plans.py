@@ -9,16 +9,8 @@ import numpy as np
 import torch
 
 from tpengine.config import EngineConfig
+from tpengine.layers import gpu_attention
 from tpengine.layers.attention import Attention
-from tpengine.layers.gpu_attention import (
-    ChunkGroup,
-    Chunks,
-    GpuBatch,
-    PrefillShape,
-    StepPlans,
-    choose_backend,
-    group_rows,
-)
 from tpengine.ops.attention_ops import (
     DecodePlan,
     check_decode_support,
@@ -76,8 +68,10 @@ class GpuAttention:
         heads, kv_heads, head_dim = layers[0].num_heads, layers[0].num_kv_heads, layers[0].head_dim
         rule = layers[0].rule
         has_slopes = rule.slopes is not None
-        shape = PrefillShape(heads, kv_heads, head_dim, dtype, windows, has_slopes, rule.softcap)
-        self.backend = choose_backend(config.kernels.attention_backend, shape, device)
+        shape = gpu_attention.PrefillShape(
+            heads, kv_heads, head_dim, dtype, windows, has_slopes, rule.softcap
+        )
+        self.backend = gpu_attention.choose_backend(config.kernels.attention_backend, shape, device)
         scheduler = config.scheduler
         self._plans: dict[int | None, DecodePlan] = {}  # by window
         self._min_item_tokens = min_item_tokens(head_dim, cache_dtype)
@@ -100,7 +94,7 @@ class GpuAttention:
 
     def batch(
         self, arrays: StepArrays, query_start_loc: torch.Tensor, uploads: Uploads
-    ) -> GpuBatch:
+    ) -> gpu_attention.GpuBatch:
         """Makes what a step needs.
 
         Args:
@@ -109,7 +103,9 @@ class GpuAttention:
         batch = self.decode_batch()
         query_lens = arrays.num_scheduled_tokens[arrays.num_decodes :]
         seq_lens = arrays.seq_lens[arrays.num_decodes :]
-        groups = group_rows(query_lens.tolist(), seq_lens.tolist(), self._max_gathered)
+        groups = gpu_attention.group_rows(
+            query_lens.tolist(), seq_lens.tolist(), self._max_gathered
+        )
         for rows, has_context in groups:
             queries, keys = query_lens[rows], seq_lens[rows]
             first = int(query_lens[: rows.start].sum())
@@ -117,14 +113,14 @@ class GpuAttention:
             query_start = key_start = query_start_loc
             if has_context or len(groups) > 1:
                 query_start, key_start = uploads.send([_running_sum(queries), _running_sum(keys)])
-            chunks = Chunks(queries.tolist(), keys.tolist(), query_start, key_start)
-            batch.groups.append(ChunkGroup(rows, tokens, chunks, has_context))
+            chunks = gpu_attention.Chunks(queries.tolist(), keys.tolist(), query_start, key_start)
+            batch.groups.append(gpu_attention.ChunkGroup(rows, tokens, chunks, has_context))
         return batch
 
-    def decode_batch(self) -> GpuBatch:
+    def decode_batch(self) -> gpu_attention.GpuBatch:
         """Makes what a step without chunks needs."""
-        plans = StepPlans(self._plans, self._min_item_tokens) if self._plans else None
-        return GpuBatch(plans, self.backend, self._gathered)
+        plans = gpu_attention.StepPlans(self._plans, self._min_item_tokens) if self._plans else None
+        return gpu_attention.GpuBatch(plans, self.backend, self._gathered)
 
 
 def _running_sum(lengths: np.ndarray) -> np.ndarray:
