@@ -17,7 +17,7 @@ import torch
 
 from tpengine.distributed import collectives as collectives_module
 from tpengine.distributed.collectives import GlooCollectives, HostCollectives, connect_ranks
-from tpengine.distributed.parallel_state import Collectives, ParallelState
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
 from tpengine.messages import Rendezvous
 
@@ -146,9 +146,8 @@ def connect(state: Rank, kind: str, name: str, rendezvous: Rendezvous) -> None:
     master = state.stores.get(name)
     if "gloo" in kind:
         meeting = Meeting(state.rank, rendezvous, master)
-        group: Collectives = GlooCollectives(meeting, rendezvous.collective_timeout_s)
-        if kind != "gloo":
-            group = HostCollectives(group)
+        kind_of_group = GlooCollectives if kind == "gloo" else HostCollectives
+        group = kind_of_group(meeting, rendezvous.collective_timeout_s)
         state.groups[name] = ParallelState(state.rank, state.size, group)
         return
     state.groups[name], line = connect_ranks(state.rank, rendezvous, torch.device("cpu"), master)

@@ -82,7 +82,7 @@ def _connect_gpus(
                 "ranks share a GPU, which NCCL refuses: they exchange through the host and run "
                 "without CUDA graphs, and both are slow; give each rank its own GPU"
             )
-        return HostCollectives(GlooCollectives(meeting, timeout_s)), "gloo through the host"
+        return HostCollectives(meeting, timeout_s), "gloo through the host"
     return NcclCollectives(meeting, device, timeout_s), "NCCL"
 
 
@@ -218,10 +218,8 @@ class _TorchCollectives:
         """Collects every rank's x, `[size, *x.shape]`."""
         x = x.contiguous()
         parts = x.new_empty(self._size, *x.shape)
-        options = self._options(AllgatherOptions())
-        self._run(
-            operation, x, lambda: self.group._allgather_base(_bytes(parts), _bytes(x), options)
-        )
+        buffers, options = (_bytes(parts), _bytes(x)), self._options(AllgatherOptions())
+        self._run(operation, x, lambda: self.group._allgather_base(*buffers, options))
         return parts
 
     def _options(self, options: _Options) -> _Options:
@@ -265,9 +263,8 @@ class GlooCollectives(_TorchCollectives):
         try:
             device = dist.ProcessGroupGloo.create_device(hostname=meeting.address)
             options._devices = [device]
-            group = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, options
-            )
+            store = dist.PrefixStore("gloo", meeting.store)
+            group = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
         except RuntimeError as error:
             raise RendezvousError(
                 f"rank {meeting.rank} ({meeting.address}, interface "
@@ -285,13 +282,9 @@ class GlooCollectives(_TorchCollectives):
         flat = x.new_zeros(self._size, share)
         flat.view(-1)[: x.numel()] = x.flatten()
         parts = torch.empty_like(flat)
-        self._run(
-            "all_reduce",
-            x,
-            lambda: self.group.alltoall_base(
-                _bytes(parts), _bytes(flat), [], [], dist.AllToAllOptions()
-            ),
-        )
+        received, sent, exchange = _bytes(parts), _bytes(flat), self.group.alltoall_base
+        options = dist.AllToAllOptions()
+        self._run("all_reduce", x, lambda: exchange(received, sent, [], [], options))
         sums = self._gather_parts("all_reduce", _sum(parts).to(x.dtype))
         return sums.view(-1)[: x.numel()].view(x.shape)
 
@@ -346,42 +339,25 @@ class NcclCollectives(_TorchCollectives):
         """Does not wait: the stream keeps the order, and torch returns no handle."""
 
 
-class HostCollectives:
-    """`Collectives` for ranks that share a GPU: tensors are copied to the host and back.
-
-    Args:
-        inner: exchanges tensors on the CPU.
-    """
-
-    can_be_recorded = False
-
-    def __init__(self, inner: Collectives) -> None:
-        self._inner = inner
+class HostCollectives(GlooCollectives):
+    """`Collectives` for ranks that share a GPU: tensors are copied to the host and back."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks."""
-        return self._inner.all_reduce(x.cpu()).to(x.device)
+        return super().all_reduce(x.cpu()).to(x.device)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenation over ranks along the last dimension."""
-        return self._inner.all_gather(x.cpu()).to(x.device)
+        return super().all_gather(x.cpu()).to(x.device)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """Concatenation over ranks at rank 0; elsewhere None."""
-        gathered = self._inner.gather(x.cpu())
+        gathered = super().gather(x.cpu())
         return None if gathered is None else gathered.to(x.device)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's `x`."""
-        return self._inner.broadcast(x.cpu()).to(x.device)
-
-    def abandon(self) -> None:
-        """Tells the other ranks that this rank has left the group."""
-        self._inner.abandon()
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._inner.close()
+        return super().broadcast(x.cpu()).to(x.device)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

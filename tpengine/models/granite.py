@@ -17,10 +17,8 @@ class GraniteForCausalLM(LlamaForCausalLM):
     """`attention_multiplier` takes the place of `head_dim**-0.5`."""
 
     own_fields = (
-        "attention_multiplier",
-        "embedding_multiplier",
-        "logits_scaling",
-        "residual_multiplier",
+        *("attention_multiplier", "embedding_multiplier"),
+        *("logits_scaling", "residual_multiplier"),
     )
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
