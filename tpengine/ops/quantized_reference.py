@@ -140,14 +140,9 @@ def _high_parts(rounded: Tensor, x: Tensor, limits: Tensor) -> Tensor:
 
 
 def quantized_linear(
-    out: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
+    out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, bits: int, group_size: int,
     offsets: int,
-) -> None:
+) -> None:  # fmt: skip
     """See `ops.quantized_ops.quantized_linear`."""
     inputs, outputs = x.shape[1], out.shape[1]
     parts = _unpack_groups(packed, outputs, inputs, bits, group_size, offsets)
@@ -179,15 +174,9 @@ def quantized_linear(
 
 
 def quantized_embedding(
-    out: Tensor,
-    packed: Tensor,
-    token_ids: Tensor,
-    num_embeddings: int,
-    bits: int,
-    group_size: int,
-    offsets: int,
-    scale: float = 1.0,
-) -> None:
+    out: Tensor, packed: Tensor, token_ids: Tensor, num_embeddings: int, bits: int, group_size: int,
+    offsets: int, scale: float = 1.0,
+) -> None:  # fmt: skip
     """See `ops.quantized_ops.quantized_embedding`."""
     inputs = out.shape[1]
     parts = _unpack_groups(packed, num_embeddings, inputs, bits, group_size, offsets)
