@@ -109,6 +109,7 @@ class SharedMemoryCollectives:
 
     Args:
         fd: the fully allocated file; closed here.
+        capacity: bytes of each rank that the segment holds at a time.
 
     Raises:
         OSError: the file cannot be mapped.
@@ -116,12 +117,10 @@ class SharedMemoryCollectives:
 
     can_be_recorded = False
 
-    def __init__(
-        self, fd: int, rank: int, size: int, capacity_bytes: int, timeout_s: float
-    ) -> None:
+    def __init__(self, fd: int, rank: int, size: int, capacity: int, timeout_s: float) -> None:
         assert native.functions is not None
         self._functions = native.functions
-        self._handle = self._functions.tpengine_shm_attach(fd, rank, size, capacity_bytes)
+        self._handle = self._functions.tpengine_shm_attach(fd, rank, size, capacity)
         if not self._handle:
             number = ctypes.get_errno()
             os.close(fd)

@@ -226,11 +226,7 @@ class Listener:
         self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
 
     def accept(
-        self,
-        size: int,
-        timeout_s: float,
-        check: Check = lambda: None,
-        per_rank: int = 1,
+        self, size: int, timeout_s: float, check: Check = lambda: None, per_rank: int = 1
     ) -> list[Channel]:
         """Waits for `per_rank` channels of each of `size` ranks; refuses peers without the secret.
 

@@ -298,16 +298,9 @@ class Diagnosis:
         self, rank: int, doing: Doing, cause: str, last_lines: str = "", stack: str = ""
     ) -> RankLoss:
         place = f"process {rank} that has not told where it is"
-        return RankLoss(
-            rank=rank,
-            place=str(self._places[rank]) if self._places else place,
-            epoch=self._epoch,
-            step=doing.step,
-            phase=doing.phase,
-            cause=cause,
-            last_lines=last_lines,
-            stack=stack,
-        )
+        place = str(self._places[rank]) if self._places else place
+        step, phase = doing.step, doing.phase
+        return RankLoss(rank, place, self._epoch, step, phase, cause, last_lines, stack)
 
     def _text(self, node_id: str, method: str, what: object, timeout_s: float) -> str:
         """A text that explains more. Without it the cause is known all the same."""

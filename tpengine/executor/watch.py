@@ -165,12 +165,7 @@ class Exchange:
         return [answers[rank] for rank in payloads]
 
     def _take_all(
-        self,
-        number: int,
-        count: int,
-        end: float,
-        answers: _Answers,
-        failures: _Failures,
+        self, number: int, count: int, end: float, answers: _Answers, failures: _Failures
     ) -> bool:
         """Takes answers until there are `count`, or the time is over; returns whether the wake-up
         was set."""

@@ -39,6 +39,7 @@ _MAX_ERROR = 0.02
 """Largest accepted relative error. Rounding to bfloat16 gives 4e-3, a wrong mask more than 0.1."""
 
 
+@dataclass(slots=True)
 class StepPlans:
     """The plans of one step. The first layer with a window computes its plan, the others reuse it.
 
@@ -50,12 +51,9 @@ class StepPlans:
         min_tokens: see `ops.attention_ops.min_item_tokens`.
     """
 
-    def __init__(
-        self, memory: Mapping[int | None, attention_ops.DecodePlan], min_tokens: int
-    ) -> None:
-        self._memory = memory
-        self._min_tokens = min_tokens
-        self._made: dict[int | None, attention_ops.DecodePlan] = {}
+    _memory: Mapping[int | None, attention_ops.DecodePlan]
+    _min_tokens: int
+    _made: dict[int | None, attention_ops.DecodePlan] = field(default_factory=dict)
 
     def get(self, seq_lens: Tensor, window: int | None) -> attention_ops.DecodePlan:
         """Returns the plan of a window.

@@ -204,12 +204,7 @@ class RowParallelLinear(Linear):
     """A matrix whose inputs are divided over ranks; the results of all ranks are summed."""
 
     def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        total_inputs: int,
-        out_features: int,
-        bias: bool = False,
+        self, weights: Weights, name: str, total_inputs: int, out_features: int, bias: bool = False
     ) -> None:
         self._parallel = parallel = weights.parallel
         part = _padded_share(parallel, total_inputs)

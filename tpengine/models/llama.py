@@ -114,13 +114,11 @@ class LlamaMLP:
     def __init__(self, blueprint: Blueprint, prefix: str, size: int | None = None) -> None:
         config, weights, traits = blueprint
         hf, bias = config.hf_config, traits.mlp_bias
-        hidden_size, size = hf["hidden_size"], size or hf["intermediate_size"]
+        hidden, size = hf["hidden_size"], size or hf["intermediate_size"]
         names = ["gate_up_proj"] * 2 if traits.fused else ["gate_proj", "up_proj"]
         names = [f"{prefix}.{name}" for name in names]
-        self.gate_up_proj = MergedColumnParallelLinear(
-            weights, names, hidden_size, [size] * 2, bias
-        )
-        self.down_proj = RowParallelLinear(weights, f"{prefix}.down_proj", size, hidden_size, bias)
+        self.gate_up_proj = MergedColumnParallelLinear(weights, names, hidden, [size] * 2, bias)
+        self.down_proj = RowParallelLinear(weights, f"{prefix}.down_proj", size, hidden, bias)
         self.activation = GatedActivation(traits.activation or hf["hidden_act"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

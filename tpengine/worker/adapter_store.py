@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from tpengine.messages import AdapterLoad
 logger = init_logger(__name__)
 
 
+@dataclass(eq=False)
 class AdapterStore:
     """Loads adapters into the slots of a model's layers.
 
@@ -30,14 +32,11 @@ class AdapterStore:
         parallel: ranks load together: an adapter that one of them cannot load is loaded by none.
     """
 
-    def __init__(
-        self, layers: AdapterLayers, max_in_host: int, parallel: ParallelState, device: torch.device
-    ) -> None:
-        self.layers = layers
-        self._max_in_host = max_in_host
-        self._parallel = parallel
-        self._device = device
-        self._in_host: OrderedDict[bytes, HostAdapter] = OrderedDict()
+    layers: AdapterLayers
+    _max_in_host: int
+    _parallel: ParallelState
+    _device: torch.device
+    _in_host: OrderedDict[bytes, HostAdapter] = field(default_factory=OrderedDict)
 
     def load(self, loads: Sequence[AdapterLoad]) -> dict[bytes, str]:
         """Puts adapters into their slots; returns by key why one could not be loaded. Its slot then

@@ -250,11 +250,10 @@ class InputBatch:
         parent, child = fork.parent_slot, fork.child_slot
         num_tokens, num_blocks = self.num_tokens[parent], self._num_blocks[parent]
         self.token_ids[child, :num_tokens] = self.token_ids[parent, :num_tokens]
-        self.num_tokens[child] = num_tokens
-        self.num_computed_tokens[child] = self.num_computed_tokens[parent]
-        self.adapter_slots[child] = self.adapter_slots[parent]
         self.block_table[child, :num_blocks] = self.block_table[parent, :num_blocks]
-        self._num_blocks[child] = num_blocks
+        columns = self.num_tokens, self.num_computed_tokens, self.adapter_slots, self._num_blocks
+        for column in columns:
+            column[child] = column[parent]
         seed = self._seeds[child] = self._seeds[parent]
         self.sampling.fork(parent, child, noise_keys(seed, fork.index))
 

@@ -123,9 +123,7 @@ class SamplingSlots:
         else:
             self._counts.clear(slot)
 
-    def append(
-        self, slots: Int64, sampled: Int64, token_ids: Int32, num_tokens: Int32 | Int64
-    ) -> None:
+    def append(self, slots: Int64, sampled: Int64, token_ids: Int32, num_tokens: Int32) -> None:
         """Counts a token that was sampled for each of `slots`.
 
         Args:
@@ -198,7 +196,7 @@ class SamplingSlots:
         edits.masks = self.grammars.begin_masks(slots, positions, token_ids)
         edits.penalties = self._penalties(slots)
         if self._processors:
-            edits.processors = self._processor_calls(slots, positions, token_ids)
+            edits.processors = self._calls(slots, positions, token_ids)
         return None if edits.is_empty else edits
 
     def _penalties(self, slots: Int64) -> Penalties | None:
@@ -214,9 +212,7 @@ class SamplingSlots:
             presence=upload(self.presence_penalty[penalised], self._device),
         )
 
-    def _processor_calls(
-        self, slots: Int64, positions: Int32, token_ids: Int32
-    ) -> list[ProcessorCall]:
+    def _calls(self, slots: Int64, positions: Int32, token_ids: Int32) -> list[ProcessorCall]:
         calls = []
         for row, slot in enumerate(slots.tolist()):
             processors = self._processors.get(slot)
