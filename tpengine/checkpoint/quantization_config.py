@@ -84,9 +84,7 @@ def read_scheme(hf_config: Mapping[str, Any], folder: str) -> QuantizationScheme
     return _Reader(section, folder).read()
 
 
-def chosen_quantization(
-    chosen: str | None, hf_config: Mapping[str, Any], folder: str
-) -> str | None:
+def chosen_quantization(chosen: str | None, hf: Mapping[str, Any], folder: str) -> str | None:
     """Returns the quantization that the engine does. Of a file that is quantised its name may be
     given, which changes nothing.
 
@@ -95,7 +93,7 @@ def chosen_quantization(
     """
     if chosen not in FILE_FORMS:
         return chosen
-    form = (hf_config.get("quantization_config") or {}).get("quant_method")
+    form = (hf.get("quantization_config") or {}).get("quant_method")
     form = "gguf" if is_gguf(Path(folder)) else form
     if FILE_FORMS[chosen] != form:
         raise ConfigError(

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from tpengine.errors import CollectiveError, SharedMemoryError
 from tpengine.host import SHM_FOLDER, lock_bytes, segment_name, sweep_segments
@@ -67,9 +67,8 @@ class SegmentFile:
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:
-            raise SharedMemoryError(
-                describe_lack(num_ranks, size, self.path.parent, error)
-            ) from error
+            lack = describe_lack(num_ranks, size, self.path.parent, error)
+            raise SharedMemoryError(lack) from error
 
     def remove(self) -> None:
         """Removes the name; the memory stays until the last process unmaps it."""
@@ -132,26 +131,26 @@ class SharedMemoryCollectives:
         # `abandon` must not wait for the operation that it ends.
         self._in_use, self._unmapping = threading.Lock(), threading.Lock()
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks in rank order and in float32, in place if `x` is contiguous."""
         x = x.contiguous()
         place = x.data_ptr(), x.numel(), native.DTYPES[x.dtype]
         self._run("all_reduce", x, self._functions.tpengine_shm_all_reduce, *place)
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Concatenation over ranks along the last dimension."""
         out = self._gathered(x)
         self._gather("all_gather", x, out, -1)
         return out
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+    def gather(self, x: Tensor) -> Tensor | None:
         """Concatenation over ranks along the last dimension at rank 0; elsewhere None."""
         out = self._gathered(x) if self._rank == 0 else None
         self._gather("gather", x, out, 0)
         return out
 
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's `x`, in place if `x` is contiguous."""
         x = x.contiguous()
         self._run("broadcast", x, self._functions.tpengine_shm_broadcast, x.data_ptr(), x.nbytes, 0)
@@ -172,10 +171,10 @@ class SharedMemoryCollectives:
             handle, self._handle = self._handle, None
             self._functions.tpengine_shm_detach(handle)
 
-    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, x: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:-1], x.shape[-1] * self._size)
 
-    def _gather(self, operation: str, x: torch.Tensor, out: torch.Tensor | None, root: int) -> None:
+    def _gather(self, operation: str, x: Tensor, out: Tensor | None, root: int) -> None:
         """Concatenates x of all ranks into `out` at rank `root`; -1: at every rank."""
         x = x.contiguous()
         row_bytes = x.shape[-1] * x.element_size()
@@ -185,7 +184,7 @@ class SharedMemoryCollectives:
         self._run(operation, x, self._functions.tpengine_shm_gather, *place)
 
     def _run(
-        self, operation: str, x: torch.Tensor, function: Callable[..., int], *place: int | None
+        self, operation: str, x: Tensor, function: Callable[..., int], *place: int | None
     ) -> None:
         with self._in_use:
             status = function(self._handle, *place, self._timeout_ns)

@@ -58,6 +58,7 @@ class StartTimes:
 
 
 """Called during everything that may take long; an exception of it ends the wait."""
+Places = Sequence[RankPlace]
 EndGroup = Callable[[set[str]], None]
 """Ends what is left of a group, except on these nodes, which do not answer."""
 Started = tuple[RankPlace, Sequence[Channel]]
@@ -114,9 +115,7 @@ class Home:
             PlacementError: there is no room.
         """
 
-    def replace(
-        self, lost: Sequence[RankPlace], end: EndGroup, times: StartTimes, check: Check
-    ) -> None:
+    def replace(self, lost: Places, end: EndGroup, times: StartTimes, check: Check) -> None:
         """Makes sure of places for the next group.
 
         Args:

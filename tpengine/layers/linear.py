@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
@@ -29,7 +29,7 @@ _PADDED_SHARE = 16
 class Additions(Protocol):
     """What `layers.lora` adds to the output of a layer."""
 
-    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def add(self, out: Tensor, x: Tensor) -> None:
         """Adds to the layer's output for x, in place."""
 
 
@@ -48,7 +48,7 @@ class Linear:
     def __init__(
         self, weights: Weights, in_features: int, out_features: int, bias: bool = False
     ) -> None:
-        self.weight: torch.Tensor | None = None
+        self.weight: Tensor | None = None
         self.bias = weights.empty(out_features) if bias else None
         self.out_features = out_features
         self._form: LinearForm | None = None
@@ -57,7 +57,7 @@ class Linear:
         rounded = self._rounded_format(weights, in_features)
         self.matrix = Matrix(weights, out_features, in_features, take, rounded, self.may_be_stored)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
         if self._form is None:
             out = F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
@@ -68,10 +68,10 @@ class Linear:
             self.adapters.add(out, x)
         return out
 
-    def _take(self, weights: Weights, loaded: torch.Tensor | LinearForm) -> None:
+    def _take(self, weights: Weights, loaded: Tensor | LinearForm) -> None:
         """Takes the weight when it is read, in the form that is fastest on this device."""
         del self.matrix  # it refers to this layer
-        if isinstance(loaded, torch.Tensor):
+        if isinstance(loaded, Tensor):
             self._form = packed_form(loaded, weights)
             self.weight = loaded if self._form is None else None
         else:
@@ -216,11 +216,11 @@ class RowParallelLinear(Linear):
             weights.declare(f"{name}.bias", WeightShard(self.bias))
             weights.after_loading(self._keep_bias_on_first_rank)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, in_features]` (this rank's) to `[num_tokens, out_features]` (all)."""
         return self._parallel.all_reduce(self.partial_forward(x))
 
-    def partial_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def partial_forward(self, x: Tensor) -> Tensor:
         """This rank's part of `forward`, for sums that the caller completes over ranks."""
         return super().forward(x)
 

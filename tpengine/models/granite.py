@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.weights import Weights
@@ -37,7 +37,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
             residual_scale=_factor(config, "residual_multiplier"),
         )
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Decoder.compute_logits`."""
         return super().compute_logits(hidden).div_(self.logits_scaling)
 

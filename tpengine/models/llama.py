@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.activation import GatedActivation
@@ -65,7 +65,7 @@ class LlamaTraits:
 
 def rotary_table(
     config: ModelConfig, weights: Weights, hf_config: Mapping[str, Any], partial: bool = False
-) -> torch.Tensor:
+) -> Tensor:
     """Computes the cosines and sines of rotary fields.
 
     Args:
@@ -91,7 +91,7 @@ class Blueprint(NamedTuple):
     traits: LlamaTraits
 
 
-def _attention(blueprint: Blueprint, layer: int, table: torch.Tensor | None) -> SelfAttention:
+def _attention(blueprint: Blueprint, layer: int, table: Tensor | None) -> SelfAttention:
     config, weights, traits = blueprint
     prefix, size = f"model.layers.{layer}.self_attn", config.hf_config["hidden_size"]
     head_dim, heads, kv_heads = config.head_dim, config.total_num_heads, config.total_num_kv_heads
@@ -121,11 +121,11 @@ class LlamaMLP:
         self.down_proj = RowParallelLinear(weights, f"{prefix}.down_proj", size, hidden, bias)
         self.activation = GatedActivation(traits.activation or hf["hidden_act"])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, hidden_size]` to the same shape."""
         return self.down_proj.forward(self.activation.forward(self.gate_up_proj.forward(x)))
 
-    def partial_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def partial_forward(self, x: Tensor) -> Tensor:
         """This rank's part of `forward`; the caller sums over ranks."""
         return self.down_proj.partial_forward(self.activation.forward(self.gate_up_proj.forward(x)))
 
@@ -176,7 +176,7 @@ class LlamaForCausalLM(Decoder):
             mlp_bias=bool(config.hf_config.get("mlp_bias")),
         )
 
-    def _layer(self, blueprint: Blueprint, layer: int, table: torch.Tensor | None) -> DecoderLayer:
+    def _layer(self, blueprint: Blueprint, layer: int, table: Tensor | None) -> DecoderLayer:
         attention = _attention(blueprint, layer, table)
         mlp = self.make_mlp(blueprint, layer)
         norms = {
@@ -191,7 +191,7 @@ class LlamaForCausalLM(Decoder):
         return LlamaMLP(blueprint, f"model.layers.{layer}.mlp")
 
     @classmethod
-    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[torch.Tensor | None]:
+    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[Tensor | None]:
         """Returns each layer's table of cosines and sines, None for a layer that does not rotate;
         here one table for all layers."""
         config, weights, traits = blueprint

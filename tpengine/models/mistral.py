@@ -5,7 +5,7 @@ Mistral with experts in place of each MLP.
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.moe import Experts, ExpertTraits
@@ -51,7 +51,7 @@ class ExpertMLP:
         self._parallel = blueprint.weights.parallel
         self.experts = Experts(blueprint.weights, prefix, traits)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, hidden_size]` to the same shape."""
         return self._parallel.all_reduce(self.experts.forward(x))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.moe import ExpertTraits, Router
@@ -57,7 +57,7 @@ class SharedExpertMLP(ExpertMLP):
         gate = f"{prefix}.shared_expert_gate"
         self.shared_expert_gate = Router(blueprint.weights, gate, traits.hidden_size, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """See `ExpertMLP.forward`."""
         out = self.experts.forward(x)
         add_gated(out, self.shared_expert.partial_forward(x), self.shared_expert_gate.forward(x))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ARCHITECTURES, ModelConfig
 from tpengine.errors import ConfigError
@@ -63,11 +63,11 @@ class CausalLM(Protocol):
     recordable: bool
 
     def forward(
-        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
         """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
 
 

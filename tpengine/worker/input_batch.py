@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.device_values import Int32, Int64
@@ -180,7 +180,7 @@ class InputBatch:
         kept = np.take_along_axis(table, first, axis=1)
         return np.where(np.arange(table.shape[1]) < first, kept, table)
 
-    def last_positions(self, step: StepInput) -> torch.Tensor | None:
+    def last_positions(self, step: StepInput) -> Tensor | None:
         """Returns the index of each sampled row's last token among the step's tokens, int64; None:
         every token is one, in order. If no row is sampled it returns one token, whose hidden state
         is not read: layers over no rows at all would be a special case in every op."""
@@ -264,7 +264,7 @@ class InputBatch:
         self._num_blocks[slot] = last
 
 
-def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[torch.Tensor, AttentionMetadata]:
+def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[Tensor, AttentionMetadata]:
     """Sends a step's arrays to the device; returns token ids, int32 `[num_tokens]`, and metadata
     without its `gpu` part."""
     token_ids, positions, slots, table, seq_lens, starts = uploads.send(_device_arrays(arrays))

@@ -119,11 +119,9 @@ class Worker:
             ConfigError, NativeLibraryError: see `GpuAttention`.
         """
         with torch.inference_mode():
-            model = self._config.model
-            as_stored = device.keeps_stored(model.dtype, model.quantization, self._device.type)
-            weights = Weights(
-                self._dtype, self._device, self._parallel, model.quantization, as_stored
-            )
+            model, rounding = self._config.model, self._config.model.quantization
+            as_stored = device.keeps_stored(model.dtype, rounding, self._device.type)
+            weights = Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
             self._model = load_model(model, weights, lambda made: self._check(made, weights))
         self._weights_bytes, self._weights_form = weights.num_bytes, weights.form
         self._looked_up_bytes = weights.looked_up_bytes

@@ -103,9 +103,8 @@ class GpuAttention:
         batch = self.decode_batch()
         query_lens = arrays.num_scheduled_tokens[arrays.num_decodes :]
         seq_lens = arrays.seq_lens[arrays.num_decodes :]
-        groups = gpu_attention.group_rows(
-            query_lens.tolist(), seq_lens.tolist(), self._max_gathered
-        )
+        lengths = query_lens.tolist(), seq_lens.tolist()
+        groups = gpu_attention.group_rows(*lengths, self._max_gathered)
         for rows, has_context in groups:
             queries, keys = query_lens[rows], seq_lens[rows]
             first = int(query_lens[: rows.start].sum())
