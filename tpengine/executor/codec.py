@@ -33,27 +33,22 @@ _TEXT_ERRORS = "surrogatepass"
 """Paths that are no UTF-8 have lone surrogates, as Python reads them; errors quote such paths."""
 _MAX_ITEMS = 1 << 27
 """Bound of a decoded array or map; the channel bounds the bytes."""
+_UNPACKING: dict[str, Any] = {
+    "strict_map_key": False, "max_array_len": _MAX_ITEMS, "max_map_len": _MAX_ITEMS,
+    "unicode_errors": _TEXT_ERRORS,
+}  # fmt: skip
 _FIRST_ROWS = list(range(1024))
 _GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
     kind: attrgetter(*(field.name for field in dataclasses.fields(kind)))
-    for kind in vars(messages).values()
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-}
-
-
-def _fields(value: Any) -> list[Any]:
-    return [getattr(value, field.name) for field in dataclasses.fields(value)]
-
-
-_ARGS: dict[type[Any], Callable[[Any], list[Any]]] = {
-    kind: _fields
     for kind in (*vars(config).values(), *vars(messages).values())
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-} | {
-    tuple: lambda value: [list(value)],
-    frozenset: lambda value: [list(value)],
-    ModelFields: lambda value: [dict(value)],
-    Vocabulary: lambda value: list(value.__reduce__()[1]),
+}
+"""How the fields of an object are read. None of these classes has fewer than two."""
+_ARGS = _GETTERS | {
+    tuple: lambda value: (list(value),),
+    frozenset: lambda value: (list(value),),
+    ModelFields: lambda value: (dict(value),),
+    Vocabulary: lambda value: value.__reduce__()[1],
 }
 """Classes whose objects may travel in calls, and the arguments that make an equal object."""
 _BY_PLACE = {
@@ -146,14 +141,7 @@ def decode_plain(
         EngineError: the bytes are no message.
     """
     try:
-        return msgpack.unpackb(
-            data,
-            strict_map_key=False,
-            max_array_len=_MAX_ITEMS,
-            max_map_len=_MAX_ITEMS,
-            ext_hook=make_object,
-            unicode_errors=_TEXT_ERRORS,
-        )
+        return msgpack.unpackb(data, ext_hook=make_object, **_UNPACKING)
     except (ValueError, msgpack.UnpackException) as error:
         raise EngineError(f"a message between driver and rank cannot be decoded: {error}") from None
 
@@ -256,7 +244,7 @@ def _plain_object(value: Any) -> Any:
         return value.item()
     if kind not in _ARGS:
         raise TypeError(f"{kind.__name__} is no plain data and cannot be sent to a rank")
-    return msgpack.ExtType(0, encode_call([kind.__name__, _ARGS[kind](value)]))
+    return msgpack.ExtType(0, encode_call([kind.__name__, list(_ARGS[kind](value))]))
 
 
 def decode_call(data: bytes) -> Any:

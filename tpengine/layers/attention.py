@@ -143,15 +143,10 @@ class Attention:
 
     def _write_kv(self, qkv: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
         if self.cos_sin_cache is not None:
+            rotated = metadata.positions, qkv, self.cos_sin_cache
+            num_heads = self.num_heads, self.num_kv_heads
             cache_ops.rotary_write_kv_cache(
-                metadata.positions,
-                qkv,
-                self.cos_sin_cache,
-                metadata.slot_mapping,
-                *kv_cache,
-                self.num_heads,
-                self.num_kv_heads,
-                is_neox=True,
+                *rotated, metadata.slot_mapping, *kv_cache, *num_heads, is_neox=True
             )
             return
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)

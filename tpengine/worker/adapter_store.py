@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,7 +44,11 @@ class AdapterStore:
         if not loads:
             return {}
         problems: dict[bytes, str] = {}
-        with _one_thread():
+        # An adapter has hundreds of matrices, which are so small that torch would wait longer for
+        # its other threads than it computes.
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
             for adapter in loads:
                 try:
                     self.layers.fill(adapter.slot, self._find(adapter))
@@ -75,18 +79,6 @@ class AdapterStore:
         if len(self._in_host) > self._max_in_host:
             self._in_host.popitem(last=False)
         return part
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Within the block torch's ops use one thread. An adapter has hundreds of matrices, which are
-    so small that torch would wait longer for its other threads than it computes."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def group_rows(slots: Int32, num_tokens: Int32) -> tuple[Int32, Int32] | None:

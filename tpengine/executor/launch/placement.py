@@ -310,12 +310,9 @@ class Placer:
                 f"{advice}lower tensor_parallel_size, or add machines"
             )
         selector = {_NODE_LABEL: f"!in({', '.join(sorted(excluded))})"}
-        make = partial(
-            placement_group,
-            [dict(self.bundle)] * self.size,
-            strategy=strategy,
-            bundle_label_selector=[selector] * self.size if excluded else None,
-        )
+        selectors = [selector] * self.size if excluded else None
+        options = {"strategy": strategy, "bundle_label_selector": selectors}
+        make = partial(placement_group, [dict(self.bundle)] * self.size, **options)
         group = bounded(make, "a placement group", remove_placement_group)
         try:
             self._wait(group)

@@ -112,7 +112,7 @@ class TransformersForCausalLM:
         self, current: Probe | Step, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         with running(current):
-            output = self._base(**_accepted(self._base, _inputs(token_ids, positions)))
+            output = self._base(**_inputs(self._base, token_ids, positions))
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -129,7 +129,7 @@ class TransformersForCausalLM:
         together, alone = Probe(), Probe()
         with _explained(), running(alone):
             unplaced = self._root(input_ids=ids.unsqueeze(0)).logits
-            placed = self._root(**_accepted(self._root, _inputs(ids, from_zero))).logits
+            placed = self._root(**_inputs(self._root, ids, from_zero)).logits
             expected = self._find_base(together, ids, positions)
             hidden = self._hidden(alone, ids[-1:], positions[-1:])
             actual = self.compute_logits(hidden)[-1:]
@@ -159,7 +159,7 @@ class TransformersForCausalLM:
         hooks = [m.register_forward_hook(note(name)) for name, m in root.named_modules() if name]
         try:
             with running(probe):
-                logits: torch.Tensor = root(**_accepted(root, _inputs(ids, positions))).logits
+                logits: torch.Tensor = root(**_inputs(root, ids, positions)).logits
         finally:
             for hook in hooks:
                 hook.remove()
@@ -172,14 +172,10 @@ class TransformersForCausalLM:
         return logits[0, -1:]
 
 
-def _inputs(token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-    """Arguments of transformers for one row of tokens."""
+def _inputs(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+    """The arguments of a call, of those that the module's `forward` takes."""
     ids, places = token_ids.long().unsqueeze(0), positions.long().unsqueeze(0)
-    return {"input_ids": ids, "position_ids": places, "use_cache": False}
-
-
-def _accepted(module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that a module's `forward` takes."""
+    wanted = {"input_ids": ids, "position_ids": places, "use_cache": False}
     parameters = inspect.signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return wanted

@@ -145,12 +145,11 @@ class DecodeGraphs:
         start = time.perf_counter()
         for size in tqdm(self.sizes[::-1], desc="CUDA graphs", unit="graph", leave=False):
             self._record(size)
-        logger.info(
+        text, seconds = (
             "CUDA graphs of %d batch sizes up to %d recorded in %.1f s",
-            len(self.sizes),
-            self.max_rows,
-            time.perf_counter() - start,
+            time.perf_counter(),
         )
+        logger.info(text, len(self.sizes), self.max_rows, seconds - start)
 
     def estimate_bytes(self) -> int:
         """Records the largest two graphs and returns the memory that all will take: each of the
