@@ -59,11 +59,6 @@ class LoRASlots:
         """The highest rank of a slot."""
         return self.a.shape[2] * lora_reference.LORA_TILE
 
-    @property
-    def nbytes(self) -> int:
-        """What the slots take."""
-        return self.a.nbytes + self.b.nbytes + self.ranks.nbytes + self.first_outputs.nbytes
-
 
 def make_slots(
     num_slots: int, max_rank: int, in_features: int, part_sizes: Sequence[int], dtype: torch.dtype,

@@ -79,18 +79,14 @@ def explain_infeasible(
 ) -> str | None:
     """Why the ranks do not fit on the nodes even if these are idle; None if they fit."""
     rooms = [_times(node.resources, bundle) for node in nodes]
-    if strategy == "STRICT_PACK":
-        if max(rooms, default=0) >= size:
-            return None
-        reason = f"no single node has room for {size}"
-    elif strategy == "STRICT_SPREAD":
-        if sum(room > 0 for room in rooms) >= size:
-            return None
-        reason = f"there is room for one on only {counted(sum(map(bool, rooms)), 'node')}"
-    elif sum(rooms) >= size:
+    num_nodes = sum(map(bool, rooms))
+    strict = {
+        "STRICT_PACK": (max(rooms, default=0), f"no single node has room for {size}"),
+        "STRICT_SPREAD": (num_nodes, f"there is room for one on only {counted(num_nodes, 'node')}"),
+    }
+    room, reason = strict.get(strategy, (sum(rooms), f"there is room for {sum(rooms)}"))
+    if room >= size:
         return None
-    else:
-        reason = f"there is room for {sum(rooms)}"
     has = "; ".join(f"{node.address}: {describe(node.resources)}" for node in nodes)
     return (
         f"wanted {size} x {describe(bundle)} ({strategy}), but {reason} even when the cluster is "

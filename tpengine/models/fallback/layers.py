@@ -26,13 +26,9 @@ from tpengine.layers.linear import (
 from tpengine.layers.weights import Weights, WeightShard
 
 _STYLES = {
-    "colwise": "colwise",
-    "rowwise": "rowwise",
-    "colwise_gather_output": "gather",
-    "colwise_rep": "gather",
-    "rowwise_split_input": "split",
-    "rowwise_rep": "split",
-}
+    "colwise": "colwise", "colwise_gather_output": "gather", "colwise_rep": "gather",
+    "rowwise": "rowwise", "rowwise_split_input": "split", "rowwise_rep": "split",
+}  # fmt: skip
 """Styles of a `base_model_tp_plan` that our linear layers have, by the names of transformers 4 and
 5. gather: each rank gets the outputs of all; split: each rank gets the whole input."""
 _REPLICATED_STYLES = {"replicated", "replicated_with_grad_allreduce", "replicate"}

@@ -145,11 +145,8 @@ class DecodeGraphs:
         start = time.perf_counter()
         for size in tqdm(self.sizes[::-1], desc="CUDA graphs", unit="graph", leave=False):
             self._record(size)
-        text, seconds = (
-            "CUDA graphs of %d batch sizes up to %d recorded in %.1f s",
-            time.perf_counter(),
-        )
-        logger.info(text, len(self.sizes), self.max_rows, seconds - start)
+        text = "CUDA graphs of %d batch sizes up to %d recorded in %.1f s"
+        logger.info(text, len(self.sizes), self.max_rows, time.perf_counter() - start)
 
     def estimate_bytes(self) -> int:
         """Records the largest two graphs and returns the memory that all will take: each of the
