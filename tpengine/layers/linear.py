@@ -16,6 +16,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpengine.config import ModelConfig
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
 from tpengine.layers.matrix import Matrix
@@ -123,16 +124,10 @@ class QKVParallelLinear(Linear):
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        names: Sequence[str],
-        hidden_size: int,
-        total_num_heads: int,
-        total_num_kv_heads: int,
-        head_dim: int,
-        bias: bool = False,
+        self, weights: Weights, names: Sequence[str], config: ModelConfig, bias: bool = False
     ) -> None:
-        parallel = weights.parallel
+        parallel, head_dim = weights.parallel, config.head_dim
+        total_num_heads, total_num_kv_heads = config.total_num_heads, config.total_num_kv_heads
         self.head_dim = head_dim
         self.num_heads = parallel.divide(total_num_heads, "attention heads")
         if total_num_kv_heads >= parallel.tp_size:
@@ -147,7 +142,7 @@ class QKVParallelLinear(Linear):
             self.num_kv_heads = 1
             first_kv_head = parallel.tp_rank * total_num_kv_heads // parallel.tp_size
         q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
-        super().__init__(weights, hidden_size, q_size + 2 * kv_size, bias)
+        super().__init__(weights, config.hidden_size, q_size + 2 * kv_size, bias)
         kv_part = kv_size, first_kv_head * head_dim, total_num_kv_heads * head_dim
         q_part = q_size, parallel.tp_rank * q_size, total_num_heads * head_dim
         self.parts = q_part, kv_part, kv_part
@@ -165,19 +160,12 @@ class InterleavedQKVParallelLinear(Linear):
         num_heads: of this rank.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        hidden_size: int,
-        total_num_heads: int,
-        head_dim: int,
-        bias: bool = False,
-    ) -> None:
-        parallel = weights.parallel
+    def __init__(self, weights: Weights, name: str, config: ModelConfig, bias: bool) -> None:
+        parallel, head_dim = weights.parallel, config.head_dim
+        total_num_heads = config.total_num_heads
         self.num_heads = num_heads = parallel.divide(total_num_heads, "attention heads")
         rows, total_rows = 3 * num_heads * head_dim, 3 * total_num_heads * head_dim
-        super().__init__(weights, hidden_size, rows, bias)
+        super().__init__(weights, config.hidden_size, rows, bias)
         start = parallel.tp_rank * rows
         split = (num_heads, 3, head_dim)
         matrix = self.matrix

@@ -39,8 +39,7 @@ def rank_alibi_slopes(weights: Weights, total_num_heads: int) -> Tensor:
 
 def _attention(config: ModelConfig, weights: Weights, prefix: str, slopes: Tensor) -> SelfAttention:
     hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
-    sizes = hidden_size, config.total_num_heads, head_dim
-    qkv = InterleavedQKVParallelLinear(weights, f"{prefix}.query_key_value", *sizes, bias=True)
+    qkv = InterleavedQKVParallelLinear(weights, f"{prefix}.query_key_value", config, bias=True)
     out = RowParallelLinear(weights, f"{prefix}.dense", hidden_size, hidden_size, bias=True)
     heads = qkv.num_heads
     rule = AttentionRule(head_dim**-0.5, slopes)
