@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +36,7 @@ class Case:
         return form.bits, form.group_size, form.offsets
 
 
-def pack_groups(
-    q: Tensor, scales: Tensor, offsets: Tensor | None, form: QuantizedFormat
-) -> GpuQuantizedWeight:
+def pack_groups(q: Tensor, scales: Tensor, offsets: Any, form: QuantizedFormat) -> Any:
     """Packs a weight that is quantised already."""
     packed = q.new_empty(packed_bytes(*q.shape, form.bits, form.group_size, form.offsets))
     pack_panels(packed, 0, len(q), q, scales, offsets, form.bits)

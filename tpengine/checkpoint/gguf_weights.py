@@ -62,16 +62,14 @@ def read_tensors(path: str, wanted: Iterable[str]) -> Iterator[tuple[str, str, G
             if gguf_name is not None and gguf_name in file.tensors:
                 unread.discard(gguf_name)
                 number = None if expert is None else int(expert[1])
-                source = _source(file, architecture, gguf_name, number)
+                source = _open(file, architecture, gguf_name, number)
                 yield file.tensors[gguf_name].file.name, name, source
                 break
     for name in sorted(unread):
         yield file.tensors[name].file.name, name, GGUFTensor(file.tensors[name])
 
 
-def _source(
-    file: GGUFFile, architecture: Architecture, name: str, expert: int | None
-) -> GGUFTensor:
+def _open(file: GGUFFile, architecture: Architecture, name: str, expert: int | None) -> GGUFTensor:
     """Returns the tensor `name` of the file with the changes of its converter undone."""
     entry, prefix = file.tensors[name], file.metadata["general.architecture"]
     if name.endswith(_ONE_ROW) and len(entry.shape) == 1:

@@ -196,9 +196,8 @@ class PooledBlocks:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks within the cache, after the swaps of the same step."""
         self.caches.wait()
-        cache_ops.copy_cache_blocks(
-            self._pool, upload(np.array(pairs, np.int64), self._pool.device)
-        )
+        sources_and_targets = upload(np.array(pairs, np.int64), self._pool.device)
+        cache_ops.copy_cache_blocks(self._pool, sources_and_targets)
 
 
 def staged_blocks(block_bytes: int, num_host_blocks: int) -> int:

@@ -11,12 +11,7 @@ import torch
 from tpengine.config import EngineConfig
 from tpengine.layers import gpu_attention
 from tpengine.layers.attention import Attention
-from tpengine.ops.attention_ops import (
-    DecodePlan,
-    check_decode_support,
-    make_decode_plan,
-    min_item_tokens,
-)
+from tpengine.ops import attention_ops
 from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.transfers import Uploads
@@ -38,7 +33,7 @@ def check_attention(
     if config.device == "cuda":
         head_dim, block_size = next(attention_layers(model)).head_dim, config.cache.block_size
         capability = torch.cuda.get_device_capability()
-        check_decode_support(head_dim, dtype, cache_dtype, block_size, capability)
+        attention_ops.check_decode_support(head_dim, dtype, cache_dtype, block_size, capability)
 
 
 class GpuAttention:
@@ -73,12 +68,14 @@ class GpuAttention:
         )
         self.backend = gpu_attention.choose_backend(config.kernels.attention_backend, shape, device)
         scheduler = config.scheduler
-        self._plans: dict[int | None, DecodePlan] = {}  # by window
-        self._min_item_tokens = min_item_tokens(head_dim, cache_dtype)
+        self._plans: dict[int | None, attention_ops.DecodePlan] = {}  # by window
+        self._min_item_tokens = attention_ops.min_item_tokens(head_dim, cache_dtype)
         if device.type == "cuda" and has_cuda_kernels():
             rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
             self._plans = {
-                window: make_decode_plan(device, rows, heads, kv_heads, head_dim, cache_dtype)
+                window: attention_ops.make_decode_plan(
+                    device, rows, heads, kv_heads, head_dim, cache_dtype
+                )
                 for window in windows
             }
         longest = scheduler.max_model_len
