@@ -145,8 +145,8 @@ def open_store(state: Rank, name: str) -> int:
 def connect(state: Rank, kind: str, name: str, rendezvous: Rendezvous) -> None:
     master = state.stores.get(name)
     if "gloo" in kind:
-        meeting = Meeting(state.rank, rendezvous, master)
         kind_of_group = GlooCollectives if kind == "gloo" else HostCollectives
+        meeting = Meeting(state.rank, rendezvous, master)
         group = kind_of_group(meeting, rendezvous.collective_timeout_s)
         state.groups[name] = ParallelState(state.rank, state.size, group)
         return

@@ -187,11 +187,10 @@ def test_peak_memory_counts_what_was_freed_again() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_block_bytes_are_what_is_allocated(dtype: torch.dtype) -> None:
     shape = CacheShape(CPU, dtype, 16, num_layers=3, num_kv_heads=2, head_dim=80)
-    cache = CacheEngine(shape, 6)
-    allocated = sum(k.nbytes + v.nbytes for k, v in cache.kv_caches)
-    assert len(cache.kv_caches) == 3
-    assert allocated == 6 * shape.block_bytes
-    assert allocated == 6 * 16 * 3 * 2 * 2 * (84 if dtype == torch.int8 else 80 * dtype.itemsize)
+    sizes = [k.nbytes + v.nbytes for k, v in CacheEngine(shape, 6).kv_caches]
+    assert len(sizes) == 3
+    assert sum(sizes) == 6 * shape.block_bytes
+    assert sum(sizes) == 6 * 16 * 3 * 2 * 2 * (84 if dtype == torch.int8 else 80 * dtype.itemsize)
 
 
 def test_the_first_blocks_have_their_memory_from_the_start(

@@ -65,10 +65,8 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
         from tpengine.executor.launch import processes
 
         if args.executor == "auto":
-            logger.info(
-                "Ray is not installed: %d ranks run as processes of this machine",
-                args.tensor_parallel_size,
-            )
+            text = "Ray is not installed: %d ranks run as processes of this machine"
+            logger.info(text, args.tensor_parallel_size)
         config = args.create_engine_config(processes.detect_device(args.device))
         return config, GroupExecutor(config, processes.ProcessHome(config))
     from tpengine.executor.launch import ray_connection, ray_home

@@ -78,6 +78,5 @@ def gpu_quantized_form(
     weight: torch.Tensor, form: QuantizedFormat, weights: Weights
 ) -> GpuQuantizedForm:
     """Rounds a weight on its device; `weights` counts and keeps what the layers share."""
-    return GpuQuantizedForm(
-        weight_only.quantize_for_gpu(weight, form), weights.workspace(WORKSPACE_BYTES)
-    )
+    packed = weight_only.quantize_for_gpu(weight, form)
+    return GpuQuantizedForm(packed, weights.workspace(WORKSPACE_BYTES))

@@ -116,6 +116,7 @@ class QKVParallelLinear(Linear):
     Args:
         names: checkpoint prefixes of q, k and v; three times the same if the checkpoint has them in
             one tensor, one after another.
+        kv_heads: of all ranks.
 
     Attributes:
         num_heads, num_kv_heads: of this rank.
@@ -124,26 +125,26 @@ class QKVParallelLinear(Linear):
     """
 
     def __init__(
-        self, weights: Weights, names: Sequence[str], config: ModelConfig, bias: bool = False
+        self, weights: Weights, names: Sequence[str], config: ModelConfig, kv_heads: int, bias: bool
     ) -> None:
         parallel, head_dim = weights.parallel, config.head_dim
-        total_num_heads, total_num_kv_heads = config.total_num_heads, config.total_num_kv_heads
+        total_num_heads = config.total_num_heads
         self.head_dim = head_dim
         self.num_heads = parallel.divide(total_num_heads, "attention heads")
-        if total_num_kv_heads >= parallel.tp_size:
-            self.num_kv_heads = parallel.divide(total_num_kv_heads, "KV heads")
+        if kv_heads >= parallel.tp_size:
+            self.num_kv_heads = parallel.divide(kv_heads, "KV heads")
             first_kv_head = parallel.tp_rank * self.num_kv_heads
         else:
-            if parallel.tp_size % total_num_kv_heads:
+            if parallel.tp_size % kv_heads:
                 raise ConfigError(
-                    f"{total_num_kv_heads} KV heads cannot be replicated evenly over "
+                    f"{kv_heads} KV heads cannot be replicated evenly over "
                     f"tensor_parallel_size = {parallel.tp_size}; choose a multiple or a divisor"
                 )
             self.num_kv_heads = 1
-            first_kv_head = parallel.tp_rank * total_num_kv_heads // parallel.tp_size
+            first_kv_head = parallel.tp_rank * kv_heads // parallel.tp_size
         q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
         super().__init__(weights, config.hidden_size, q_size + 2 * kv_size, bias)
-        kv_part = kv_size, first_kv_head * head_dim, total_num_kv_heads * head_dim
+        kv_part = kv_size, first_kv_head * head_dim, kv_heads * head_dim
         q_part = q_size, parallel.tp_rank * q_size, total_num_heads * head_dim
         self.parts = q_part, kv_part, kv_part
         _declare_rows(self, weights, names, self.parts)

@@ -22,7 +22,7 @@ _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 def _attention(config: ModelConfig, weights: Weights, prefix: str, layer: int) -> SelfAttention:
     hf, head_dim, size = config.hf_config, config.head_dim, config.hidden_size
     names = [f"{prefix}.c_attn"] * 3
-    qkv = QKVParallelLinear(weights, names, config, bias=True)
+    qkv = QKVParallelLinear(weights, names, config, config.total_num_heads, bias=True)
     out = RowParallelLinear(weights, f"{prefix}.c_proj", size, size, bias=True)
     # `reorder_and_upcast_attn` needs nothing: scores are always float32.
     scale = head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0

@@ -96,7 +96,7 @@ def _attention(blueprint: Blueprint, layer: int, table: Tensor | None) -> SelfAt
     prefix, size = f"model.layers.{layer}.self_attn", config.hf_config["hidden_size"]
     head_dim, heads = config.head_dim, config.total_num_heads
     names = [f"{prefix}.{'qkv' if traits.fused else name}_proj" for name in "qkv"]
-    qkv = QKVParallelLinear(weights, names, config, traits.qkv_bias)
+    qkv = QKVParallelLinear(weights, names, config, config.total_num_kv_heads, traits.qkv_bias)
     out = RowParallelLinear(weights, f"{prefix}.o_proj", heads * head_dim, size, traits.o_bias)
     qk_norm: QKNorm | None = None
     if traits.qk_norm is not None:

@@ -30,7 +30,7 @@ _POSITION_OFFSET = 2
 def _attention(config: ModelConfig, weights: Weights, prefix: str) -> SelfAttention:
     hidden_size, bias = config.hf_config["hidden_size"], config.hf_config["enable_bias"]
     names = [f"{prefix}.{name}_proj" for name in "qkv"]
-    qkv = QKVParallelLinear(weights, names, config, bias)
+    qkv = QKVParallelLinear(weights, names, config, config.total_num_heads, bias)
     out = RowParallelLinear(weights, f"{prefix}.out_proj", hidden_size, hidden_size, bias)
     heads, rule = (qkv.num_heads, qkv.num_heads, qkv.head_dim), AttentionRule(qkv.head_dim**-0.5)
     return SelfAttention(qkv, Attention(*heads, rule), out)

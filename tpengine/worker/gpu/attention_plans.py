@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,12 +73,9 @@ class GpuAttention:
         self._min_item_tokens = attention_ops.min_item_tokens(head_dim, cache_dtype)
         if device.type == "cuda" and has_cuda_kernels():
             rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-            self._plans = {
-                window: attention_ops.make_decode_plan(
-                    device, rows, heads, kv_heads, head_dim, cache_dtype
-                )
-                for window in windows
-            }
+            sizes = rows, heads, kv_heads, head_dim, cache_dtype
+            make = partial(attention_ops.make_decode_plan, device, *sizes)
+            self._plans = {window: make() for window in windows}
         longest = scheduler.max_model_len
         self._max_gathered = max(longest, min(_GATHERED_TOKENS, longest * scheduler.max_num_seqs))
         keys = torch.empty(self._max_gathered, kv_heads, head_dim, dtype=dtype, device=device)

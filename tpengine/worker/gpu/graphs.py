@@ -252,9 +252,6 @@ def agree_on_graphs(parallel: ParallelState, device: torch.device) -> bool:
         reasons.append("a graph cannot hold how its ranks exchange tensors")
     if parallel.all_can(not reasons, device):
         return True
-    logger.warning(
-        "rank %d runs without CUDA graphs, which is slower: %s",
-        parallel.tp_rank,
-        " and ".join(reasons) or "another rank cannot record them",
-    )
+    why = " and ".join(reasons) or "another rank cannot record them"
+    logger.warning("rank %d runs without CUDA graphs, which is slower: %s", parallel.tp_rank, why)
     return False
