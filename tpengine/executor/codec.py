@@ -33,10 +33,6 @@ _TEXT_ERRORS = "surrogatepass"
 """Paths that are no UTF-8 have lone surrogates, as Python reads them; errors quote such paths."""
 _MAX_ITEMS = 1 << 27
 """Bound of a decoded array or map; the channel bounds the bytes."""
-_UNPACKING: dict[str, Any] = {
-    "strict_map_key": False, "max_array_len": _MAX_ITEMS, "max_map_len": _MAX_ITEMS,
-    "unicode_errors": _TEXT_ERRORS,
-}  # fmt: skip
 _FIRST_ROWS = list(range(1024))
 _GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
     kind: attrgetter(*(field.name for field in dataclasses.fields(kind)))
@@ -51,12 +47,6 @@ _ARGS = _GETTERS | {
     Vocabulary: lambda value: value.__reduce__()[1],
 }
 """Classes whose objects may travel in calls, and the arguments that make an equal object."""
-_BY_PLACE = {
-    "errors": messages.RowError,
-    "logprobs": messages.TokenLogprobs,
-    "candidates": messages.Candidates,
-}
-"""Fields of a step's output that hold one of these for some places of its batch."""
 _CLASSES = {kind.__name__: kind for kind in _ARGS}
 
 
@@ -141,7 +131,10 @@ def decode_plain(
         EngineError: the bytes are no message.
     """
     try:
-        return msgpack.unpackb(data, ext_hook=make_object, **_UNPACKING)
+        return msgpack.unpackb(
+            data, strict_map_key=False, max_array_len=_MAX_ITEMS, max_map_len=_MAX_ITEMS,
+            ext_hook=make_object, unicode_errors=_TEXT_ERRORS,
+        )  # fmt: skip
     except (ValueError, msgpack.UnpackException) as error:
         raise EngineError(f"a message between driver and rank cannot be decoded: {error}") from None
 
@@ -208,15 +201,22 @@ def _new_sequence(fields: list[Any]) -> messages.NewSequence:
     return cast(messages.NewSequence, sequence)
 
 
+def _by_place(kind: type[Any], entries: dict[int, list[Any]]) -> dict[int, Any]:
+    return {at: kind(*entry) for at, entry in entries.items()}
+
+
 def _step_output(fields: list[Any]) -> messages.StepOutput:
     """The reverse of `_plain_output`."""
     output: Any = messages.StepOutput(*fields)
     if type(output.token_ids) is bytes:
         output.token_ids = memoryview(output.token_ids).cast("I").tolist()
     output.chosen_logprobs = array.array("f", output.chosen_logprobs)
-    for name, kind in _BY_PLACE.items():
-        if entries := getattr(output, name):
-            setattr(output, name, {at: kind(*entry) for at, entry in entries.items()})
+    if output.errors:
+        output.errors = _by_place(messages.RowError, output.errors)
+    if output.logprobs:
+        output.logprobs = _by_place(messages.TokenLogprobs, output.logprobs)
+    if output.candidates:
+        output.candidates = _by_place(messages.Candidates, output.candidates)
     if output.prompt_logprobs:
         output.prompt_logprobs = {
             row: messages.PromptLogprobs(first, [messages.TokenLogprobs(*top) for top in entries])
