@@ -36,14 +36,14 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "tpengine.models.llama:LlamaForCausalLM",
     "MinistralForCausalLM": "tpengine.models.mistral:MinistralForCausalLM",
     "MistralForCausalLM": "tpengine.models.mistral:MistralForCausalLM",
-    "MixtralForCausalLM": "tpengine.models.mixtral:MixtralForCausalLM",
+    "MixtralForCausalLM": "tpengine.models.mistral:MixtralForCausalLM",
     "Olmo2ForCausalLM": "tpengine.models.olmo2:Olmo2ForCausalLM",
     "OPTForCausalLM": "tpengine.models.opt:OPTForCausalLM",
     "Phi3ForCausalLM": "tpengine.models.phi:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "tpengine.models.qwen:Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM": "tpengine.models.qwen_moe:Qwen2MoeForCausalLM",
+    "Qwen2MoeForCausalLM": "tpengine.models.qwen:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "tpengine.models.qwen:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "tpengine.models.qwen_moe:Qwen3MoeForCausalLM",
+    "Qwen3MoeForCausalLM": "tpengine.models.qwen:Qwen3MoeForCausalLM",
     "SmolLM3ForCausalLM": "tpengine.models.smollm3:SmolLM3ForCausalLM",
 }
 """Class of each architecture; its module is imported when a model of it is built."""

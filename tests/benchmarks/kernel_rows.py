@@ -236,7 +236,7 @@ def _prefill(
     def action() -> None:
         if gathers:
             cache.gather_kv(k, v, pages[0], pages[1], table, chunks.key_start)
-        backend.forward(q, k, v, chunks, AttentionRule(HEAD_DIM**-0.5))
+        backend.run(q, k, v, chunks, AttentionRule(HEAD_DIM**-0.5))
 
     seconds = setting.timer([action] * 4)
     pairs = sum(n * (total - n) + n * n / 2 for n, total in zip(queries, keys, strict=True))

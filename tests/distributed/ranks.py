@@ -17,7 +17,7 @@ import torch
 
 from tpengine.distributed import collectives as collectives_module
 from tpengine.distributed.collectives import GlooCollectives, HostCollectives, connect_ranks
-from tpengine.distributed.parallel_state import Collectives, ParallelState
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
 from tpengine.messages import Rendezvous
 
@@ -145,10 +145,9 @@ def open_store(state: Rank, name: str) -> int:
 def connect(state: Rank, kind: str, name: str, rendezvous: Rendezvous) -> None:
     master = state.stores.get(name)
     if "gloo" in kind:
+        kind_of_group = GlooCollectives if kind == "gloo" else HostCollectives
         meeting = Meeting(state.rank, rendezvous, master)
-        group: Collectives = GlooCollectives(meeting, rendezvous.collective_timeout_s)
-        if kind != "gloo":
-            group = HostCollectives(group)
+        group = kind_of_group(meeting, rendezvous.collective_timeout_s)
         state.groups[name] = ParallelState(state.rank, state.size, group)
         return
     state.groups[name], line = connect_ranks(state.rank, rendezvous, torch.device("cpu"), master)
@@ -165,7 +164,7 @@ def connect_by_any_means(state: Rank, rendezvous: Rendezvous) -> str:
 def hide_shared_memory(state: Rank, blind_rank: int) -> None:
     """Simulates a rank in another container, which does not see the shared memory."""
     if state.rank == blind_rank:
-        collectives_module.find_segment_file = lambda path, token: None
+        collectives_module.shared_memory.find_segment_file = lambda path, token: None
 
 
 def ask_for_too_much(state: Rank, capacity_bytes: int) -> None:
@@ -179,4 +178,4 @@ def refuse_to_map(state: Rank, poor_rank: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     if state.rank == poor_rank:
-        collectives_module.Segment = refuse
+        collectives_module.SharedMemoryCollectives = refuse

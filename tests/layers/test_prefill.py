@@ -72,7 +72,7 @@ def test_sdpa_equals_the_reference(
         torch.cat([cache[table[i].long()].flatten(0, 1)[:n] for i, n in enumerate(key_lens)])
         for cache in caches
     )
-    found = SdpaBackend().forward(q, k, v, chunks, AttentionRule(0.25, gradient, window, softcap))
+    found = SdpaBackend().run(q, k, v, chunks, AttentionRule(0.25, gradient, window, softcap))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -81,7 +81,7 @@ def test_capped_logits_are_not_rounded() -> None:
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(40, 2, 64, generator=gen).bfloat16() for _ in range(3))
     rule = AttentionRule(scale=10.0, softcap=300.0)
-    found = SdpaBackend().forward(q, k, v, make_chunks([40], [40], CPU), rule).float()
+    found = SdpaBackend().run(q, k, v, make_chunks([40], [40], CPU), rule).float()
     exact = reference.attend_sequence(q.float(), k.float(), v.float(), 10.0, None, None, 300.0)
     torch.testing.assert_close(found, exact, atol=0.03, rtol=0.03)
 
@@ -116,9 +116,9 @@ def test_a_forced_backend_says_what_is_missing(
 class TopLeft(SdpaBackend):
     """A library that aligns causal masks with the top left corner."""
 
-    def forward(self, q: Any, k: Any, v: Any, chunks: Any, rule: AttentionRule) -> torch.Tensor:
+    def run(self, q: Any, k: Any, v: Any, chunks: Any, rule: AttentionRule) -> torch.Tensor:
         moved = make_chunks(chunks.query_lens, chunks.query_lens, CPU)
-        return super().forward(q, k, v, moved, rule)
+        return super().run(q, k, v, moved, rule)
 
 
 def test_a_library_with_wrong_results_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +151,9 @@ def test_xformers_is_asked_for_the_right_mask(monkeypatch: pytest.MonkeyPatch) -
     backend = XformersBackend()
     q, k = torch.randn(5, 4, 8), torch.randn(9, 2, 8)
     context, none = make_chunks([2, 3], [5, 4], CPU), make_chunks([2, 3], [2, 3], CPU)
-    assert torch.equal(backend.forward(q, k, k, context, AttentionRule(1.0)), q)
-    backend.forward(q, k, k, context, AttentionRule(1.0, window=7))
-    backend.forward(q, k[:5], k[:5], none, AttentionRule(1.0))
+    assert torch.equal(backend.run(q, k, k, context, AttentionRule(1.0)), q)
+    backend.run(q, k, k, context, AttentionRule(1.0, window=7))
+    backend.run(q, k[:5], k[:5], none, AttentionRule(1.0))
     plain, causal = masks.BlockDiagonalMask.from_seqlens, masks.BlockDiagonalCausalMask.from_seqlens
     assert [call.args for call in plain.call_args_list] == [([2, 3], [5, 4])] * 2
     assert [call.args for call in causal.call_args_list] == [([2, 3],)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -134,7 +135,8 @@ def test_parts_of_a_layer_keep_their_types(kinds: tuple[str, ...], rank: int, fi
     """Ranks take heads; rows of q stand in another order in the file."""
     order = np.arange(256).reshape(4, 32, 2).swapaxes(1, 2).ravel()
     weights, x = stored_weights(rank, 2), torch.randn(5, 512)
-    layer = QKVParallelLinear(weights, ["q", "k", "v"], 512, 4, 2, 64)
+    sizes = SimpleNamespace(hidden_size=512, total_num_heads=4, head_dim=64)
+    layer = QKVParallelLinear(weights, ["q", "k", "v"], sizes, 2, False)
     sources: dict[str, TensorSource] = {}
     parts = []
     for name, kind, rows in zip("qkv", kinds, (256, 128, 128), strict=True):
@@ -179,7 +181,8 @@ def test_padded_shares(rank: int, files: Files) -> None:
 def test_rows_and_columns_in_another_order(files: Files) -> None:
     source, values = files("Q4_0", 192, 64)
     x, weights = torch.randn(3, 64), stored_weights(1, 2)
-    layer = InterleavedQKVParallelLinear(weights, "qkv", 64, 4, 16)
+    sizes = SimpleNamespace(hidden_size=64, total_num_heads=4, head_dim=16)
+    layer = InterleavedQKVParallelLinear(weights, "qkv", sizes, False)
     loaded(weights, qkv=source)
     own = values.view(4, 3, 16, 64)[2:].transpose(0, 1).flatten(0, 2)
     check(layer, own, x, EXACT["Q4_0"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpengine.ops.quantized_ops import MINIMA, ZERO_POINTS, QuantizedFormat, per_output
-from tpengine.ops.weight_only import GpuQuantizedWeight, pack_groups
+from tpengine.ops.weight_only import GpuQuantizedWeight
+from tpengine.ops.weight_only_reference import pack_panels, packed_bytes
 
 from .cases import generator
 
@@ -32,6 +34,13 @@ class Case:
     def format(self) -> tuple[int, int, int]:
         form = self.weight.format
         return form.bits, form.group_size, form.offsets
+
+
+def pack_groups(q: Tensor, scales: Tensor, offsets: Any, form: QuantizedFormat) -> Any:
+    """Packs a weight that is quantised already."""
+    packed = q.new_empty(packed_bytes(*q.shape, form.bits, form.group_size, form.offsets))
+    pack_panels(packed, 0, len(q), q, scales, offsets, form.bits)
+    return GpuQuantizedWeight(packed, form, *q.shape)
 
 
 def make_case(form: QuantizedFormat, outputs: int, inputs: int = INPUTS) -> Case:

@@ -10,11 +10,11 @@ from torch import Tensor
 from tpengine.ops import weight_only_reference as reference
 from tpengine.ops.quantized_ops import MINIMA, NO_OFFSETS, QuantizedFormat, per_output
 from tpengine.ops.quantized_reference import round_to_groups
-from tpengine.ops.weight_only import pack_groups, quantize_for_gpu
+from tpengine.ops.weight_only import quantize_for_gpu
 
 from .cases import CUDA_DTYPES, backend, generator, nan_like, on_cuda, relative_error
 from .cuda_host_library import BOUND
-from .packed_cases import FORMATS, INPUTS, Case, make_case
+from .packed_cases import FORMATS, INPUTS, Case, make_case, pack_groups
 
 BACKENDS = ["reference", *on_cuda()]
 

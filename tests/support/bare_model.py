@@ -14,7 +14,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.weights import Weights
-from tpengine.worker.cache_engine import CacheEngine
+from tpengine.worker.cache_engine import CacheEngine, CacheShape
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -74,8 +74,8 @@ class BareModel:
         self.num_bytes, self.form = weights.num_bytes, weights.form
         self._vocab_size = config.vocab_size
         kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)
-        shape = (BLOCK_SIZE, config.num_layers, kv_heads, config.head_dim)
-        cache = CacheEngine(CPU, torch.float32, len(PROMPTS) * BLOCKS_EACH, *shape)
+        sizes = BLOCK_SIZE, config.num_layers, kv_heads, config.head_dim
+        cache = CacheEngine(CacheShape(CPU, torch.float32, *sizes), len(PROMPTS) * BLOCKS_EACH)
         self.kv_caches = cache.kv_caches
 
     def logits(self) -> torch.Tensor:

@@ -137,5 +137,5 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
     monkeypatch.setattr(
         gpu_attention_layer, "gather_kv", counted("gathers", gpu_attention_layer.gather_kv)
     )
-    monkeypatch.setattr(SdpaBackend, "forward", counted("prefills", SdpaBackend.forward))
+    monkeypatch.setattr(SdpaBackend, "run", counted("prefills", SdpaBackend.run))
     return walk

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tpengine.messages import BlockMoves
-from tpengine.worker.cache_engine import CacheEngine
+from tpengine.worker.cache_engine import CacheEngine, CacheShape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_contents_survive_the_way_there_and_back(dtype: torch.dtype) -> None:
-    engine = CacheEngine(torch.device("cpu"), dtype, 8, 8, 2, 2, 16, num_host_blocks=5)
+    engine = CacheEngine(CacheShape(torch.device("cpu"), dtype, 8, 2, 2, 16), 8, 5)
     generator = torch.Generator().manual_seed(3)
     for k_cache, v_cache in engine.kv_caches:
         for cache in (k_cache, v_cache):

@@ -15,7 +15,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError
 from tpengine.layers.sampler import Sampled, SamplingBatch
 from tpengine.worker import cache_engine, device, model_runner
-from tpengine.worker.cache_engine import CacheEngine, block_bytes
+from tpengine.worker.cache_engine import CacheEngine, CacheShape
 from tpengine.worker.device import set_num_threads
 from tpengine.worker.worker import Worker
 
@@ -186,11 +186,11 @@ def test_peak_memory_counts_what_was_freed_again() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_block_bytes_are_what_is_allocated(dtype: torch.dtype) -> None:
-    cache = CacheEngine(CPU, dtype, 6, 16, num_layers=3, num_kv_heads=2, head_dim=80)
-    allocated = sum(k.nbytes + v.nbytes for k, v in cache.kv_caches)
-    assert len(cache.kv_caches) == 3
-    assert allocated == 6 * block_bytes(CPU, dtype, 16, 3, 2, 80)
-    assert allocated == 6 * 16 * 3 * 2 * 2 * (84 if dtype == torch.int8 else 80 * dtype.itemsize)
+    shape = CacheShape(CPU, dtype, 16, num_layers=3, num_kv_heads=2, head_dim=80)
+    sizes = [k.nbytes + v.nbytes for k, v in CacheEngine(shape, 6).kv_caches]
+    assert len(sizes) == 3
+    assert sum(sizes) == 6 * shape.block_bytes
+    assert sum(sizes) == 6 * 16 * 3 * 2 * 2 * (84 if dtype == torch.int8 else 80 * dtype.itemsize)
 
 
 def test_the_first_blocks_have_their_memory_from_the_start(
@@ -242,13 +242,13 @@ def test_ledger(
     assert "float32" in worker.init_device()
     worker.load_model()
     sampled: list[SamplingBatch] = []
-    sample = model_runner.sample
+    sample = model_runner.sampler.sample
 
     def note(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         sampled.append(batch)
         return sample(logits, batch)
 
-    monkeypatch.setattr(model_runner, "sample", note)
+    monkeypatch.setattr(model_runner.sampler, "sample", note)
     ledger = worker.profile_num_available_blocks()
     assert sampled
     for batch in sampled:  # the worst step reports as many log probabilities as requests may want

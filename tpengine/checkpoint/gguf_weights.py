@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,16 +62,14 @@ def read_tensors(path: str, wanted: Iterable[str]) -> Iterator[tuple[str, str, G
             if gguf_name is not None and gguf_name in file.tensors:
                 unread.discard(gguf_name)
                 number = None if expert is None else int(expert[1])
-                source = _source(file, architecture, gguf_name, number)
+                source = _open(file, architecture, gguf_name, number)
                 yield file.tensors[gguf_name].file.name, name, source
                 break
     for name in sorted(unread):
         yield file.tensors[name].file.name, name, GGUFTensor(file.tensors[name])
 
 
-def _source(
-    file: GGUFFile, architecture: Architecture, name: str, expert: int | None
-) -> GGUFTensor:
+def _open(file: GGUFFile, architecture: Architecture, name: str, expert: int | None) -> GGUFTensor:
     """Returns the tensor `name` of the file with the changes of its converter undone."""
     entry, prefix = file.tensors[name], file.metadata["general.architecture"]
     if name.endswith(_ONE_ROW) and len(entry.shape) == 1:
@@ -99,6 +97,7 @@ def _exchange(rows: Rows, shape: tuple[int, int, int], axis: int) -> Rows | None
     return rows.reshape(shape).swapaxes(axis, axis + 1).ravel()
 
 
+@dataclass(eq=False)
 class GGUFTensor:
     """A tensor of a file, or one expert's part; an index reads and dequantises only what it names.
 
@@ -109,33 +108,28 @@ class GGUFTensor:
         expert: number of the part along the first of three dimensions.
     """
 
-    def __init__(
-        self,
-        entry: TensorEntry,
-        order: Rows | None = None,
-        offset: float = 0.0,
-        transposed: bool = False,
-        expert: int | None = None,
-    ) -> None:
-        self._data = entry.rows()
-        self._type = GGMLQuantizationType[entry.type]
-        self._order = order
-        self._offset = offset
-        self._transposed = transposed
-        self._expert = expert
-        self._shape = entry.shape if expert is None else entry.shape[1:]
+    entry: TensorEntry
+    order: Rows | None = None
+    offset: float = 0.0
+    transposed: bool = False
+    expert: int | None = None
+
+    def __post_init__(self) -> None:
+        self._data = self.entry.rows()
+        self._type = GGMLQuantizationType[self.entry.type]
+        self._shape = self.entry.shape if self.expert is None else self.entry.shape[1:]
 
     def get_shape(self) -> list[int]:
         """The shape that the model knows."""
-        return list(reversed(self._shape)) if self._transposed else list(self._shape)
+        return list(reversed(self._shape)) if self.transposed else list(self._shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Returns rows `[a:b]`, or a part of their columns `[a:b, c:d]`, in float32."""
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         if len(self._shape) == 1:
             values = self._read(slice(None), slice(None)).ravel()
-            return torch.from_numpy(values if self._order is None else values[self._order])[rows]
-        if self._transposed:
+            return torch.from_numpy(values if self.order is None else values[self.order])[rows]
+        if self.transposed:
             return torch.from_numpy(self._read(columns, rows)).T
         return torch.from_numpy(self._read(rows, columns))
 
@@ -149,16 +143,16 @@ class GGUFTensor:
             piece = dequantize(blocks[at : at + step].reshape(1, -1), self._type)
             values[at : at + step] = piece.reshape(-1, block)
         values = values.reshape(num_rows, -1)[:, part]
-        return values if not self._offset else values - np.float32(self._offset)
+        return values if not self.offset else values - np.float32(self.offset)
 
     def _blocks(self, rows: slice, columns: slice) -> tuple[int, Bytes, slice]:
         """Returns the number of rows, the blocks that hold a part of a matrix, uint8
         `[num_blocks, block_bytes]`, and the place of the part in the columns of these blocks."""
         data = self._data
-        if self._expert is not None:
-            data = data[self._expert * self._shape[0] : (self._expert + 1) * self._shape[0]]
+        if self.expert is not None:
+            data = data[self.expert * self._shape[0] : (self.expert + 1) * self._shape[0]]
         is_matrix = len(self._shape) > 1
-        data = data[self._order[rows] if is_matrix and self._order is not None else rows]
+        data = data[self.order[rows] if is_matrix and self.order is not None else rows]
         block, block_bytes = GGML_QUANT_SIZES[self._type]
         start, stop, _ = columns.indices(self._shape[-1])
         first, last = start // block, -(-stop // block)

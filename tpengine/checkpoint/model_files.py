@@ -160,9 +160,8 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         fields = json.loads(config.to_json_string(use_diff=False))
         # Some architectures use other names for common fields (BLOOM: n_layer).
-        return _checked(
-            {name: fields.get(own) for name, own in config.attribute_map.items()} | fields
-        )
+        renamed = {name: fields.get(own) for name, own in config.attribute_map.items()}
+        return _checked(renamed | fields)
     except (ConfigError, ModelLoadError):
         raise
     except Exception as error:

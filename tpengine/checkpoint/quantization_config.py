@@ -18,33 +18,24 @@ from tpengine.errors import ConfigError
 _METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
 _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "awq": {
-        "bits": (4,),
-        "version": ("gemm", "GEMM", None),
-        "zero_point": (True, None),
+        "bits": (4,), "version": ("gemm", "GEMM", None), "zero_point": (True, None),
         "packing_format": (None,),
     },
     "gptq": {
-        "bits": (4, 8),
-        "checkpoint_format": ("gptq", "gptq_v2", None),
-        "format": ("gptq", "gptq_v2", None),
-        "pack_dtype": ("int32", None),
-        "is_marlin_format": (False, None),
-        "rotation": (None,),
-        "adapter": (None,),
+        "bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None),
+        "format": ("gptq", "gptq_v2", None), "pack_dtype": ("int32", None),
+        "is_marlin_format": (False, None), "rotation": (None,), "adapter": (None,),
         "packing_format": (None,),
     },
     "compressed-tensors": {
-        "quantization_status": ("compressed", "frozen", None),
-        "kv_cache_scheme": (None,),
-        "sparsity_config": (None, {}),
-        "transform_config": (None, {}),
+        "quantization_status": ("compressed", "frozen", None), "kv_cache_scheme": (None,),
+        "sparsity_config": (None, {}), "transform_config": (None, {}),
     },
     "fp8": {
-        "activation_scheme": ("dynamic", "static", None),
-        "fmt": ("e4m3", None),
+        "activation_scheme": ("dynamic", "static", None), "fmt": ("e4m3", None),
         "kv_cache_scheme": (None,),
     },
-}
+}  # fmt: skip
 """By method: fields, and their values that are supported."""
 
 _FORMATS: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {
@@ -56,14 +47,9 @@ _FORMATS: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {
 """By format of compressed-tensors: type, bits and strategies of its weights."""
 
 FILE_FORMS = {
-    "awq": "awq",
-    "awq_marlin": "awq",
-    "gptq": "gptq",
-    "gptq_marlin": "gptq",
-    "compressed-tensors": "compressed-tensors",
-    "fp8": "fp8",
-    "gguf": "gguf",
-}
+    "awq": "awq", "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq",
+    "compressed-tensors": "compressed-tensors", "fp8": "fp8", "gguf": "gguf",
+}  # fmt: skip
 """Forms of files by the names that `quantization` has for them in scripts for vLLM."""
 
 
@@ -98,9 +84,7 @@ def read_scheme(hf_config: Mapping[str, Any], folder: str) -> QuantizationScheme
     return _Reader(section, folder).read()
 
 
-def chosen_quantization(
-    chosen: str | None, hf_config: Mapping[str, Any], folder: str
-) -> str | None:
+def chosen_quantization(chosen: str | None, hf: Mapping[str, Any], folder: str) -> str | None:
     """Returns the quantization that the engine does. Of a file that is quantised its name may be
     given, which changes nothing.
 
@@ -109,7 +93,7 @@ def chosen_quantization(
     """
     if chosen not in FILE_FORMS:
         return chosen
-    form = (hf_config.get("quantization_config") or {}).get("quant_method")
+    form = (hf.get("quantization_config") or {}).get("quant_method")
     form = "gguf" if is_gguf(Path(folder)) else form
     if FILE_FORMS[chosen] != form:
         raise ConfigError(

@@ -247,9 +247,8 @@ def _packed_weight(parts: _Parts, scheme: QuantizationScheme) -> GroupedTensor:
         rows = -(-outputs * bits // 32)
         zeros = Words(parts.take("weight_zero_point", _WORDS, rows, num_groups), bits, 0)
     groups = parts.take_groups("weight_g_idx", inputs, size, num_groups)
-    return GroupedTensor(
-        (outputs, inputs), bits, size, Words(packed, bits, 1), scales, zeros, groups
-    )
+    shape, numbers = (outputs, inputs), Words(packed, bits, 1)
+    return GroupedTensor(shape, bits, size, numbers, scales, zeros, groups)
 
 
 def _scaled_weight(parts: _Parts, scheme: QuantizationScheme) -> GroupedTensor | BlockTensor:

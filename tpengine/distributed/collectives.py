@@ -22,20 +22,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tpengine import envs
+from tpengine.distributed import shared_memory
 from tpengine.distributed.parallel_state import Collectives, ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore, interface_of
-from tpengine.distributed.shared_memory import (
-    CAPACITY_BYTES,
-    SegmentFile,
-    SharedMemoryCollectives,
-    describe_lack,
-    find_segment_file,
-)
+from tpengine.distributed.shared_memory import CAPACITY_BYTES, SegmentFile, SharedMemoryCollectives
 from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError, is_device_fault
 from tpengine.host import SHM_FOLDER
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
-from tpengine.ops.shared_memory_ops import Segment, has_shared_memory, segment_bytes
+from tpengine.ops.shared_memory_ops import has_shared_memory, segment_bytes
 
 logger = init_logger(__name__)
 _BY_GLOO = "the ranks exchange by gloo, more slowly, until they start again: %s"
@@ -69,7 +64,7 @@ def connect_ranks(
         collectives, how = _connect_gpus(meeting, device, timeout_s)
         num_bytes = max(0, free_bytes - torch.cuda.mem_get_info(device)[0])
     elif (segment := _connect_segment(meeting, rendezvous)) is not None:
-        collectives, how = SharedMemoryCollectives(segment, rank, timeout_s), "shared memory"
+        collectives, how = segment, "shared memory"
         num_bytes = segment_bytes(meeting.size, CAPACITY_BYTES) // meeting.size
     else:
         collectives, how = GlooCollectives(meeting, timeout_s), "gloo"
@@ -87,7 +82,7 @@ def _connect_gpus(
                 "ranks share a GPU, which NCCL refuses: they exchange through the host and run "
                 "without CUDA graphs, and both are slow; give each rank its own GPU"
             )
-        return HostCollectives(GlooCollectives(meeting, timeout_s)), "gloo through the host"
+        return HostCollectives(meeting, timeout_s), "gloo through the host"
     return NcclCollectives(meeting, device, timeout_s), "NCCL"
 
 
@@ -101,7 +96,7 @@ def share_a_card(meeting: Meeting, card: str) -> bool:
     return len(set(cards)) < len(cards)
 
 
-def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None:
+def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> SharedMemoryCollectives | None:
     """Opens the segment that all ranks share; None: they do not see the same memory, or there is
     not enough of it.
 
@@ -116,7 +111,7 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None
             meeting.publish("segment", json.dumps(where).encode())
         offer = json.loads(meeting.read("segment", 0))
         if offer is not None and has_shared_memory():
-            fd = find_segment_file(Path(offer["path"]), bytes.fromhex(offer["token"]))
+            fd = shared_memory.find_segment_file(Path(offer["path"]), bytes.fromhex(offer["token"]))
         seen = meeting.exchange("seen", b"" if fd is None else b"1")
         if fd is None or not all(seen):
             return None
@@ -125,7 +120,7 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> Segment | None
         if not meeting.read("allocated", 0):
             return None
         own_fd, fd = fd, None  # the segment closes it
-        segment = _attach(meeting, own_fd)
+        segment = _attach(meeting, own_fd, rendezvous.collective_timeout_s)
         try:
             attached = meeting.exchange("attached", b"" if segment is None else b"1")
             if all(attached):
@@ -153,7 +148,7 @@ def _offer_file(rendezvous: Rendezvous, num_ranks: int) -> SegmentFile | None:
         return SegmentFile(rendezvous.engine_id, rendezvous.epoch)
     except OSError as error:
         size = segment_bytes(num_ranks, CAPACITY_BYTES)
-        logger.warning(_BY_GLOO, describe_lack(num_ranks, size, SHM_FOLDER, error))
+        logger.warning(_BY_GLOO, shared_memory.describe_lack(num_ranks, size, SHM_FOLDER, error))
         return None
 
 
@@ -167,9 +162,10 @@ def _allocate(num_ranks: int, file: SegmentFile) -> bytes:
     return b"1"
 
 
-def _attach(meeting: Meeting, fd: int) -> Segment | None:
+def _attach(meeting: Meeting, fd: int, timeout_s: float) -> SharedMemoryCollectives | None:
     try:
-        return Segment(fd, meeting.rank, meeting.size, CAPACITY_BYTES)
+        place = fd, meeting.rank, meeting.size
+        return SharedMemoryCollectives(*place, CAPACITY_BYTES, timeout_s)
     except OSError as error:
         logger.warning(
             "rank %d cannot map the shared memory of its group: %s; raise its limit of memory "
@@ -222,10 +218,8 @@ class _TorchCollectives:
         """Collects every rank's x, `[size, *x.shape]`."""
         x = x.contiguous()
         parts = x.new_empty(self._size, *x.shape)
-        options = self._options(AllgatherOptions())
-        self._run(
-            operation, x, lambda: self.group._allgather_base(_bytes(parts), _bytes(x), options)
-        )
+        buffers, options = (_bytes(parts), _bytes(x)), self._options(AllgatherOptions())
+        self._run(operation, x, lambda: self.group._allgather_base(*buffers, options))
         return parts
 
     def _options(self, options: _Options) -> _Options:
@@ -269,9 +263,8 @@ class GlooCollectives(_TorchCollectives):
         try:
             device = dist.ProcessGroupGloo.create_device(hostname=meeting.address)
             options._devices = [device]
-            group = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, options
-            )
+            store = dist.PrefixStore("gloo", meeting.store)
+            group = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
         except RuntimeError as error:
             raise RendezvousError(
                 f"rank {meeting.rank} ({meeting.address}, interface "
@@ -289,13 +282,9 @@ class GlooCollectives(_TorchCollectives):
         flat = x.new_zeros(self._size, share)
         flat.view(-1)[: x.numel()] = x.flatten()
         parts = torch.empty_like(flat)
-        self._run(
-            "all_reduce",
-            x,
-            lambda: self.group.alltoall_base(
-                _bytes(parts), _bytes(flat), [], [], dist.AllToAllOptions()
-            ),
-        )
+        received, sent, exchange = _bytes(parts), _bytes(flat), self.group.alltoall_base
+        options = dist.AllToAllOptions()
+        self._run("all_reduce", x, lambda: exchange(received, sent, [], [], options))
         sums = self._gather_parts("all_reduce", _sum(parts).to(x.dtype))
         return sums.view(-1)[: x.numel()].view(x.shape)
 
@@ -350,42 +339,25 @@ class NcclCollectives(_TorchCollectives):
         """Does not wait: the stream keeps the order, and torch returns no handle."""
 
 
-class HostCollectives:
-    """`Collectives` for ranks that share a GPU: tensors are copied to the host and back.
-
-    Args:
-        inner: exchanges tensors on the CPU.
-    """
-
-    can_be_recorded = False
-
-    def __init__(self, inner: Collectives) -> None:
-        self._inner = inner
+class HostCollectives(GlooCollectives):
+    """`Collectives` for ranks that share a GPU: tensors are copied to the host and back."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks."""
-        return self._inner.all_reduce(x.cpu()).to(x.device)
+        return super().all_reduce(x.cpu()).to(x.device)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenation over ranks along the last dimension."""
-        return self._inner.all_gather(x.cpu()).to(x.device)
+        return super().all_gather(x.cpu()).to(x.device)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """Concatenation over ranks at rank 0; elsewhere None."""
-        gathered = self._inner.gather(x.cpu())
+        gathered = super().gather(x.cpu())
         return None if gathered is None else gathered.to(x.device)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's `x`."""
-        return self._inner.broadcast(x.cpu()).to(x.device)
-
-    def abandon(self) -> None:
-        """Tells the other ranks that this rank has left the group."""
-        self._inner.abandon()
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._inner.close()
+        return super().broadcast(x.cpu()).to(x.device)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

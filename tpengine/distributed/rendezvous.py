@@ -7,7 +7,6 @@ is closed as soon as the ranks are connected.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import fcntl
 import socket
@@ -22,8 +21,6 @@ from tpengine.messages import Rendezvous
 _SIOCGIFADDR = 0x8915
 _STORE_TIMEOUT = datetime.timedelta(seconds=10)
 """For the store's connection to itself, and for writes."""
-_ERROR = b"!"
-"""First byte of a value that reports the failure of a rank."""
 
 
 class RendezvousStore:
@@ -114,18 +111,17 @@ class Meeting:
         Raises:
             RendezvousError: rank 0's store is gone.
         """
-        self._set(phase, b"=" + value)
-
-    def fail(self, phase: str, error: Exception) -> None:
-        """Stores, instead of a value, why this rank failed; ranks that read it raise the error."""
-        with contextlib.suppress(RendezvousError):  # rank 0 is gone; the caller raises `error`
-            self._set(phase, _ERROR + f"{type(error).__name__}: {error}".encode())
+        try:
+            # torch's stub declares str only; a store takes bytes as well. No value is empty.
+            self.store.set(f"{phase}/{self.rank}", b"=" + value)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise self._lost_store(phase, error) from error
 
     def read(self, phase: str, rank: int) -> bytes:
         """Returns a rank's value of a phase, and waits for it.
 
         Raises:
-            RendezvousError: the rank did not arrive in time, or it failed.
+            RendezvousError: the rank did not arrive in time.
         """
         key = f"{phase}/{rank}"
         where = f"rank {rank} ({self._rendezvous.addresses[rank]})"
@@ -140,9 +136,7 @@ class Meeting:
                 f"{self._rendezvous.connect_timeout_s:g} s of the start; look at its log",
                 rank,
             ) from error
-        if value.startswith(_ERROR):
-            raise RendezvousError(f"{where} failed: {value[1:].decode()}", rank)
-        return value[1:]
+        return value[1:]  # see `publish`
 
     def exchange(self, phase: str, value: bytes) -> list[bytes]:
         """Stores this rank's value and returns the values of all ranks, in rank order."""
@@ -160,13 +154,6 @@ class Meeting:
         else:
             for rank in range(1, self.size):
                 self.read("parted", rank)
-
-    def _set(self, phase: str, value: bytes) -> None:
-        try:
-            # torch's stub declares str only; a store takes bytes as well
-            self.store.set(f"{phase}/{self.rank}", value)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            raise self._lost_store(phase, error) from error
 
     def _at(self, phase: str) -> str:
         return f"rank {self.rank} ({self.address}) at phase '{phase}'"

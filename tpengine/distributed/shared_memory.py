@@ -8,23 +8,19 @@ start finds and removes the file of a creator that died in between.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from tpengine.errors import CollectiveError, SharedMemoryError
 from tpengine.host import SHM_FOLDER, lock_bytes, segment_name, sweep_segments
-from tpengine.ops.shared_memory_ops import (
-    MAX_RANKS,
-    PAGE_BYTES,
-    TOKEN_BYTES,
-    Segment,
-    SegmentError,
-    SegmentStatus,
-    segment_bytes,
-)
+from tpengine.ops import shared_memory_ops as native
+from tpengine.ops.shared_memory_ops import SegmentStatus
 
 CAPACITY_BYTES = 1 << 20
 """Bytes of each rank that the segment holds at a time; a larger tensor is sent in chunks. Two ranks
@@ -46,10 +42,10 @@ class SegmentFile:
     def __init__(self, engine_id: str, epoch: int, folder: Path = SHM_FOLDER) -> None:
         sweep_segments(folder)
         self.path = folder / segment_name(engine_id, epoch)
-        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.token = secrets.token_bytes(native.TOKEN_BYTES)
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            lock_bytes(self.fd, MAX_RANKS, 1)
+            lock_bytes(self.fd, native.MAX_RANKS, 1)
             os.write(self.fd, self.token)
         except OSError:
             self.remove()
@@ -62,18 +58,17 @@ class SegmentFile:
         Raises:
             SharedMemoryError: there is not enough memory, or the sizes are not allowed.
         """
-        size = segment_bytes(num_ranks, capacity_bytes)
-        if size == 0 or capacity_bytes % PAGE_BYTES:
+        size = native.segment_bytes(num_ranks, capacity_bytes)
+        if size == 0 or capacity_bytes % native.PAGE_BYTES:
             raise SharedMemoryError(
                 f"no segment for {num_ranks} ranks with {capacity_bytes} bytes for each: at most "
-                f"64 ranks, and multiples of {PAGE_BYTES} bytes"
+                f"64 ranks, and multiples of {native.PAGE_BYTES} bytes"
             )
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:
-            raise SharedMemoryError(
-                describe_lack(num_ranks, size, self.path.parent, error)
-            ) from error
+            lack = describe_lack(num_ranks, size, self.path.parent, error)
+            raise SharedMemoryError(lack) from error
 
     def remove(self) -> None:
         """Removes the name; the memory stays until the last process unmaps it."""
@@ -99,85 +94,119 @@ def find_segment_file(path: Path, token: bytes) -> int | None:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
-    if os.pread(fd, TOKEN_BYTES, 0) == token:
+    if os.pread(fd, native.TOKEN_BYTES, 0) == token:
         return fd
     os.close(fd)
     return None
 
 
 class SharedMemoryCollectives:
-    """`Collectives` over a segment, for CPU tensors.
+    """`Collectives` over a segment that this rank maps, for CPU tensors.
 
-    Sums take float32 and bfloat16; the other operations take every dtype.
+    Sums take float32 and bfloat16; the other operations take every dtype. All ranks call the same
+    methods in the same order, each from one thread; any thread may call `abandon` and `close`.
+
+    Args:
+        fd: the fully allocated file; closed here.
+        capacity: bytes of each rank that the segment holds at a time.
+
+    Raises:
+        OSError: the file cannot be mapped.
     """
 
     can_be_recorded = False
 
-    def __init__(self, segment: Segment, rank: int, timeout_s: float) -> None:
-        self._segment = segment
-        self._rank = rank
+    def __init__(self, fd: int, rank: int, size: int, capacity: int, timeout_s: float) -> None:
+        assert native.functions is not None
+        self._functions = native.functions
+        self._handle = self._functions.tpengine_shm_attach(fd, rank, size, capacity)
+        if not self._handle:
+            number = ctypes.get_errno()
+            os.close(fd)
+            raise OSError(number, os.strerror(number))
+        self._rank, self._size = rank, size
         self._timeout_s = timeout_s
         self._timeout_ns = int(timeout_s * 1e9)
+        # The locks keep the segment mapped while another thread reads it. There are two, because
+        # `abandon` must not wait for the operation that it ends.
+        self._in_use, self._unmapping = threading.Lock(), threading.Lock()
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place if `x` is contiguous."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks in rank order and in float32, in place if `x` is contiguous."""
         x = x.contiguous()
-        try:
-            self._segment.all_reduce(x, self._timeout_ns)
-        except SegmentError as error:
-            raise self._explain("all_reduce", x, error) from error
+        place = x.data_ptr(), x.numel(), native.DTYPES[x.dtype]
+        self._run("all_reduce", x, self._functions.tpengine_shm_all_reduce, *place)
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Concatenation over ranks along the last dimension."""
-        gathered = self._gather("all_gather", x, None)
-        assert gathered is not None
-        return gathered
+        out = self._gathered(x)
+        self._gather("all_gather", x, out, -1)
+        return out
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+    def gather(self, x: Tensor) -> Tensor | None:
         """Concatenation over ranks along the last dimension at rank 0; elsewhere None."""
-        return self._gather("gather", x, 0)
+        out = self._gathered(x) if self._rank == 0 else None
+        self._gather("gather", x, out, 0)
+        return out
 
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's `x`, in place if `x` is contiguous."""
         x = x.contiguous()
-        try:
-            self._segment.broadcast(x, 0, self._timeout_ns)
-        except SegmentError as error:
-            raise self._explain("broadcast", x, error) from error
+        self._run("broadcast", x, self._functions.tpengine_shm_broadcast, x.data_ptr(), x.nbytes, 0)
         return x
 
-    def abandon(self) -> None:
-        """Ends the waits of all ranks; each fails at once."""
-        self._segment.abandon()
+    def abandon(self, culprit: int = -1) -> None:
+        """Ends the waits of all ranks, now and later, with an error that names `culprit`."""
+        with self._unmapping:
+            self._functions.tpengine_shm_abandon(self._handle, culprit)
 
     def close(self) -> None:
-        """Unmaps the segment; its memory is freed when the last rank does so."""
-        self._segment.close()
+        """Ends the waits of all ranks and unmaps the segment; a second call does nothing.
 
-    def _gather(self, operation: str, x: torch.Tensor, root: int | None) -> torch.Tensor | None:
+        Its memory is freed when the last rank does so.
+        """
+        self.abandon()
+        with self._in_use, self._unmapping:
+            handle, self._handle = self._handle, None
+            self._functions.tpengine_shm_detach(handle)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], x.shape[-1] * self._size)
+
+    def _gather(self, operation: str, x: Tensor, out: Tensor | None, root: int) -> None:
+        """Concatenates x of all ranks into `out` at rank `root`; -1: at every rank."""
         x = x.contiguous()
-        try:
-            return self._segment.gather(x, root, self._timeout_ns)
-        except SegmentError as error:
-            raise self._explain(operation, x, error) from error
+        row_bytes = x.shape[-1] * x.element_size()
+        rows = x.nbytes // row_bytes if row_bytes else 0
+        target = None if out is None else out.data_ptr()
+        place = target, x.data_ptr(), rows, row_bytes, root
+        self._run(operation, x, self._functions.tpengine_shm_gather, *place)
 
-    def _explain(self, operation: str, x: torch.Tensor, error: SegmentError) -> CollectiveError:
+    def _run(
+        self, operation: str, x: Tensor, function: Callable[..., int], *place: int | None
+    ) -> None:
+        with self._in_use:
+            status = function(self._handle, *place, self._timeout_ns)
+            if status != SegmentStatus.OK:
+                raise self._failure(f"{operation} of {x.nbytes} bytes at rank {self._rank}", status)
+
+    def _failure(self, what: str, status: int) -> CollectiveError:
         """Makes the error that names the failed rank, and tells the other ranks."""
-        what = f"{operation} of {x.nbytes} bytes at rank {self._rank}"
-        rank, culprit = error.rank, error.culprit
-        if error.status is SegmentStatus.CLOSED:
-            return CollectiveError(f"{what}: this rank has left the group", rank)
-        if error.status is SegmentStatus.ABANDONED:
-            if culprit is None:
+        if status == SegmentStatus.CLOSED:
+            return CollectiveError(f"{what}: this rank has left the group", self._rank)
+        failure = self._functions.tpengine_shm_failure(self._handle).contents
+        status, rank, culprit = failure.status, failure.rank, failure.culprit
+        if status == SegmentStatus.ABANDONED:
+            if culprit < 0:
                 return CollectiveError(f"{what}: rank {rank} failed, or left the group", rank)
             return CollectiveError(
                 f"{what}: rank {rank} left the group because of rank {culprit}", culprit
             )
-        self._segment.abandon(rank)  # so that the other ranks do not wait for their own timeout
-        if error.status is SegmentStatus.DEAD:
+        self.abandon(rank)  # so that the other ranks do not wait for their own timeout
+        if status == SegmentStatus.DEAD:
             return CollectiveError(f"{what}: the process of rank {rank} has died", rank)
-        if error.status is SegmentStatus.TIMEOUT:
+        if status == SegmentStatus.TIMEOUT:
             return CollectiveError(
                 f"{what}: rank {rank} did not arrive within {self._timeout_s:g} s; it is frozen, "
                 "or busy for longer",

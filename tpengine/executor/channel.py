@@ -194,6 +194,7 @@ def _first_frame(data: bytes | bytearray) -> Frame | None:
     return Frame(_KINDS[kind], number, bytes(memoryview(data)[_HEAD.size : end]))
 
 
+Check = Callable[[], None]
 Invitation = tuple[tuple[str, int], bytes]
 """What a rank needs to connect: (host, port), and the group's secret."""
 
@@ -225,11 +226,7 @@ class Listener:
         self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
 
     def accept(
-        self,
-        size: int,
-        timeout_s: float,
-        check: Callable[[], None] = lambda: None,
-        per_rank: int = 1,
+        self, size: int, timeout_s: float, check: Check = lambda: None, per_rank: int = 1
     ) -> list[Channel]:
         """Waits for `per_rank` channels of each of `size` ranks; refuses peers without the secret.
 
@@ -303,12 +300,7 @@ class Listener:
 
 
 def connect(
-    address: tuple[str, int],
-    secret: bytes,
-    rank: int,
-    epoch: int,
-    timeout_s: float,
-    index: int = 0,
+    address: tuple[str, int], secret: bytes, rank: int, epoch: int, timeout_s: float, index: int = 0
 ) -> Channel:
     """Connects a rank to its driver. A handshake that fails, as on a busy machine, is repeated.
 

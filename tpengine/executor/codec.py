@@ -23,19 +23,6 @@ import msgpack
 from tpengine import config, messages
 from tpengine.checkpoint.model_files import ModelFields
 from tpengine.errors import EngineError
-from tpengine.messages import (
-    AdapterLoad,
-    BlockMoves,
-    Candidates,
-    Fork,
-    NewSequence,
-    PromptLogprobs,
-    RowError,
-    SamplingRules,
-    StepInput,
-    StepOutput,
-    TokenLogprobs,
-)
 from tpengine.structured.grammars import Vocabulary
 
 Message = TypeVar("Message")
@@ -49,30 +36,21 @@ _MAX_ITEMS = 1 << 27
 _FIRST_ROWS = list(range(1024))
 _GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
     kind: attrgetter(*(field.name for field in dataclasses.fields(kind)))
-    for kind in vars(messages).values()
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-}
-
-
-def _fields(value: Any) -> list[Any]:
-    return [getattr(value, field.name) for field in dataclasses.fields(value)]
-
-
-_ARGS: dict[type[Any], Callable[[Any], list[Any]]] = {
-    kind: _fields
     for kind in (*vars(config).values(), *vars(messages).values())
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-} | {
-    tuple: lambda value: [list(value)],
-    frozenset: lambda value: [list(value)],
-    ModelFields: lambda value: [dict(value)],
-    Vocabulary: lambda value: list(value.__reduce__()[1]),
+}
+"""How the fields of an object are read. None of these classes has fewer than two."""
+_ARGS = _GETTERS | {
+    tuple: lambda value: (list(value),),
+    frozenset: lambda value: (list(value),),
+    ModelFields: lambda value: (dict(value),),
+    Vocabulary: lambda value: value.__reduce__()[1],
 }
 """Classes whose objects may travel in calls, and the arguments that make an equal object."""
 _CLASSES = {kind.__name__: kind for kind in _ARGS}
 
 
-def encode(message: StepInput | StepOutput | tuple[Any, ...]) -> bytes:
+def encode(message: messages.StepInput | messages.StepOutput | tuple[Any, ...]) -> bytes:
     """One message as bytes.
 
     Raises:
@@ -85,9 +63,9 @@ def encode(message: StepInput | StepOutput | tuple[Any, ...]) -> bytes:
 def _plain(value: Any) -> Any:
     """Called by msgpack for an object that it does not know."""
     kind = type(value)
-    if kind is StepInput:
+    if kind is messages.StepInput:
         return _plain_step(value)
-    if kind is StepOutput:
+    if kind is messages.StepOutput:
         return _plain_output(value)
     if (getter := _GETTERS.get(kind)) is not None:
         return getter(value)
@@ -96,7 +74,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{kind.__name__} is no plain data and cannot be sent to a rank")
 
 
-def _plain_step(step: StepInput) -> list[Any]:
+def _plain_step(step: messages.StepInput) -> list[Any]:
     """In a step of decodes each row has one token and is sampled into its own slot: lists that only
     say that become None, and lists of small numbers become bytes, which is several times as fast.
     """
@@ -131,8 +109,8 @@ def _all_rows(count: int) -> list[int]:
     return _FIRST_ROWS[:count] if count <= len(_FIRST_ROWS) else list(range(count))
 
 
-def _plain_output(output: StepOutput) -> list[Any]:
-    step, token_ids, *rest, chosen_logprobs = _GETTERS[StepOutput](output)
+def _plain_output(output: messages.StepOutput) -> list[Any]:
+    step, token_ids, *rest, chosen_logprobs = _GETTERS[messages.StepOutput](output)
     return [step, _as_words(token_ids), *rest, chosen_logprobs.tobytes()]
 
 
@@ -145,8 +123,7 @@ def _as_words(token_ids: list[int]) -> bytes | list[int]:
 
 
 def decode_plain(
-    data: bytes | bytearray | memoryview,
-    make_object: Callable[[int, bytes], Any] = msgpack.ExtType,
+    data: bytes | bytearray | memoryview, make_object: Callable[[int, bytes], Any] = msgpack.ExtType
 ) -> Any:
     """Arrays as lists, maps as dicts, numbers and text.
 
@@ -155,18 +132,14 @@ def decode_plain(
     """
     try:
         return msgpack.unpackb(
-            data,
-            strict_map_key=False,
-            max_array_len=_MAX_ITEMS,
-            max_map_len=_MAX_ITEMS,
-            ext_hook=make_object,
-            unicode_errors=_TEXT_ERRORS,
-        )
+            data, strict_map_key=False, max_array_len=_MAX_ITEMS, max_map_len=_MAX_ITEMS,
+            ext_hook=make_object, unicode_errors=_TEXT_ERRORS,
+        )  # fmt: skip
     except (ValueError, msgpack.UnpackException) as error:
         raise EngineError(f"a message between driver and rank cannot be decoded: {error}") from None
 
 
-def decode_step(data: bytes | bytearray | memoryview) -> StepInput:
+def decode_step(data: bytes | bytearray | memoryview) -> messages.StepInput:
     """The step that `encode` was given, equal in every field.
 
     Raises:
@@ -175,7 +148,7 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInput:
     return _build(_step_input, data)
 
 
-def decode_output(data: bytes | bytearray | memoryview) -> StepOutput:
+def decode_output(data: bytes | bytearray | memoryview) -> messages.StepOutput:
     """The answer that `encode` was given, equal in every field.
 
     Raises:
@@ -198,9 +171,9 @@ def _build(
         ) from error
 
 
-def _step_input(fields: list[Any]) -> StepInput:
+def _step_input(fields: list[Any]) -> messages.StepInput:
     """The reverse of `_plain_step`: lists may be None or bytes, objects are arrays."""
-    step: Any = StepInput(*fields)
+    step: Any = messages.StepInput(*fields)
     slots = step.slots = list(step.slots)
     tokens, rows = step.num_scheduled_tokens, step.sample_rows
     step.num_scheduled_tokens = [1] * len(slots) if tokens is None else list(tokens)
@@ -211,41 +184,45 @@ def _step_input(fields: list[Any]) -> StepInput:
     step.new_sequences = [_new_sequence(fields) for fields in step.new_sequences]
     step.new_block_ids = [(slot, blocks) for slot, blocks in step.new_block_ids]
     step.token_overrides = _pairs(step.token_overrides)
-    step.forks = [Fork(*fields) for fields in step.forks]
+    step.forks = [messages.Fork(*fields) for fields in step.forks]
     step.replaced_block_ids = [(slot, at, block) for slot, at, block in step.replaced_block_ids]
-    step.adapter_loads = [AdapterLoad(*fields) for fields in step.adapter_loads]
-    step.block_moves = BlockMoves(*map(_pairs, step.block_moves or ()))
-    return cast(StepInput, step)
+    step.adapter_loads = [messages.AdapterLoad(*fields) for fields in step.adapter_loads]
+    step.block_moves = messages.BlockMoves(*map(_pairs, step.block_moves or ()))
+    return cast(messages.StepInput, step)
 
 
 def _pairs(values: list[list[int]]) -> list[tuple[int, int]]:
     return [(first, second) for first, second in values]
 
 
-def _new_sequence(fields: list[Any]) -> NewSequence:
-    sequence: Any = NewSequence(*fields)
-    sequence.rules = SamplingRules(*sequence.rules)
-    return cast(NewSequence, sequence)
+def _new_sequence(fields: list[Any]) -> messages.NewSequence:
+    sequence: Any = messages.NewSequence(*fields)
+    sequence.rules = messages.SamplingRules(*sequence.rules)
+    return cast(messages.NewSequence, sequence)
 
 
-def _step_output(fields: list[Any]) -> StepOutput:
+def _by_place(kind: type[Any], entries: dict[int, list[Any]]) -> dict[int, Any]:
+    return {at: kind(*entry) for at, entry in entries.items()}
+
+
+def _step_output(fields: list[Any]) -> messages.StepOutput:
     """The reverse of `_plain_output`."""
-    output: Any = StepOutput(*fields)
+    output: Any = messages.StepOutput(*fields)
     if type(output.token_ids) is bytes:
         output.token_ids = memoryview(output.token_ids).cast("I").tolist()
     output.chosen_logprobs = array.array("f", output.chosen_logprobs)
     if output.errors:
-        output.errors = {at: RowError(*entry) for at, entry in output.errors.items()}
+        output.errors = _by_place(messages.RowError, output.errors)
     if output.logprobs:
-        output.logprobs = {at: TokenLogprobs(*entry) for at, entry in output.logprobs.items()}
+        output.logprobs = _by_place(messages.TokenLogprobs, output.logprobs)
     if output.candidates:
-        output.candidates = {at: Candidates(*best) for at, best in output.candidates.items()}
+        output.candidates = _by_place(messages.Candidates, output.candidates)
     if output.prompt_logprobs:
         output.prompt_logprobs = {
-            row: PromptLogprobs(first, [TokenLogprobs(*entry) for entry in entries])
+            row: messages.PromptLogprobs(first, [messages.TokenLogprobs(*top) for top in entries])
             for row, (first, entries) in output.prompt_logprobs.items()
         }
-    return cast(StepOutput, output)
+    return cast(messages.StepOutput, output)
 
 
 def encode_call(value: Any) -> bytes:
@@ -267,7 +244,7 @@ def _plain_object(value: Any) -> Any:
         return value.item()
     if kind not in _ARGS:
         raise TypeError(f"{kind.__name__} is no plain data and cannot be sent to a rank")
-    return msgpack.ExtType(0, encode_call([kind.__name__, _ARGS[kind](value)]))
+    return msgpack.ExtType(0, encode_call([kind.__name__, list(_ARGS[kind](value))]))
 
 
 def decode_call(data: bytes) -> Any:

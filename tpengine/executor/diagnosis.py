@@ -268,9 +268,8 @@ class Diagnosis:
             return self._of_process(failure.waited_for, reason, doing, is_closed=False)
         else:
             cause = f"waited in vain; which rank did not come is unknown ({failure.message})"
-        return self._loss(
-            rank, doing, cause, "\n".join(failure.log_lines), failure.traceback.rstrip()
-        )
+        lines = "\n".join(failure.log_lines)
+        return self._loss(rank, doing, cause, lines, failure.traceback.rstrip())
 
     def unexplained(self, rank: int, failure: Failure, doing: Doing) -> RankLoss:
         """What is known without its node."""
@@ -299,16 +298,9 @@ class Diagnosis:
         self, rank: int, doing: Doing, cause: str, last_lines: str = "", stack: str = ""
     ) -> RankLoss:
         place = f"process {rank} that has not told where it is"
-        return RankLoss(
-            rank=rank,
-            place=str(self._places[rank]) if self._places else place,
-            epoch=self._epoch,
-            step=doing.step,
-            phase=doing.phase,
-            cause=cause,
-            last_lines=last_lines,
-            stack=stack,
-        )
+        place = str(self._places[rank]) if self._places else place
+        step, phase = doing.step, doing.phase
+        return RankLoss(rank, place, self._epoch, step, phase, cause, last_lines, stack)
 
     def _text(self, node_id: str, method: str, what: object, timeout_s: float) -> str:
         """A text that explains more. Without it the cause is known all the same."""

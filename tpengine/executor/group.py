@@ -17,26 +17,10 @@ from typing import Any, TypeVar
 
 from tpengine import host
 from tpengine.config import EngineConfig, RanksConfig
-from tpengine.errors import (
-    EngineError,
-    GroupLostError,
-    ModelLoadError,
-    RankLoss,
-    is_temporary,
-)
+from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss, is_temporary
+from tpengine.executor import diagnosis
 from tpengine.executor.channel import Channel, ChannelError
 from tpengine.executor.codec import decode_call, encode_call
-from tpengine.executor.diagnosis import (
-    ANSWER_S,
-    IDLE,
-    Diagnosis,
-    Doing,
-    Failure,
-    NodeSilentError,
-    RankFailure,
-    RankPlace,
-    RanksFailedError,
-)
 from tpengine.executor.home import Launcher
 from tpengine.executor.watch import Exchange, RankWatch, WakeUp
 from tpengine.logger import init_logger
@@ -79,7 +63,7 @@ class Group:
         check_cancelled: Callable[[], None],
     ) -> None:
         self.epoch = epoch
-        self.places: list[RankPlace] = []
+        self.places: list[diagnosis.RankPlace] = []
         self.loss: RankLoss | None = None
         self._config = config
         self._launcher = launcher
@@ -88,11 +72,11 @@ class Group:
         self._step_timeout_s = limits.step_timeout_s
         self._check_cancelled = check_cancelled
         self._size = config.parallel.tensor_parallel_size
-        self._diagnosis = Diagnosis(self._agents, epoch, [])
+        self._diagnosis = diagnosis.Diagnosis(self._agents, epoch, [])
         self._channels: list[Sequence[Channel]] = []
         self._exchange: Exchange | None = None
         self._watch: RankWatch | None = None
-        self._doing = IDLE
+        self._doing = diagnosis.IDLE
         self._diagnosing = threading.Lock()
         self._is_over = threading.Event()
         self._wake_up = WakeUp()
@@ -105,10 +89,10 @@ class Group:
                 cannot be looked at.
         """
         start = partial(self._launcher.start, self.epoch, timeout_s, self._check_alive)
-        processes = self._settled(Doing("start"), start)
+        processes = self._settled(diagnosis.Doing("start"), start)
         self.places = [place for place, _ in processes]
         self._channels = [channels for _, channels in processes]
-        self._diagnosis = Diagnosis(self._agents, self.epoch, self.places)
+        self._diagnosis = diagnosis.Diagnosis(self._agents, self.epoch, self.places)
         self._agents.open(place.node_id for place in self.places)
         for node_id in {place.node_id for place in self.places}:
             self._agents.tell(node_id, "watch", self._processes_on(node_id))
@@ -121,7 +105,7 @@ class Group:
         Args:
             timeout_s: for the answers. New processes of the driver import first.
         """
-        self._settled(Doing("join"), partial(self._join, timeout_s))
+        self._settled(diagnosis.Doing("join"), partial(self._join, timeout_s))
 
     def _join(self, timeout_s: float) -> None:
         self._exchange = exchange = Exchange([steps for steps, _ in self._channels], self._wake_up)
@@ -193,16 +177,16 @@ class Group:
         assert exchange is not None, f"{method} before the ranks have joined"
         payloads = {rank: encode_call((method, own, kwargs)) for rank, own in args.items()}
         call = partial(exchange.call, payloads, self._start_timeout_s)
-        answers = self._settled(Doing(method), call)
+        answers = self._settled(diagnosis.Doing(method), call)
         return [decode_call(answer) for answer in answers]
 
-    def _settled(self, doing: Doing, run: Callable[[], Answer]) -> Answer:
+    def _settled(self, doing: diagnosis.Doing, run: Callable[[], Answer]) -> Answer:
         """Returns what `run` returns. If a rank fails in it, either the group is lost, or the
         rank's exception is raised because another start would fail in the same way."""
         with self._during(doing):
             try:
                 return run()
-            except RanksFailedError as error:
+            except diagnosis.RanksFailedError as error:
                 rank = error.cause
                 failure = error.failures[rank]
             except Exception as error:
@@ -211,7 +195,7 @@ class Group:
                 reason = f"the driver could not call it: {type(error).__name__}: {error}"
                 raise self._end_as_lost(0, ChannelError(reason), doing) from error
         if (
-            isinstance(failure, RankFailure)
+            isinstance(failure, diagnosis.RankFailure)
             and not failure.is_consequence
             and (failure.is_permanent or self.epoch == 1)
         ):
@@ -224,12 +208,12 @@ class Group:
         Raises:
             GroupLostError: a rank was lost.
         """
-        doing = Doing("execute_model", number)
+        doing = diagnosis.Doing("execute_model", number)
         with self._during(doing):
             assert self._exchange is not None, "a step before the ranks have joined"
             try:
                 return self._exchange.step(number, payload, timeout_s)[0]
-            except RanksFailedError as error:
+            except diagnosis.RanksFailedError as error:
                 raise self._end_as_lost(error.cause, error.failures[error.cause], doing) from None
             except BaseException as error:  # the ranks may have run the step: they are ahead
                 reason = f"step {number} was interrupted at the driver: {error!r}"
@@ -237,13 +221,13 @@ class Group:
                 raise  # the interruption itself, not the loss that it causes
 
     @contextlib.contextmanager
-    def _during(self, doing: Doing) -> Iterator[None]:
+    def _during(self, doing: diagnosis.Doing) -> Iterator[None]:
         self._check_alive()
         self._doing = doing
         try:
             yield
         finally:
-            self._doing = IDLE
+            self._doing = diagnosis.IDLE
 
     def _check_alive(self) -> None:
         """Raises an error if the start was cancelled, or the group is lost or ended."""
@@ -263,7 +247,7 @@ class Group:
         self._end_as_lost(rank, failure, self._doing)
 
     def _end_as_lost(
-        self, rank: int, failure: Failure, doing: Doing
+        self, rank: int, failure: diagnosis.Failure, doing: diagnosis.Doing
     ) -> GroupLostError | EngineError:
         """Finds out why a rank was lost, and kills all ranks; returns the error for the caller to
         raise. If another thread has noticed a loss first, only returns the error of that one."""
@@ -285,7 +269,7 @@ class Group:
         finally:
             self._diagnosing.release()
         error = GroupLostError(self.loss)
-        if isinstance(failure, RankFailure):
+        if isinstance(failure, diagnosis.RankFailure):
             error.__cause__ = failure.to_error()
         return error
 
@@ -327,7 +311,7 @@ class Group:
 
     def _let_workers_end(self, exchange: Exchange, silent: Iterable[str]) -> None:
         payloads = dict.fromkeys(range(self._size), encode_call(("shutdown", (), {})))
-        with contextlib.suppress(RanksFailedError):
+        with contextlib.suppress(diagnosis.RanksFailedError):
             exchange.call(payloads, _SHUTDOWN_CALL_S, is_last=True)
         # Before the channels close: a rank that ends itself for that would be reported as crashed.
         self._launcher.kill()
@@ -335,10 +319,10 @@ class Group:
 
     def _wait_for_end(self, silent: Iterable[str], is_last: bool = True) -> None:
         for node_id in {place.node_id for place in self.places} - set(silent):
-            with contextlib.suppress(NodeSilentError):
+            with contextlib.suppress(diagnosis.NodeSilentError):
                 ranks = self._processes_on(node_id)
                 left = self._agents.ask(
-                    node_id, "wait_for_end", ranks, _EXIT_S, timeout_s=_EXIT_S + ANSWER_S
+                    node_id, "wait_for_end", ranks, _EXIT_S, timeout_s=_EXIT_S + diagnosis.ANSWER_S
                 )
                 if left and is_last:
                     logger.warning("on node %s these ranks do not end: %s", node_id, left)

@@ -172,9 +172,8 @@ class GroupExecutor(Executor):
             self._times.seconds.clear()
             self._reserve.give_back()
             try:
-                self.home.replace(
-                    lost.places, partial(self._end_lost, lost), self._times, self._check
-                )
+                end = partial(self._end_lost, lost)
+                self.home.replace(lost.places, end, self._times, self._check)
                 self._start_group(lost.epoch + 1)
                 with self._times.phase("profile"):
                     peaks = {rank: (peak,) for rank, peak in enumerate(self._peaks)}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from tpengine.errors import EngineError
-from tpengine.executor.channel import Channel
+from tpengine.executor.channel import Channel, Check
 from tpengine.executor.diagnosis import NodeAgents, RankPlace
 from tpengine.executor.spares import Spares
 
@@ -57,8 +57,8 @@ class StartTimes:
         self.appear_s = min(self.appear_s, patience_s)
 
 
-Check = Callable[[], None]
 """Called during everything that may take long; an exception of it ends the wait."""
+Places = Sequence[RankPlace]
 EndGroup = Callable[[set[str]], None]
 """Ends what is left of a group, except on these nodes, which do not answer."""
 Started = tuple[RankPlace, Sequence[Channel]]
@@ -115,9 +115,7 @@ class Home:
             PlacementError: there is no room.
         """
 
-    def replace(
-        self, lost: Sequence[RankPlace], end: EndGroup, times: StartTimes, check: Check
-    ) -> None:
+    def replace(self, lost: Places, end: EndGroup, times: StartTimes, check: Check) -> None:
         """Makes sure of places for the next group.
 
         Args:

@@ -59,9 +59,16 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
         return config, LocalExecutor(config)
     args.check_installed()
     args.read_model()  # refuses a model that the ranks cannot share, before any process starts
-    if chosen == "processes":
-        return _create_process_executor(args)
     from tpengine.executor.group_executor import GroupExecutor
+
+    if chosen == "processes":
+        from tpengine.executor.launch import processes
+
+        if args.executor == "auto":
+            text = "Ray is not installed: %d ranks run as processes of this machine"
+            logger.info(text, args.tensor_parallel_size)
+        config = args.create_engine_config(processes.detect_device(args.device))
+        return config, GroupExecutor(config, processes.ProcessHome(config))
     from tpengine.executor.launch import ray_connection, ray_home
 
     connection = ray_connection.RayConnection(args.ray_address)
@@ -71,16 +78,3 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
     except BaseException:
         connection.close()
         raise
-
-
-def _create_process_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
-    from tpengine.executor.group_executor import GroupExecutor
-    from tpengine.executor.launch import processes
-
-    if args.executor == "auto":
-        logger.info(
-            "Ray is not installed: %d ranks run as processes of this machine",
-            args.tensor_parallel_size,
-        )
-    config = args.create_engine_config(processes.detect_device(args.device))
-    return config, GroupExecutor(config, processes.ProcessHome(config))

@@ -58,6 +58,8 @@ _PATIENCE = 10.0
 _DECAY = 0.95
 """At each step the sums of earlier tokens and seconds are multiplied by this, so that the measured
 time per token is mainly that of the latest twenty steps."""
+_Answers = dict[int, bytes]
+_Failures = dict[int, Failure]
 
 
 class WakeUp:
@@ -135,8 +137,8 @@ class Exchange:
     def _run(
         self, kind: FrameKind, number: int, payloads: Mapping[int, bytes], timeout_s: float
     ) -> list[bytes]:
-        answers: dict[int, bytes] = {}
-        failures: dict[int, Failure] = {}
+        answers: _Answers = {}
+        failures: _Failures = {}
         if not self._turn.acquire(timeout=timeout_s):
             raise RanksFailedError(dict.fromkeys(payloads, _late(kind, number, timeout_s)))
         try:
@@ -163,12 +165,7 @@ class Exchange:
         return [answers[rank] for rank in payloads]
 
     def _take_all(
-        self,
-        number: int,
-        count: int,
-        end: float,
-        answers: dict[int, bytes],
-        failures: dict[int, Failure],
+        self, number: int, count: int, end: float, answers: _Answers, failures: _Failures
     ) -> bool:
         """Takes answers until there are `count`, or the time is over; returns whether the wake-up
         was set."""
@@ -189,9 +186,7 @@ class Exchange:
                 return is_stopped
         return False
 
-    def _take(
-        self, fileno: int, number: int, answers: dict[int, bytes], failures: dict[int, Failure]
-    ) -> None:
+    def _take(self, fileno: int, number: int, answers: _Answers, failures: _Failures) -> None:
         """Takes what a rank has sent, which may be more than one frame."""
         rank = self._rank_of[fileno]
         try:

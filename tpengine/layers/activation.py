@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
+from torch import Tensor
 
 from tpengine.errors import ConfigError
 from tpengine.ops import fused_ops as fused
 
-_GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+_GATES: dict[str, Callable[[Tensor, Tensor], None]] = {
     "silu": fused.silu_and_mul,
     "swish": fused.silu_and_mul,
     "gelu": fused.gelu_and_mul,
@@ -33,14 +33,14 @@ class GatedActivation:
             )
         self._gate = _GATES[hidden_act]
 
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up `[num_tokens, 2 * n]` to `[num_tokens, n]`."""
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._gate(out, gate_up)
         return out
 
 
-_PLAIN: dict[str, Callable[[torch.Tensor], None]] = {
+_PLAIN: dict[str, Callable[[Tensor], None]] = {
     "relu": fused.relu,
     "gelu": fused.gelu,
     "gelu_new": fused.gelu_tanh,
@@ -51,7 +51,7 @@ _PLAIN: dict[str, Callable[[torch.Tensor], None]] = {
 }
 
 
-def plain_activation(name: str) -> Callable[[torch.Tensor], None]:
+def plain_activation(name: str) -> Callable[[Tensor], None]:
     """Returns the activation that a config names; it works in place on `[num_tokens, n]`.
 
     Raises:

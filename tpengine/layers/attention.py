@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from tpengine.layers.gpu_attention import AttentionRule, GpuBatch, attend_chunks
 from tpengine.layers.linear import Linear
 from tpengine.layers.norm import QKNorm
 from tpengine.ops import attention_ops, cache_ops
 
-KVCache = tuple[torch.Tensor, torch.Tensor]
+KVCache = tuple[Tensor, Tensor]
 """K and V of one layer, shaped by `ops.cache_ops.kv_cache_shapes` for the device."""
 _KV_SCALES = (1.0, 1.0)
 """Factors on K and V of an fp8 cache: e4m3 reaches to 448, and no supported checkpoint contains
@@ -43,13 +43,13 @@ class AttentionMetadata:
         gpu: what attention needs on a GPU in addition; None on CPU.
     """
 
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
     num_decodes: int
-    wanted_rows: torch.Tensor | None = None
+    wanted_rows: Tensor | None = None
     gpu: GpuBatch | None = None
 
 
@@ -65,14 +65,14 @@ class LayerStep:
 
     kv_cache: KVCache
     metadata: AttentionMetadata
-    rows: torch.Tensor | None
+    rows: Tensor | None
 
-    def keep(self, x: torch.Tensor) -> torch.Tensor:
+    def keep(self, x: Tensor) -> Tensor:
         """x `[num_tokens, ...]` to `[num_kept, ...]`."""
         return keep_rows(x, self.rows)
 
 
-def keep_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+def keep_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     """x `[num_tokens, ...]` to `[len(rows), ...]`; None: x itself."""
     return x if rows is None else x.index_select(0, rows)
 
@@ -89,11 +89,9 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     rule: AttentionRule
-    cos_sin_cache: torch.Tensor | None = None
+    cos_sin_cache: Tensor | None = None
 
-    def forward(
-        self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> torch.Tensor:
+    def forward(self, qkv: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         """Writes the step's K and V into the cache, then attends to the cached sequences.
 
         Args:
@@ -109,20 +107,16 @@ class Attention:
         heads = qkv.view(num_tokens, -1, self.head_dim)
         q = heads[:, : self.num_heads]
         decodes = metadata.num_decodes
-        table, lengths = metadata.block_table, metadata.seq_lens
+        table, lengths, gpu = metadata.block_table, metadata.seq_lens, metadata.gpu
         if decodes == lengths.shape[0]:
-            self._decode(out_heads, q, kv_cache, table, lengths, metadata.gpu)
+            self._decode(out_heads, q, kv_cache, table, lengths, gpu)
             return out
         if decodes:
             first = slice(decodes)
-            self._decode(
-                out_heads[first], q[first], kv_cache, table[first], lengths[first], metadata.gpu
-            )
+            self._decode(out_heads[first], q[first], kv_cache, table[first], lengths[first], gpu)
         out_chunks, chunk_table = out_heads[decodes:], table[decodes:]
-        if metadata.gpu is not None:
-            attend_chunks(
-                out_chunks, heads[decodes:], kv_cache, chunk_table, metadata.gpu, self.rule
-            )
+        if gpu is not None:
+            attend_chunks(out_chunks, heads[decodes:], kv_cache, chunk_table, gpu, self.rule)
             return out
         (k, v), starts, lengths = kv_cache, metadata.query_start_loc, lengths[decodes:]
         attention_ops.prefill_attention(
@@ -132,11 +126,11 @@ class Attention:
 
     def _decode(
         self,
-        out: torch.Tensor,
-        q: torch.Tensor,
+        out: Tensor,
+        q: Tensor,
         kv_cache: KVCache,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
         gpu: GpuBatch | None,
     ) -> None:
         plan: attention_ops.DecodePlan | tuple[None, None, None] = (None, None, None)
@@ -147,17 +141,12 @@ class Attention:
             out, q, k_cache, v_cache, block_table, seq_lens, *self.rule, *_KV_SCALES, *plan
         )
 
-    def _write_kv(self, qkv: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
+    def _write_kv(self, qkv: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
         if self.cos_sin_cache is not None:
+            rotated = metadata.positions, qkv, self.cos_sin_cache
+            num_heads = self.num_heads, self.num_kv_heads
             cache_ops.rotary_write_kv_cache(
-                metadata.positions,
-                qkv,
-                self.cos_sin_cache,
-                metadata.slot_mapping,
-                *kv_cache,
-                self.num_heads,
-                self.num_kv_heads,
-                is_neox=True,
+                *rotated, metadata.slot_mapping, *kv_cache, *num_heads, is_neox=True
             )
             return
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
@@ -181,7 +170,7 @@ class SelfAttention:
     out: Linear
     qk_norm: QKNorm | None = None
 
-    def forward(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+    def forward(self, x: Tensor, step: LayerStep) -> Tensor:
         """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`."""
         qkv = self.qkv.forward(x)
         if self.qk_norm is not None:

@@ -33,12 +33,7 @@ class VocabParallelEmbedding:
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        scale: float = 1.0,
+        self, weights: Weights, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0
     ) -> None:
         self.scale = torch.tensor(scale, dtype=weights.dtype).item()
         self._parallel = parallel = weights.parallel

@@ -39,6 +39,7 @@ _MAX_ERROR = 0.02
 """Largest accepted relative error. Rounding to bfloat16 gives 4e-3, a wrong mask more than 0.1."""
 
 
+@dataclass(slots=True)
 class StepPlans:
     """The plans of one step. The first layer with a window computes its plan, the others reuse it.
 
@@ -50,12 +51,9 @@ class StepPlans:
         min_tokens: see `ops.attention_ops.min_item_tokens`.
     """
 
-    def __init__(
-        self, memory: Mapping[int | None, attention_ops.DecodePlan], min_tokens: int
-    ) -> None:
-        self._memory = memory
-        self._min_tokens = min_tokens
-        self._made: dict[int | None, attention_ops.DecodePlan] = {}
+    _memory: Mapping[int | None, attention_ops.DecodePlan]
+    _min_tokens: int
+    _made: dict[int | None, attention_ops.DecodePlan] = field(default_factory=dict)
 
     def get(self, seq_lens: Tensor, window: int | None) -> attention_ops.DecodePlan:
         """Returns the plan of a window.
@@ -124,9 +122,7 @@ class PrefillBackend(Protocol):
 
     name: str
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule
-    ) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule) -> Tensor:
         """Computes attention of all rows.
 
         Args:
@@ -151,10 +147,8 @@ class VarlenBackend:
         self._options = {"enable_gqa": True} if groups else {}
         self._attend: Callable[..., Any] = varlen_attn
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule
-    ) -> Tensor:
-        """See `PrefillBackend.forward`."""
+    def run(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule) -> Tensor:
+        """See `PrefillBackend.run`."""
         left = -1 if rule.window is None else rule.window - 1  # keys before the query's own
         starts = chunks.query_start, chunks.key_start
         longest = max(chunks.query_lens), max(chunks.key_lens)
@@ -180,10 +174,8 @@ class XformersBackend:
         self._attend: Callable[..., Tensor] = memory_efficient_attention_forward
         self._masks: Any = attn_bias
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule
-    ) -> Tensor:
-        """See `PrefillBackend.forward`."""
+    def run(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule) -> Tensor:
+        """See `PrefillBackend.run`."""
         if rule.window not in chunks.masks:
             chunks.masks[rule.window] = self._mask(chunks, rule.window, q.device)
         group = q.shape[1] // k.shape[1]
@@ -211,10 +203,8 @@ class SdpaBackend:
 
     name = "sdpa"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule
-    ) -> Tensor:
-        """See `PrefillBackend.forward`."""
+    def run(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule) -> Tensor:
+        """See `PrefillBackend.run`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         first_query = first_key = 0
         with sdpa_kernel(_SDPA_KERNELS):
@@ -363,7 +353,7 @@ def _relative_error(
     window = None if window is None else min(window, 7)
     rule = AttentionRule(shape.head_dim**-0.5, slopes, window, shape.softcap)
     with torch.inference_mode():
-        attended = backend.forward(q, k, v, chunks, rule).float()
+        attended = backend.run(q, k, v, chunks, rule).float()
         rows = zip(q.split(query_lens), k.split(key_lens), v.split(key_lens), strict=True)
         exact = torch.cat([attend_sequence(q, k, v, *rule) for q, k, v in rows])
         return float((attended - exact).norm() / exact.norm())
@@ -453,4 +443,4 @@ def attend_chunks(
             keys, values = (buffer[:num_keys] for buffer in batch.gathered)
             table = block_table[group.rows]
             gather_kv(keys, values, *kv_cache, table, chunks.key_start)
-        out[tokens] = batch.backend.forward(q[tokens], keys, values, chunks, rule)
+        out[tokens] = batch.backend.run(q[tokens], keys, values, chunks, rule)

@@ -12,13 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from tpengine.layers.weights import Weights
+from tpengine.ops import weight_only
 from tpengine.ops.quantized_ops import QuantizedFormat
-from tpengine.ops.weight_only import (
-    GpuQuantizedWeight,
-    dequantize_weight,
-    quantize_for_gpu,
-    weight_only_linear,
-)
 from tpengine.ops.weight_only_reference import GPU_PANEL
 
 KERNEL_ROWS = 32
@@ -35,7 +30,7 @@ class GpuQuantizedForm:
         workspace: uint8; of all layers, which run one after another.
     """
 
-    weight: GpuQuantizedWeight
+    weight: weight_only.GpuQuantizedWeight
     workspace: torch.Tensor
 
     @property
@@ -45,7 +40,7 @@ class GpuQuantizedForm:
     def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Writes `x W^T + bias` into `out`."""
         if len(x) <= KERNEL_ROWS and _kernel_takes(x):
-            weight_only_linear(out, x, self.weight, bias)
+            weight_only.weight_only_linear(out, x, self.weight, bias)
             return
         rows = self._rows_at_once(x.dtype)
         for first in range(0, self.weight.out_features, rows):
@@ -65,7 +60,7 @@ class GpuQuantizedForm:
         width, count = self.weight.padded_inputs, outputs.stop - outputs.start
         whole = -(-count // GPU_PANEL) * GPU_PANEL
         matrix = self.workspace[: whole * width * dtype.itemsize].view(dtype).view(whole, width)
-        dequantize_weight(matrix, self.weight, outputs.start)
+        weight_only.dequantize_weight(matrix, self.weight, outputs.start)
         return matrix[:count, : self.weight.in_features]
 
 
@@ -83,4 +78,5 @@ def gpu_quantized_form(
     weight: torch.Tensor, form: QuantizedFormat, weights: Weights
 ) -> GpuQuantizedForm:
     """Rounds a weight on its device; `weights` counts and keeps what the layers share."""
-    return GpuQuantizedForm(quantize_for_gpu(weight, form), weights.workspace(WORKSPACE_BYTES))
+    packed = weight_only.quantize_for_gpu(weight, form)
+    return GpuQuantizedForm(packed, weights.workspace(WORKSPACE_BYTES))

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from tpengine.config import ModelConfig
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
 from tpengine.layers.matrix import Matrix
@@ -29,7 +30,7 @@ _PADDED_SHARE = 16
 class Additions(Protocol):
     """What `layers.lora` adds to the output of a layer."""
 
-    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def add(self, out: Tensor, x: Tensor) -> None:
         """Adds to the layer's output for x, in place."""
 
 
@@ -48,7 +49,7 @@ class Linear:
     def __init__(
         self, weights: Weights, in_features: int, out_features: int, bias: bool = False
     ) -> None:
-        self.weight: torch.Tensor | None = None
+        self.weight: Tensor | None = None
         self.bias = weights.empty(out_features) if bias else None
         self.out_features = out_features
         self._form: LinearForm | None = None
@@ -57,7 +58,7 @@ class Linear:
         rounded = self._rounded_format(weights, in_features)
         self.matrix = Matrix(weights, out_features, in_features, take, rounded, self.may_be_stored)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
         if self._form is None:
             out = F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
@@ -68,10 +69,10 @@ class Linear:
             self.adapters.add(out, x)
         return out
 
-    def _take(self, weights: Weights, loaded: torch.Tensor | LinearForm) -> None:
+    def _take(self, weights: Weights, loaded: Tensor | LinearForm) -> None:
         """Takes the weight when it is read, in the form that is fastest on this device."""
         del self.matrix  # it refers to this layer
-        if isinstance(loaded, torch.Tensor):
+        if isinstance(loaded, Tensor):
             self._form = packed_form(loaded, weights)
             self.weight = loaded if self._form is None else None
         else:
@@ -115,6 +116,7 @@ class QKVParallelLinear(Linear):
     Args:
         names: checkpoint prefixes of q, k and v; three times the same if the checkpoint has them in
             one tensor, one after another.
+        kv_heads: of all ranks.
 
     Attributes:
         num_heads, num_kv_heads: of this rank.
@@ -123,32 +125,26 @@ class QKVParallelLinear(Linear):
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        names: Sequence[str],
-        hidden_size: int,
-        total_num_heads: int,
-        total_num_kv_heads: int,
-        head_dim: int,
-        bias: bool = False,
+        self, weights: Weights, names: Sequence[str], config: ModelConfig, kv_heads: int, bias: bool
     ) -> None:
-        parallel = weights.parallel
+        parallel, head_dim = weights.parallel, config.head_dim
+        total_num_heads = config.total_num_heads
         self.head_dim = head_dim
         self.num_heads = parallel.divide(total_num_heads, "attention heads")
-        if total_num_kv_heads >= parallel.tp_size:
-            self.num_kv_heads = parallel.divide(total_num_kv_heads, "KV heads")
+        if kv_heads >= parallel.tp_size:
+            self.num_kv_heads = parallel.divide(kv_heads, "KV heads")
             first_kv_head = parallel.tp_rank * self.num_kv_heads
         else:
-            if parallel.tp_size % total_num_kv_heads:
+            if parallel.tp_size % kv_heads:
                 raise ConfigError(
-                    f"{total_num_kv_heads} KV heads cannot be replicated evenly over "
+                    f"{kv_heads} KV heads cannot be replicated evenly over "
                     f"tensor_parallel_size = {parallel.tp_size}; choose a multiple or a divisor"
                 )
             self.num_kv_heads = 1
-            first_kv_head = parallel.tp_rank * total_num_kv_heads // parallel.tp_size
+            first_kv_head = parallel.tp_rank * kv_heads // parallel.tp_size
         q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
-        super().__init__(weights, hidden_size, q_size + 2 * kv_size, bias)
-        kv_part = kv_size, first_kv_head * head_dim, total_num_kv_heads * head_dim
+        super().__init__(weights, config.hidden_size, q_size + 2 * kv_size, bias)
+        kv_part = kv_size, first_kv_head * head_dim, kv_heads * head_dim
         q_part = q_size, parallel.tp_rank * q_size, total_num_heads * head_dim
         self.parts = q_part, kv_part, kv_part
         _declare_rows(self, weights, names, self.parts)
@@ -165,19 +161,12 @@ class InterleavedQKVParallelLinear(Linear):
         num_heads: of this rank.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        hidden_size: int,
-        total_num_heads: int,
-        head_dim: int,
-        bias: bool = False,
-    ) -> None:
-        parallel = weights.parallel
+    def __init__(self, weights: Weights, name: str, config: ModelConfig, bias: bool) -> None:
+        parallel, head_dim = weights.parallel, config.head_dim
+        total_num_heads = config.total_num_heads
         self.num_heads = num_heads = parallel.divide(total_num_heads, "attention heads")
         rows, total_rows = 3 * num_heads * head_dim, 3 * total_num_heads * head_dim
-        super().__init__(weights, hidden_size, rows, bias)
+        super().__init__(weights, config.hidden_size, rows, bias)
         start = parallel.tp_rank * rows
         split = (num_heads, 3, head_dim)
         matrix = self.matrix
@@ -204,28 +193,23 @@ class RowParallelLinear(Linear):
     """A matrix whose inputs are divided over ranks; the results of all ranks are summed."""
 
     def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        total_in_features: int,
-        out_features: int,
-        bias: bool = False,
+        self, weights: Weights, name: str, total_inputs: int, out_features: int, bias: bool = False
     ) -> None:
         self._parallel = parallel = weights.parallel
-        part = _padded_share(parallel, total_in_features)
+        part = _padded_share(parallel, total_inputs)
         super().__init__(weights, part, out_features, bias)
         start, matrix = parallel.tp_rank * part, self.matrix
-        shard = WeightShard(matrix.outline, 1, start, total_in_features, matrix=matrix)
+        shard = WeightShard(matrix.outline, 1, start, total_inputs, matrix=matrix)
         weights.declare(f"{name}.weight", shard)
         if self.bias is not None:
             weights.declare(f"{name}.bias", WeightShard(self.bias))
             weights.after_loading(self._keep_bias_on_first_rank)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, in_features]` (this rank's) to `[num_tokens, out_features]` (all)."""
         return self._parallel.all_reduce(self.partial_forward(x))
 
-    def partial_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def partial_forward(self, x: Tensor) -> Tensor:
         """This rank's part of `forward`, for sums that the caller completes over ranks."""
         return super().forward(x)
 

@@ -410,16 +410,14 @@ class TokenCounts:
         self._bounds = np.concatenate([self._bounds, np.zeros(more, np.int64)])
         self._free_rows = list(range(num_rows + more - 1, num_rows - 1, -1))
 
-    def _room_for_one_more(
-        self, slots: Int64, rows: Int64, count_distinct: Callable[[int], int]
-    ) -> int:
+    def _room_for_one_more(self, slots: Int64, rows: Int64, count: Callable[[int], int]) -> int:
         """Makes sure that each row has a free column; returns the width that covers all rows."""
         width = self._ids.shape[1]
         if (self._bounds[rows] >= width).any():
             # The bounds are too high, because repeated tokens take no column. Counting is slow, so
             # it waits until a bound reaches the width. It covers all rows, because the highest
             # bound decides the width.
-            self._bounds[rows] = [count_distinct(slot) for slot in slots.tolist()]
+            self._bounds[rows] = [count(slot) for slot in slots.tolist()]
             # Spare columns, because a row that is nearly full would be counted in every step.
             self._reserve_width(int(self._bounds[rows].max()) + 1 + width // _SPARE_SHARE)
         return int(self._bounds[rows].max()) + 1

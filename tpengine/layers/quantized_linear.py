@@ -35,10 +35,7 @@ from tpengine.ops.quantized_ops import (
     quantized_linear,
 )
 
-PACKED_ISAS = {
-    torch.float32: ("avx512", "avx512bf16"),
-    torch.bfloat16: ("avx512bf16",),
-}
+PACKED_ISAS = {torch.float32: ("avx512", "avx512bf16"), torch.bfloat16: ("avx512bf16",)}
 """Instruction sets on which the packed kernels are faster than torch's, by dtype."""
 
 _GROUP_SIZES = {"int4": 32, "int4-g64": 64, "int4-g128": 128}

@@ -17,7 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tpengine.layers.device_values import Answer, Array, Pending, known, together, upload
+from tpengine.layers.device_values import (
+    Answer,
+    Array,
+    Int32,
+    Int64,
+    Pending,
+    known,
+    together,
+    upload,
+)
 from tpengine.layers.logit_edits import LogitEdits, apply_edits, find_lost_rows
 from tpengine.messages import Candidates, RowError, TokenLogprobs
 from tpengine.ops import fused_ops as fused
@@ -54,13 +63,13 @@ class SamplingBatch:
     """
 
     temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int32]
+    top_k: Int32
     top_p: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float32]
     noise_key: npt.NDArray[np.uint64]
-    positions: npt.NDArray[np.int32]
-    num_logprobs: npt.NDArray[np.int32]
-    num_candidates: npt.NDArray[np.int32]
+    positions: Int32
+    num_logprobs: Int32
+    num_candidates: Int32
     edits: LogitEdits | None = None
     on_device: list[torch.Tensor] | None = None
     processed: bool = False
@@ -106,9 +115,7 @@ def noise_keys(seed: int, index: int) -> np.uint64:
     return np.uint64(_mix(_mix(seed & _MASK) + (index + 1) * _GOLDEN))
 
 
-def uniform_noise(
-    keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
-) -> npt.NDArray[np.float64]:
+def uniform_noise(keys: npt.NDArray[np.uint64], positions: Int32) -> npt.NDArray[np.float64]:
     """Returns a number in [0, 1) per row, float64 `[num_rows]`.
 
     It is element `position` of the SplitMix64 stream that starts at `key` (Steele, Lea, Flood,
@@ -246,7 +253,7 @@ def _report(
     batch: SamplingBatch,
     logits: torch.Tensor,
     shares: torch.Tensor,
-    reported: npt.NDArray[np.int64],
+    reported: Int64,
 ) -> tuple[Pending[dict[int, TokenLogprobs]], Pending[dict[int, Candidates]]]:
     """Log probabilities and candidates, by row of the batch.
 
@@ -271,16 +278,13 @@ def _report(
     return logprobs, best
 
 
-def _by_row(
-    rows: npt.NDArray[np.int64], pending: Pending[list[Answer]]
-) -> Pending[dict[int, Answer]]:
+def _by_row(rows: Int64, pending: Pending[list[Answer]]) -> Pending[dict[int, Answer]]:
     return Pending(
-        pending.tensors,
-        lambda arrays: dict(zip(rows.tolist(), pending.read(arrays), strict=True)),
+        pending.tensors, lambda arrays: dict(zip(rows.tolist(), pending.read(arrays), strict=True))
     )
 
 
-def _pick_rows(tensor: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+def _pick_rows(tensor: torch.Tensor, rows: Int64) -> torch.Tensor:
     """Selects rows, given in ascending order; returns the tensor itself if these are all."""
     if len(rows) == tensor.shape[0]:
         return tensor
@@ -319,19 +323,16 @@ def token_logprobs(
 
 
 def _best_tokens(
-    scores: torch.Tensor,
-    shares: torch.Tensor,
-    num_candidates: Sequence[int],
-    is_ranked: Sequence[bool],
+    scores: torch.Tensor, shares: torch.Tensor, counts: Sequence[int], is_ranked: Sequence[bool]
 ) -> Pending[list[Candidates]]:
     """The tokens of each row with the highest `scores`, with their log probabilities.
 
     Args:
         scores, shares: float32 `[num_rows, vocab_size]`.
-        num_candidates: how many tokens, by row.
+        counts: how many tokens, by row.
         is_ranked: whether to report the tokens' ranks, by row; this sorts the whole row.
     """
-    best, best_ids = scores.topk(min(max(num_candidates), scores.shape[1]), dim=1)
+    best, best_ids = scores.topk(min(max(counts), scores.shape[1]), dim=1)
     ranked = [i for i, wanted in enumerate(is_ranked) if wanted]
 
     def read(arrays: Sequence[Array]) -> list[Candidates]:
@@ -339,10 +340,10 @@ def _best_tokens(
         ranks = {i: array.tolist() for i, array in zip(ranked, arrays[3:], strict=True)}
         return [
             Candidates(ids[i][:count], values[i][:count], logprobs[i][:count], ranks.get(i, []))
-            for i, count in enumerate(num_candidates)
+            for i, count in enumerate(counts)
         ]
 
-    rows = [_ranks(shares[i], best_ids[i, : num_candidates[i]]) for i in ranked]
+    rows = [_ranks(shares[i], best_ids[i, : counts[i]]) for i in ranked]
     return Pending([best, best_ids, shares.gather(1, best_ids), *rows], read)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -209,6 +209,7 @@ def _first_column(values: torch.Tensor) -> torch.Tensor:
     return values[..., 0] if values.ndim > 1 else values
 
 
+@dataclass(eq=False)
 class Weights:
     """Collects the parameters that layers allocate while a model is built.
 
@@ -218,45 +219,37 @@ class Weights:
         as_stored: whether matrices of a quantised file keep the file's numbers.
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        parallel: ParallelState,
-        quantization: str | None = None,
-        as_stored: bool = False,
-    ) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.parallel = parallel
-        self.quantization = quantization
-        self.as_stored = as_stored
-        self.arena = HugePageArena()
-        """Memory for packed weights, which a CPU reads in every step."""
-        self.shards: dict[str, list[WeightShard]] = {}
-        self.linears: list[Any] = []
-        """The linear layers that were made, until the parameters are loaded."""
-        self.repeats: dict[str, str] = {}
-        """Tied weights: names that a checkpoint may contain, and the names of equal tensors."""
-        self.convert: Callable[[Iterator[CheckpointTensor]], Iterator[CheckpointTensor]] = iter
-        """Renames or merges the tensors of a checkpoint before they are looked up."""
-        self.num_bytes = 0
-        """Bytes of all parameters in their form after loading, and of the tables that layers
-        compute."""
-        self.looked_up_bytes = 0
-        """Those of them that a step does not read, but for single rows."""
-        self.stored_bits: set[int] = set()
-        """Bits of a number of matrices that are packed as a quantised file has them."""
-        self.is_rounded = False
-        """Whether a part whose numbers no kernel multiplies was rounded to 8 bits."""
-        self.is_dequantized = False
-        """Whether a part of a quantised file was dequantised."""
-        self.digest = ""
-        """SHA-256 of one element of each row of the loaded parameters, in hexadecimal; empty until
-        they are loaded. Weights that differ in no such element have the same one."""
-        self._digests: dict[str, bytes] = {}
-        self._after_loading: list[Callable[[], None]] = []
-        self._workspace: torch.Tensor | None = None
+    dtype: torch.dtype
+    device: torch.device
+    parallel: ParallelState
+    quantization: str | None = None
+    as_stored: bool = False
+    arena: HugePageArena = field(default_factory=HugePageArena)
+    """Memory for packed weights, which a CPU reads in every step."""
+    shards: dict[str, list[WeightShard]] = field(default_factory=dict)
+    linears: list[Any] = field(default_factory=list)
+    """The linear layers that were made, until the parameters are loaded."""
+    repeats: dict[str, str] = field(default_factory=dict)
+    """Tied weights: names that a checkpoint may contain, and the names of equal tensors."""
+    convert: Callable[[Iterator[CheckpointTensor]], Iterator[CheckpointTensor]] = iter
+    """Renames or merges the tensors of a checkpoint before they are looked up."""
+    num_bytes: int = 0
+    """Bytes of all parameters in their form after loading, and of the tables that layers
+    compute."""
+    looked_up_bytes: int = 0
+    """Those of them that a step does not read, but for single rows."""
+    stored_bits: set[int] = field(default_factory=set)
+    """Bits of a number of matrices that are packed as a quantised file has them."""
+    is_rounded: bool = False
+    """Whether a part whose numbers no kernel multiplies was rounded to 8 bits."""
+    is_dequantized: bool = False
+    """Whether a part of a quantised file was dequantised."""
+    digest: str = ""
+    """SHA-256 of one element of each row of the loaded parameters, in hexadecimal; empty until
+    they are loaded. Weights that differ in no such element have the same one."""
+    _digests: dict[str, bytes] = field(default_factory=dict)
+    _after_loading: list[Callable[[], None]] = field(default_factory=list)
+    _workspace: torch.Tensor | None = None
 
     @property
     def form(self) -> str:
@@ -289,9 +282,8 @@ class Weights:
         """Returns memory, uint8, that all layers share; it is counted once, and has the size of the
         first call."""
         if self._workspace is None:
-            self._workspace = self.table(
-                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            )
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            self._workspace = self.table(memory)
         return self._workspace
 
     def declare(self, name: str, shard: WeightShard) -> None:

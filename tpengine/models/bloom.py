@@ -39,8 +39,7 @@ def rank_alibi_slopes(weights: Weights, total_num_heads: int) -> Tensor:
 
 def _attention(config: ModelConfig, weights: Weights, prefix: str, slopes: Tensor) -> SelfAttention:
     hidden_size, head_dim = config.hf_config["hidden_size"], config.head_dim
-    sizes = hidden_size, config.total_num_heads, head_dim
-    qkv = InterleavedQKVParallelLinear(weights, f"{prefix}.query_key_value", *sizes, bias=True)
+    qkv = InterleavedQKVParallelLinear(weights, f"{prefix}.query_key_value", config, bias=True)
     out = RowParallelLinear(weights, f"{prefix}.dense", hidden_size, hidden_size, bias=True)
     heads = qkv.num_heads
     rule = AttentionRule(head_dim**-0.5, slopes)
@@ -59,9 +58,7 @@ class _AddsToNormed(DecoderLayer):
         return self.mlp.forward(normed), normed
 
 
-def _layer(
-    config: ModelConfig, weights: Weights, prefix: str, alibi_slopes: Tensor
-) -> DecoderLayer:
+def _layer(config: ModelConfig, weights: Weights, prefix: str, slopes: Tensor) -> DecoderLayer:
     hf = config.hf_config
     size, eps = hf["hidden_size"], hf["layer_norm_epsilon"]
     norms = Norms(
@@ -72,7 +69,7 @@ def _layer(
     mlp = PlainMLP(weights, *names, size, 4 * size, "gelu_pytorch_tanh")
     adds_to_normed = hf.get("apply_residual_connection_post_layernorm")
     layer_class = _AddsToNormed if adds_to_normed else DecoderLayer
-    attention = _attention(config, weights, f"{prefix}.self_attention", alibi_slopes)
+    attention = _attention(config, weights, f"{prefix}.self_attention", slopes)
     return layer_class(attention, mlp, norms)
 
 

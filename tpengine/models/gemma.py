@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.norm import QKNorm
@@ -65,7 +65,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
             norms=_FOUR_NORMS,
         )
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `LlamaForCausalLM.compute_logits`."""
         logits, cap = super().compute_logits(hidden), self.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -82,7 +82,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         return replace(super().traits(config), qk_norm=QKNorm)
 
     @classmethod
-    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[torch.Tensor | None]:
+    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[Tensor | None]:
         """See `LlamaForCausalLM.rotary_tables`; one table with a window and one without."""
         config, weights, traits = blueprint
         tables = {

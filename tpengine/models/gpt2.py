@@ -20,10 +20,9 @@ _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 
 
 def _attention(config: ModelConfig, weights: Weights, prefix: str, layer: int) -> SelfAttention:
-    hf, heads, head_dim = config.hf_config, config.total_num_heads, config.head_dim
-    size = hf["hidden_size"]
+    hf, head_dim, size = config.hf_config, config.head_dim, config.hidden_size
     names = [f"{prefix}.c_attn"] * 3
-    qkv = QKVParallelLinear(weights, names, size, heads, heads, head_dim, bias=True)
+    qkv = QKVParallelLinear(weights, names, config, config.total_num_heads, bias=True)
     out = RowParallelLinear(weights, f"{prefix}.c_proj", size, size, bias=True)
     # `reorder_and_upcast_attn` needs nothing: scores are always float32.
     scale = head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0

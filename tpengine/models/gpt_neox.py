@@ -34,12 +34,10 @@ class _ParallelLayer(DecoderLayer):
 
 
 def _layer(config: ModelConfig, weights: Weights, prefix: str, table: Tensor) -> DecoderLayer:
-    hf, heads, head_dim = config.hf_config, config.total_num_heads, config.head_dim
+    hf, head_dim = config.hf_config, config.head_dim
     size, bias = hf["hidden_size"], bool(hf.get("attention_bias", True))
     name = f"{prefix}.attention"
-    qkv = InterleavedQKVParallelLinear(
-        weights, f"{name}.query_key_value", size, heads, head_dim, bias
-    )
+    qkv = InterleavedQKVParallelLinear(weights, f"{name}.query_key_value", config, bias)
     out = RowParallelLinear(weights, f"{name}.dense", size, size, bias)
     rule = AttentionRule(head_dim**-0.5)
     attention = Attention(qkv.num_heads, qkv.num_heads, head_dim, rule, table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.weights import Weights
@@ -17,10 +17,8 @@ class GraniteForCausalLM(LlamaForCausalLM):
     """`attention_multiplier` takes the place of `head_dim**-0.5`."""
 
     own_fields = (
-        "attention_multiplier",
-        "embedding_multiplier",
-        "logits_scaling",
-        "residual_multiplier",
+        *("attention_multiplier", "embedding_multiplier"),
+        *("logits_scaling", "residual_multiplier"),
     )
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -39,7 +37,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
             residual_scale=_factor(config, "residual_multiplier"),
         )
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Decoder.compute_logits`."""
         return super().compute_logits(hidden).div_(self.logits_scaling)
 

@@ -9,28 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.layers.activation import GatedActivation
 from tpengine.layers.attention import Attention, SelfAttention
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
-from tpengine.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from tpengine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import QKNorm, RMSNorm
 from tpengine.layers.rotary import build_cos_sin_cache, rope_parameters
 from tpengine.layers.weights import Weights
 from tpengine.models.decoder import MLP, Decoder, DecoderLayer, Norms
 from tpengine.models.registry import require, unsupported
 
-PRE_NORMS = (
-    ("before_attention", "input_layernorm"),
-    ("before_mlp", "post_attention_layernorm"),
-)
+PRE_NORMS = (("before_attention", "input_layernorm"), ("before_mlp", "post_attention_layernorm"))
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class LlamaTraits:
 
 def rotary_table(
     config: ModelConfig, weights: Weights, hf_config: Mapping[str, Any], partial: bool = False
-) -> torch.Tensor:
+) -> Tensor:
     """Computes the cosines and sines of rotary fields.
 
     Args:
@@ -98,14 +91,12 @@ class Blueprint(NamedTuple):
     traits: LlamaTraits
 
 
-def _attention(
-    blueprint: Blueprint, layer: int, cos_sin_cache: torch.Tensor | None
-) -> SelfAttention:
+def _attention(blueprint: Blueprint, layer: int, table: Tensor | None) -> SelfAttention:
     config, weights, traits = blueprint
     prefix, size = f"model.layers.{layer}.self_attn", config.hf_config["hidden_size"]
-    head_dim, heads, kv_heads = config.head_dim, config.total_num_heads, config.total_num_kv_heads
+    head_dim, heads = config.head_dim, config.total_num_heads
     names = [f"{prefix}.{'qkv' if traits.fused else name}_proj" for name in "qkv"]
-    qkv = QKVParallelLinear(weights, names, size, heads, kv_heads, head_dim, traits.qkv_bias)
+    qkv = QKVParallelLinear(weights, names, config, config.total_num_kv_heads, traits.qkv_bias)
     out = RowParallelLinear(weights, f"{prefix}.o_proj", heads * head_dim, size, traits.o_bias)
     qk_norm: QKNorm | None = None
     if traits.qk_norm is not None:
@@ -113,7 +104,7 @@ def _attention(
         qk_norm = traits.qk_norm(weights, prefix, qkv, eps, traits.centered_norms)
     scale = head_dim**-0.5 if traits.scale is None else traits.scale
     rule = AttentionRule(scale, window=traits.windows[layer], softcap=traits.softcap)
-    attention = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, rule, cos_sin_cache)
+    attention = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, rule, table)
     return SelfAttention(qkv, attention, out, qk_norm)
 
 
@@ -123,20 +114,18 @@ class LlamaMLP:
     def __init__(self, blueprint: Blueprint, prefix: str, size: int | None = None) -> None:
         config, weights, traits = blueprint
         hf, bias = config.hf_config, traits.mlp_bias
-        hidden_size, size = hf["hidden_size"], size or hf["intermediate_size"]
+        hidden, size = hf["hidden_size"], size or hf["intermediate_size"]
         names = ["gate_up_proj"] * 2 if traits.fused else ["gate_proj", "up_proj"]
         names = [f"{prefix}.{name}" for name in names]
-        self.gate_up_proj = MergedColumnParallelLinear(
-            weights, names, hidden_size, [size] * 2, bias
-        )
-        self.down_proj = RowParallelLinear(weights, f"{prefix}.down_proj", size, hidden_size, bias)
+        self.gate_up_proj = MergedColumnParallelLinear(weights, names, hidden, [size] * 2, bias)
+        self.down_proj = RowParallelLinear(weights, f"{prefix}.down_proj", size, hidden, bias)
         self.activation = GatedActivation(traits.activation or hf["hidden_act"])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, hidden_size]` to the same shape."""
         return self.down_proj.forward(self.activation.forward(self.gate_up_proj.forward(x)))
 
-    def partial_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def partial_forward(self, x: Tensor) -> Tensor:
         """This rank's part of `forward`; the caller sums over ranks."""
         return self.down_proj.partial_forward(self.activation.forward(self.gate_up_proj.forward(x)))
 
@@ -187,10 +176,8 @@ class LlamaForCausalLM(Decoder):
             mlp_bias=bool(config.hf_config.get("mlp_bias")),
         )
 
-    def _layer(
-        self, blueprint: Blueprint, layer: int, cos_sin_cache: torch.Tensor | None
-    ) -> DecoderLayer:
-        attention = _attention(blueprint, layer, cos_sin_cache)
+    def _layer(self, blueprint: Blueprint, layer: int, table: Tensor | None) -> DecoderLayer:
+        attention = _attention(blueprint, layer, table)
         mlp = self.make_mlp(blueprint, layer)
         norms = {
             place: _norm(blueprint, f"model.layers.{layer}.{name}")
@@ -204,7 +191,7 @@ class LlamaForCausalLM(Decoder):
         return LlamaMLP(blueprint, f"model.layers.{layer}.mlp")
 
     @classmethod
-    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[torch.Tensor | None]:
+    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[Tensor | None]:
         """Returns each layer's table of cosines and sines, None for a layer that does not rotate;
         here one table for all layers."""
         config, weights, traits = blueprint

@@ -29,12 +29,11 @@ _POSITION_OFFSET = 2
 
 def _attention(config: ModelConfig, weights: Weights, prefix: str) -> SelfAttention:
     hidden_size, bias = config.hf_config["hidden_size"], config.hf_config["enable_bias"]
-    total_heads, head_dim = config.total_num_heads, config.head_dim
     names = [f"{prefix}.{name}_proj" for name in "qkv"]
-    qkv = QKVParallelLinear(weights, names, hidden_size, total_heads, total_heads, head_dim, bias)
+    qkv = QKVParallelLinear(weights, names, config, config.total_num_heads, bias)
     out = RowParallelLinear(weights, f"{prefix}.out_proj", hidden_size, hidden_size, bias)
-    heads = qkv.num_heads
-    return SelfAttention(qkv, Attention(heads, heads, head_dim, AttentionRule(head_dim**-0.5)), out)
+    heads, rule = (qkv.num_heads, qkv.num_heads, qkv.head_dim), AttentionRule(qkv.head_dim**-0.5)
+    return SelfAttention(qkv, Attention(*heads, rule), out)
 
 
 class _NormsAfter(DecoderLayer):

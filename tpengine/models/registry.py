@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ARCHITECTURES, ModelConfig
 from tpengine.errors import ConfigError
@@ -34,24 +34,15 @@ logger = init_logger(__name__)
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "use_bidirectional_attention": (None, False),
-    "clip_qkv": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "attention_multiplier": (None,),
-    "residual_multiplier": (None, 1.0),
-    "embedding_multiplier": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-    "logit_scale": (None, 1.0),
-    "attention_sinks": (None, False),
-    "num_sink_tokens": (None, 0),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-}
-"""Fields that change a model's result, with the values that change nothing. A family that supports
+_NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
+    ((None,), "clip_qkv attn_logit_softcapping final_logit_softcapping attention_multiplier"),
+    ((None, False), "is_encoder_decoder add_cross_attention use_bidirectional_attention"),
+    ((None, False), "attention_sinks"),
+    ((None, 0), "num_sink_tokens num_experts num_local_experts"),
+    ((None, 1.0), "residual_multiplier embedding_multiplier logits_scaling logit_scale"),
+)
+"""Values that change nothing, and the fields that have them, which otherwise change a model's
+result. A family that supports
 one names it in its class attribute `own_fields`; all others refuse it."""
 
 
@@ -72,11 +63,11 @@ class CausalLM(Protocol):
     recordable: bool
 
     def forward(
-        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
         """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
 
 
@@ -94,9 +85,10 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
         return fallback
     module, name = ARCHITECTURES[config.architecture].split(":")
     family = getattr(importlib.import_module(module), name)
-    for field, neutral in _NEUTRAL.items():
-        if field not in getattr(family, "own_fields", ()):
-            require(config, field, None, *neutral)
+    for neutral, fields in _NEUTRAL:
+        for field in fields.split():
+            if field not in getattr(family, "own_fields", ()):
+                require(config, field, None, *neutral)
     compiled = weights.device.type == "cpu" and has_cpu_kernels()
     if compiled and (config.head_dim % 16 or config.head_dim > 256):
         raise unsupported(config, "head_dim", config.head_dim, "multiples of 16 up to 256 on CPU")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from tpengine.config import ModelConfig
 from tpengine.models.llama import Blueprint, LlamaForCausalLM, LlamaTraits
@@ -22,7 +22,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
         return replace(cls.biases(config), windows=layer_windows(config))
 
     @classmethod
-    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[torch.Tensor | None]:
+    def rotary_tables(cls, blueprint: Blueprint) -> Sequence[Tensor | None]:
         """See `LlamaForCausalLM.rotary_tables`."""
         config = blueprint.config
         rotates = config.hf_config["no_rope_layers"]

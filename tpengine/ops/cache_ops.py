@@ -22,16 +22,13 @@ unpack_blocks = op(reference.unpack_blocks, "cache")
 gather_kv = op(reference.gather_kv, "k", "v")
 
 Shape = tuple[int, ...]
+Pairs = list[tuple[int, int]]
 
 
 def kv_cache_shapes(
-    device_type: str,
-    dtype: torch.dtype,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
+    device_type: str, dtype: torch.dtype, num_blocks: int, block_size: int, num_kv_heads: int,
     head_dim: int,
-) -> tuple[Shape, Shape]:
+) -> tuple[Shape, Shape]:  # fmt: skip
     """Returns the shapes of the K cache and the V cache of one layer.
 
     On a CPU, with p = 2 for 16-bit types and 1 for float32:
@@ -59,9 +56,7 @@ def kv_cache_shapes(
     )
 
 
-def swap_out(
-    host: Tensor, cache: Tensor, block_pairs: list[tuple[int, int]], staging: Tensor
-) -> None:
+def swap_out(host: Tensor, cache: Tensor, block_pairs: Pairs, staging: Tensor) -> None:
     """Copies whole blocks of all layers to the host, on the current stream, without a wait.
 
     Blocks are packed into `staging` on the device and cross the bus in large pieces, because many
@@ -83,9 +78,7 @@ def swap_out(
         copy_across(packed, host, [(index, target) for index, (_, target) in enumerate(part)])
 
 
-def swap_in(
-    cache: Tensor, host: Tensor, block_pairs: list[tuple[int, int]], staging: Tensor
-) -> None:
+def swap_in(cache: Tensor, host: Tensor, block_pairs: Pairs, staging: Tensor) -> None:
     """Copies whole blocks of all layers from the host; the opposite of `swap_out`.
 
     Args:
@@ -99,11 +92,11 @@ def swap_in(
         unpack_blocks(cache, packed, _upload([block for _, block in part], cache.device))
 
 
-def _parts(pairs: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+def _parts(pairs: Pairs, size: int) -> list[Pairs]:
     return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
 
-def copy_across(source: Tensor, target: Tensor, pairs: list[tuple[int, int]]) -> None:
+def copy_across(source: Tensor, target: Tensor, pairs: Pairs) -> None:
     """Copies blocks from one tensor to another, consecutive ones in one copy."""
     for first_source, first_target, count in _runs(pairs):
         target[first_target : first_target + count].copy_(
@@ -111,7 +104,7 @@ def copy_across(source: Tensor, target: Tensor, pairs: list[tuple[int, int]]) ->
         )
 
 
-def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+def _runs(pairs: Pairs) -> list[tuple[int, int, int]]:
     """Returns (source, target, count) of runs in which source and target both go up by one."""
     runs: list[tuple[int, int, int]] = []
     for source, target in pairs:

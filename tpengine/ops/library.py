@@ -156,25 +156,23 @@ def _card(device_index: int) -> str:
         return str(error).strip()
 
 
-def cpu_functions(
-    prefix: str, signatures: Mapping[str, tuple[Any, list[Any]]]
-) -> ctypes.CDLL | None:
+def cpu_functions(prefix: str, types: Mapping[str, tuple[Any, list[Any]]]) -> ctypes.CDLL | None:
     """Returns plain C functions of the compiled CPU library; None: it is not installed.
 
     They keep `errno` (`ctypes.get_errno`), and release Python's lock while they run.
 
     Args:
         prefix: common prefix of the names.
-        signatures: result type and argument types, by the rest of the name.
+        types: result type and argument types, by the rest of the name.
 
     Raises:
         NativeLibraryError: the library has no such function, since it is older than this code.
     """
     if _cpu is None:
         return None
-    # A new object for each caller, because use_errno and the signatures belong to the object.
+    # A new object for each caller, because use_errno and the types belong to the object.
     functions = ctypes.CDLL(_cpu._name, use_errno=True)
-    for name, (result, arguments) in signatures.items():
+    for name, (result, arguments) in types.items():
         if (function := getattr(functions, prefix + name, None)) is None:
             raise NativeLibraryError(
                 f"{_cpu._name} has no function {prefix}{name}. The compiled library is older than "

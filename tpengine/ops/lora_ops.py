@@ -12,14 +12,7 @@ from torch import Tensor
 
 from tpengine.ops import lora_reference
 from tpengine.ops.library import op
-from tpengine.ops.lora_reference import (
-    LORA_PANEL,
-    LORA_TILE,
-    num_blocks,
-    pack_a,
-    pack_b,
-    tile_shape,
-)
+from tpengine.ops.lora_reference import LORA_PANEL, num_blocks, pack_a, pack_b, tile_shape
 
 _add_lora = op(lora_reference.add_lora, "out", "shrunk")
 
@@ -64,22 +57,13 @@ class LoRASlots:
     @property
     def max_rank(self) -> int:
         """The highest rank of a slot."""
-        return self.a.shape[2] * LORA_TILE
-
-    @property
-    def nbytes(self) -> int:
-        """What the slots take."""
-        return self.a.nbytes + self.b.nbytes + self.ranks.nbytes + self.first_outputs.nbytes
+        return self.a.shape[2] * lora_reference.LORA_TILE
 
 
 def make_slots(
-    num_slots: int,
-    max_rank: int,
-    in_features: int,
-    part_sizes: Sequence[int],
-    dtype: torch.dtype,
+    num_slots: int, max_rank: int, in_features: int, part_sizes: Sequence[int], dtype: torch.dtype,
     allocate: Callable[[tuple[int, ...]], Tensor],
-) -> LoRASlots:
+) -> LoRASlots:  # fmt: skip
     """Returns empty slots for a layer.
 
     Args:
@@ -91,7 +75,7 @@ def make_slots(
     tiles = tile_shape(max_rank, in_features, dtype)
     panels = sum(num_blocks(size, LORA_PANEL) for size in part_sizes)
     a = allocate((num_slots, len(part_sizes), *tiles))
-    b = allocate((num_slots, panels, tiles[0] * LORA_TILE, LORA_PANEL))
+    b = allocate((num_slots, panels, tiles[0] * lora_reference.LORA_TILE, LORA_PANEL))
     ranks = torch.zeros(num_slots, len(part_sizes), dtype=torch.int32, device=a.device)
     first_outputs = torch.tensor([0, *accumulate(part_sizes)], dtype=torch.int32, device=a.device)
     return LoRASlots(a, b, ranks, first_outputs)

@@ -122,10 +122,8 @@ def empty_quantized(
     tail = LINEAR_PANEL * 2 * (1 if form.offsets == NO_OFFSETS else 2)
     group_bytes = LINEAR_PANEL * form.group_size * form.bits // 8 + tail
     count = -(-outputs // LINEAR_PANEL) * form.num_groups(inputs) * group_bytes
-    empty = (
-        torch.empty(count, dtype=torch.uint8) if arena is None else arena.empty(count, torch.uint8)
-    )
-    return QuantizedWeight(empty, form, outputs, inputs)
+    packed = (arena or HugePageArena()).empty(count, torch.uint8)
+    return QuantizedWeight(packed, form, outputs, inputs)
 
 
 def quantized_linear(out: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:

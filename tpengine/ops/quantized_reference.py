@@ -16,12 +16,7 @@ _TRIED_STEPS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 def pack_groups(
-    packed: Tensor,
-    q: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    bits: int,
-    group_size: int,
+    packed: Tensor, q: Tensor, scales: Tensor, offsets: Tensor | None, bits: int, group_size: int
 ) -> None:
     """Writes a quantised weight in the layout of `ops.quantized_ops.QuantizedWeight`."""
     (outputs, inputs), groups = q.shape, scales.shape[1]
@@ -145,14 +140,9 @@ def _high_parts(rounded: Tensor, x: Tensor, limits: Tensor) -> Tensor:
 
 
 def quantized_linear(
-    out: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
+    out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, bits: int, group_size: int,
     offsets: int,
-) -> None:
+) -> None:  # fmt: skip
     """See `ops.quantized_ops.quantized_linear`."""
     inputs, outputs = x.shape[1], out.shape[1]
     parts = _unpack_groups(packed, outputs, inputs, bits, group_size, offsets)
@@ -184,15 +174,9 @@ def quantized_linear(
 
 
 def quantized_embedding(
-    out: Tensor,
-    packed: Tensor,
-    token_ids: Tensor,
-    num_embeddings: int,
-    bits: int,
-    group_size: int,
-    offsets: int,
-    scale: float = 1.0,
-) -> None:
+    out: Tensor, packed: Tensor, token_ids: Tensor, num_embeddings: int, bits: int, group_size: int,
+    offsets: int, scale: float = 1.0,
+) -> None:  # fmt: skip
     """See `ops.quantized_ops.quantized_embedding`."""
     inputs = out.shape[1]
     parts = _unpack_groups(packed, num_embeddings, inputs, bits, group_size, offsets)

@@ -59,9 +59,8 @@ class Recording:
     def declare_rows(self, tensor: Tensor) -> None:
         """Declares that tensors which begin in the memory of this contiguous tensor have `num_rows`
         as their first dimension."""
-        self._functions.tpengine_recording_declare_rows(
-            self._handle, tensor.data_ptr(), tensor.nbytes
-        )
+        place = tensor.data_ptr(), tensor.nbytes
+        self._functions.tpengine_recording_declare_rows(self._handle, *place)
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:

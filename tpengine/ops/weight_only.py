@@ -42,27 +42,6 @@ class GpuQuantizedWeight:
         return -(-self.in_features // GPU_STEP) * GPU_STEP
 
 
-def pack_groups(
-    q: Tensor, scales: Tensor, offsets: Tensor | None, form: QuantizedFormat
-) -> GpuQuantizedWeight:
-    """Packs a weight that is quantised already, on its device.
-
-    Args:
-        q: uint8 `[out_features, in_features]`, 0 to 15 or 255.
-        scales: float16 `[out_features, num_groups]`.
-        offsets: float16, of the same shape, or None; see `QuantizedFormat.offsets`.
-    """
-    weight = _allocate(q.shape[0], q.shape[1], form, q.device)
-    rows = _piece_rows(weight)
-    for first in range(0, weight.out_features, rows):
-        part = slice(first, first + rows)
-        added = None if offsets is None else offsets[part]
-        pack_panels(
-            weight.packed, first, weight.out_features, q[part], scales[part], added, form.bits
-        )
-    return weight
-
-
 def quantize_for_gpu(weight: Tensor, form: QuantizedFormat) -> GpuQuantizedWeight:
     """Rounds a weight to groups without offsets as `ops.quantized_ops.quantize_weight` does, and
     packs it, on its device.
@@ -70,27 +49,15 @@ def quantize_for_gpu(weight: Tensor, form: QuantizedFormat) -> GpuQuantizedWeigh
     Args:
         weight: `[out_features, in_features]`, of any float type.
     """
-    result = _allocate(weight.shape[0], weight.shape[1], form, weight.device)
-    rows = _piece_rows(result)
-    for first in range(0, result.out_features, rows):
-        q, scales = round_to_groups(
-            weight[first : first + rows].float(), form.bits, form.group_size
-        )
-        q = q[:, : result.in_features]
-        pack_panels(result.packed, first, result.out_features, q, scales, None, form.bits)
+    (outputs, inputs), bits, size = weight.shape, form.bits, form.group_size
+    count = packed_bytes(outputs, inputs, bits, size, form.offsets)
+    packed = torch.empty(count, dtype=torch.uint8, device=weight.device)
+    result = GpuQuantizedWeight(packed, form, outputs, inputs)
+    rows = max(1, _PIECE // result.padded_inputs // GPU_PANEL) * GPU_PANEL
+    for first in range(0, outputs, rows):
+        q, scales = round_to_groups(weight[first : first + rows].float(), bits, size)
+        pack_panels(packed, first, outputs, q[:, :inputs], scales, None, bits)
     return result
-
-
-def _allocate(
-    outputs: int, inputs: int, form: QuantizedFormat, device: torch.device
-) -> GpuQuantizedWeight:
-    count = packed_bytes(outputs, inputs, form.bits, form.group_size, form.offsets)
-    packed = torch.empty(count, dtype=torch.uint8, device=device)
-    return GpuQuantizedWeight(packed, form, outputs, inputs)
-
-
-def _piece_rows(weight: GpuQuantizedWeight) -> int:
-    return max(1, _PIECE // weight.padded_inputs // GPU_PANEL) * GPU_PANEL
 
 
 def weight_only_linear(

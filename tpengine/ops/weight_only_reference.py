@@ -34,14 +34,9 @@ def packed_bytes(outputs: int, inputs: int, bits: int, group_size: int, offsets:
 
 
 def pack_panels(
-    packed: Tensor,
-    first_output: int,
-    outputs: int,
-    q: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    bits: int,
-) -> None:
+    packed: Tensor, first_output: int, outputs: int, q: Tensor, scales: Tensor,
+    offsets: Tensor | None, bits: int,
+) -> None:  # fmt: skip
     """Writes some panels of a weight of `outputs` outputs; see `ops.weight_only.pack_groups`."""
     rows, steps = num_blocks(q.shape[0], GPU_PANEL), num_blocks(q.shape[1], GPU_STEP)
     panels = slice(first_output // GPU_PANEL, first_output // GPU_PANEL + rows)
@@ -96,14 +91,9 @@ def _unpack(
 
 
 def weight_only_linear(
-    out: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
+    out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, bits: int, group_size: int,
     offsets: int,
-) -> None:
+) -> None:  # fmt: skip
     """See `ops.weight_only.weight_only_linear`."""
     outputs, inputs = out.shape[1], x.shape[1]
     weight = _unpack(packed, outputs, inputs, bits, group_size, offsets)[:outputs, :inputs]
@@ -111,14 +101,9 @@ def weight_only_linear(
 
 
 def dequantize_weight(
-    out: Tensor,
-    packed: Tensor,
-    first_output: int,
-    out_features: int,
-    bits: int,
-    group_size: int,
+    out: Tensor, packed: Tensor, first_output: int, out_features: int, bits: int, group_size: int,
     offsets: int,
-) -> None:
+) -> None:  # fmt: skip
     """See `ops.weight_only.dequantize_weight`."""
     weight = _unpack(packed, out_features, out.shape[1], bits, group_size, offsets)
     out.copy_(weight[first_output : first_output + len(out)])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from tpengine.messages import AdapterLoad
 logger = init_logger(__name__)
 
 
+@dataclass(eq=False)
 class AdapterStore:
     """Loads adapters into the slots of a model's layers.
 
@@ -30,18 +32,11 @@ class AdapterStore:
         parallel: ranks load together: an adapter that one of them cannot load is loaded by none.
     """
 
-    def __init__(
-        self,
-        layers: AdapterLayers,
-        max_in_host: int,
-        parallel: ParallelState,
-        device: torch.device,
-    ) -> None:
-        self.layers = layers
-        self._max_in_host = max_in_host
-        self._parallel = parallel
-        self._device = device
-        self._in_host: OrderedDict[bytes, HostAdapter] = OrderedDict()
+    layers: AdapterLayers
+    _max_in_host: int
+    _parallel: ParallelState
+    _device: torch.device
+    _in_host: OrderedDict[bytes, HostAdapter] = field(default_factory=OrderedDict)
 
     def load(self, loads: Sequence[AdapterLoad]) -> dict[bytes, str]:
         """Puts adapters into their slots; returns by key why one could not be loaded. Its slot then
@@ -49,7 +44,11 @@ class AdapterStore:
         if not loads:
             return {}
         problems: dict[bytes, str] = {}
-        with _one_thread():
+        # An adapter has hundreds of matrices, which are so small that torch would wait longer for
+        # its other threads than it computes.
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
             for adapter in loads:
                 try:
                     self.layers.fill(adapter.slot, self._find(adapter))
@@ -80,18 +79,6 @@ class AdapterStore:
         if len(self._in_host) > self._max_in_host:
             self._in_host.popitem(last=False)
         return part
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Within the block torch's ops use one thread. An adapter has hundreds of matrices, which are
-    so small that torch would wait longer for its other threads than it computes."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def group_rows(slots: Int32, num_tokens: Int32) -> tuple[Int32, Int32] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,17 +28,30 @@ _POPULATE_S = 0.1
 tenth of their time on page faults, on a virtual machine."""
 
 
-def block_bytes(
-    device: torch.device,
-    dtype: torch.dtype,
-    block_size: int,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-) -> int:
-    """Returns the bytes of one block over all layers, K and V."""
-    shapes = cache_ops.kv_cache_shapes(device.type, dtype, 1, block_size, num_kv_heads, head_dim)
-    return num_layers * dtype.itemsize * sum(math.prod(shape) for shape in shapes)
+class CacheShape(NamedTuple):
+    """What a block of a rank's KV cache holds.
+
+    Attributes:
+        dtype: of the cache: the model's, or int8 on a CPU, or float8_e4m3fn on a GPU.
+        num_kv_heads: of this rank.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: K and V of all layers."""
+        return self.num_layers * self.dtype.itemsize * sum(map(math.prod, self.of_layer(1)))
+
+    def of_layer(self, num_blocks: int) -> tuple[cache_ops.Shape, cache_ops.Shape]:
+        """Shapes of a layer's K and V."""
+        device, dtype, block_size, _, *heads = self
+        return cache_ops.kv_cache_shapes(device.type, dtype, num_blocks, block_size, *heads)
 
 
 class CacheEngine:
@@ -48,7 +61,6 @@ class CacheEngine:
     swap moves it over the bus in one piece, on a stream of its own.
 
     Args:
-        dtype: of the cache: the model's, or int8 on a CPU, or float8_e4m3fn on a GPU.
         num_host_blocks: blocks of the host's pool, which holds swapped blocks in the device's
             layout. For CUDA it is pinned memory.
 
@@ -56,20 +68,9 @@ class CacheEngine:
         kv_caches: per layer (K, V), in the layout of `ops.cache_ops.kv_cache_shapes`.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_blocks: int,
-        block_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_host_blocks: int = 0,
-    ) -> None:
-        k_shape, v_shape = cache_ops.kv_cache_shapes(
-            device.type, dtype, num_blocks, block_size, num_kv_heads, head_dim
-        )
+    def __init__(self, shape: CacheShape, num_blocks: int, num_host_blocks: int = 0) -> None:
+        device, dtype, num_layers = shape.device, shape.dtype, shape.num_layers
+        k_shape, v_shape = shape.of_layer(num_blocks)
         self._device = device
         self._blocks: PooledBlocks | LayerBlocks
         # Left uninitialised: no kernel reads a slot that was not written.
@@ -195,9 +196,8 @@ class PooledBlocks:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks within the cache, after the swaps of the same step."""
         self.caches.wait()
-        cache_ops.copy_cache_blocks(
-            self._pool, upload(np.array(pairs, np.int64), self._pool.device)
-        )
+        sources_and_targets = upload(np.array(pairs, np.int64), self._pool.device)
+        cache_ops.copy_cache_blocks(self._pool, sources_and_targets)
 
 
 def staged_blocks(block_bytes: int, num_host_blocks: int) -> int:

@@ -106,11 +106,7 @@ class _Tape(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func.namespace == "tpengine":
@@ -151,7 +147,7 @@ class DecodeRecording:
     Args:
         forward: the model over its cache: token ids and metadata to hidden states.
         max_blocks: of a sequence.
-        adapters: what adds to rows with an adapter; None: no row has one.
+        lora: what adds to rows with an adapter; None: no row has one.
 
     Attributes:
         num_bytes: memory of inputs and intermediate tensors.
@@ -162,11 +158,7 @@ class DecodeRecording:
     """
 
     def __init__(
-        self,
-        forward: Forward,
-        max_rows: int,
-        max_blocks: int,
-        adapters: AdapterLayers | None = None,
+        self, forward: Forward, max_rows: int, max_blocks: int, lora: AdapterLayers | None = None
     ) -> None:
         self.max_rows = max_rows
         self._recording = recording = Recording(max_rows)
@@ -174,7 +166,7 @@ class DecodeRecording:
         columns = torch.zeros(4, max_rows, dtype=torch.int32)
         table = torch.zeros(max_rows, max_blocks, dtype=torch.int32)
         lora_rows = torch.zeros(max_rows, dtype=torch.int32)
-        num_groups = 0 if adapters is None else min(max_rows, adapters.num_slots)
+        num_groups = 0 if lora is None else min(max_rows, lora.num_slots)
         groups = torch.zeros(num_groups, 3, dtype=torch.int32)  # empty ones
         for inputs in (columns, table, lora_rows):
             recording.declare_rows(inputs)
@@ -185,8 +177,8 @@ class DecodeRecording:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(recording.noting())
                 stack.enter_context(_Tape(recording, workspace))
-                if adapters is not None:
-                    stack.enter_context(adapters.applied(LoRARows(lora_rows, groups)))
+                if lora is not None:
+                    stack.enter_context(lora.applied(LoRARows(lora_rows, groups)))
                 self._hidden = forward(token_ids, metadata)
         except RuntimeError as error:  # the native side refuses a call
             raise NotRecordableError(str(error)) from error

@@ -25,13 +25,6 @@ _KV_DEFAULT_SHARE = 0.4
 _SWAP_DEFAULT_SHARE = 0.1
 _POPULATE_PART = 16
 _CGROUP_ROOT = "/sys/fs/cgroup"
-_DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
 
 
 def detect_device(wanted: str) -> str:
@@ -70,7 +63,8 @@ def resolve_dtype(wanted: str, device: str) -> torch.dtype:
     A dtype that the device has no arithmetic for is as "auto".
     """
     if wanted != "auto" and not lacks_arithmetic(wanted, device):
-        return _DTYPES[wanted]
+        chosen: torch.dtype = getattr(torch, wanted)  # torch knows "float" and "half" too
+        return chosen
     # A CPU without bfloat16 instructions converts at every step, which costs more than it saves.
     has_bf16 = cpu_isa() == "avx512bf16" if device == "cpu" else torch.cuda.is_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32
@@ -102,7 +96,7 @@ def cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
 def keeps_stored(dtype: str, quantization: str | None, device: str) -> bool:
     """Whether matrices of a quantised file keep its numbers: on CPUs with compiled kernels, unless
     the user chose float32 or another quantization."""
-    is_open = quantization is None and _DTYPES.get(dtype) is not torch.float32
+    is_open = quantization is None and getattr(torch, dtype, None) is not torch.float32
     return device == "cpu" and has_cpu_kernels() and is_open
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.device_values import Int32, Int64
@@ -180,7 +180,7 @@ class InputBatch:
         kept = np.take_along_axis(table, first, axis=1)
         return np.where(np.arange(table.shape[1]) < first, kept, table)
 
-    def last_positions(self, step: StepInput) -> torch.Tensor | None:
+    def last_positions(self, step: StepInput) -> Tensor | None:
         """Returns the index of each sampled row's last token among the step's tokens, int64; None:
         every token is one, in order. If no row is sampled it returns one token, whose hidden state
         is not read: layers over no rows at all would be a special case in every op."""
@@ -250,11 +250,10 @@ class InputBatch:
         parent, child = fork.parent_slot, fork.child_slot
         num_tokens, num_blocks = self.num_tokens[parent], self._num_blocks[parent]
         self.token_ids[child, :num_tokens] = self.token_ids[parent, :num_tokens]
-        self.num_tokens[child] = num_tokens
-        self.num_computed_tokens[child] = self.num_computed_tokens[parent]
-        self.adapter_slots[child] = self.adapter_slots[parent]
         self.block_table[child, :num_blocks] = self.block_table[parent, :num_blocks]
-        self._num_blocks[child] = num_blocks
+        columns = self.num_tokens, self.num_computed_tokens, self.adapter_slots, self._num_blocks
+        for column in columns:
+            column[child] = column[parent]
         seed = self._seeds[child] = self._seeds[parent]
         self.sampling.fork(parent, child, noise_keys(seed, fork.index))
 
@@ -265,7 +264,7 @@ class InputBatch:
         self._num_blocks[slot] = last
 
 
-def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[torch.Tensor, AttentionMetadata]:
+def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[Tensor, AttentionMetadata]:
     """Sends a step's arrays to the device; returns token ids, int32 `[num_tokens]`, and metadata
     without its `gpu` part."""
     token_ids, positions, slots, table, seq_lens, starts = uploads.send(_device_arrays(arrays))

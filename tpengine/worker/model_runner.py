@@ -18,17 +18,9 @@ import torch
 
 from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState
+from tpengine.layers import sampler
 from tpengine.layers.attention import AttentionMetadata, keep_rows
 from tpengine.layers.device_values import Array, Pending, known, together, upload
-from tpengine.layers.sampler import (
-    Findings,
-    Sampled,
-    SamplingBatch,
-    processed_logprobs,
-    sample,
-    sampling_columns,
-    token_logprobs,
-)
 from tpengine.messages import PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.ops.lora_ops import LoRARows
@@ -79,7 +71,7 @@ class SampleInputs:
 
     wanted: torch.Tensor | None
     sampled: torch.Tensor | None
-    parameters: SamplingBatch | None
+    parameters: sampler.SamplingBatch | None
     prompt_rows: list[PromptRow]
 
 
@@ -181,7 +173,7 @@ class ModelRunner:
         if step.sample_rows and self._parallel.tp_rank == 0:
             parameters = batch.sampling_batch(step)
             if self._gpu is not None and parameters.temperature.any():
-                parameters.on_device = self.uploads.send(sampling_columns(parameters))
+                parameters.on_device = self.uploads.send(sampler.sampling_columns(parameters))
         # Log probabilities of a prompt need the hidden states of all tokens; and a row that several
         # sequences share would pass the last layer once for each of them.
         if prompt_rows or len(set(step.sample_rows)) < len(step.sample_rows):
@@ -248,7 +240,7 @@ class ModelRunner:
         prompts = compute_prompt_logprobs(
             hidden, inputs.prompt_rows, self.model.compute_logits, self._max_logits_rows
         )
-        token_ids, ids, findings = None, known(np.empty(0, np.int64)), known(Findings())
+        token_ids, ids, findings = None, known(np.empty(0, np.int64)), known(sampler.Findings())
         if step.sample_rows:
             logits = self.model.compute_logits(keep_rows(hidden, inputs.sampled))
             sampled = self._choose(logits, inputs.parameters, step)
@@ -260,16 +252,16 @@ class ModelRunner:
         return PendingAnswer(token_ids, results, wait)
 
     def _choose(
-        self, logits: torch.Tensor, parameters: SamplingBatch | None, step: StepInput
-    ) -> Sampled:
+        self, logits: torch.Tensor, parameters: sampler.SamplingBatch | None, step: StepInput
+    ) -> sampler.Sampled:
         """Rank 0 samples from its logits; the other ranks receive the ids."""
         if parameters is None:
             ids = torch.empty(len(step.sample_slots), dtype=torch.int64, device=self.device)
-            return Sampled(self._parallel.broadcast(ids))
+            return sampler.Sampled(self._parallel.broadcast(ids))
         if parameters.edits is not None and parameters.edits.processors:
             # Functions of users may read their logits, and would wait for them without a bound.
             self._parallel.wait_for(end_of_work(self.device), "a step")
-        sampled = sample(logits, parameters)
+        sampled = sampler.sample(logits, parameters)
         sampled.token_ids = self._parallel.broadcast(sampled.token_ids)
         return sampled
 
@@ -345,11 +337,11 @@ class ModelRunner:
         if self._parallel.tp_rank == 0:
             # Ids and log probabilities of prompts stay on the device until the step is computed.
             reported = torch.empty(int(lengths.sum()), self._max_logprobs, 2, device=self.device)
-            sample(logits, self._worst_sampling(num_rows))
+            sampler.sample(logits, self._worst_sampling(num_rows))
             del reported
         return model_peak
 
-    def _worst_sampling(self, num_rows: int) -> SamplingBatch:
+    def _worst_sampling(self, num_rows: int) -> sampler.SamplingBatch:
         """Returns parameters with every stage that takes memory, for every row."""
         slots = SamplingSlots(num_rows, self.device, self._processed)
         slots.temperature.fill(1.0)
@@ -395,9 +387,9 @@ def compute_prompt_logprobs(
                 shares = torch.log_softmax(logits.float(), dim=-1)
             else:
                 filters = [column.repeat(len(targets)) for column in part.filters]
-                shares = processed_logprobs(logits, filters)
+                shares = sampler.processed_logprobs(logits, filters)
             num_top = [part.num_top] * len(targets)
-            slices.append(token_logprobs(shares, upload(targets, shares.device), num_top))
+            slices.append(sampler.token_logprobs(shares, upload(targets, shares.device), num_top))
         parts.append(together(slices))
     pending = together(parts)
 

@@ -32,6 +32,11 @@ from tpengine.structured.masks import GrammarSlots
 
 _NO_LOGPROBS = -1
 _ID_BYTES = 4
+_AS_IN_RULES = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty"),
+    *("presence_penalty", "has_penalties"),
+)
+"""Columns whose numbers are those of the rules."""
 
 
 class SamplingSlots:
@@ -70,18 +75,13 @@ class SamplingSlots:
     def write(self, slot: int, sequence: NewSequence, noise_key: np.uint64) -> None:
         """Writes the parameters of a sequence that enters."""
         rules = sequence.rules
-        self.temperature[slot] = rules.temperature
+        for name in _AS_IN_RULES:
+            getattr(self, name)[slot] = getattr(rules, name)
         self.top_k[slot] = max(rules.top_k, 0)  # -1: all
-        self.top_p[slot] = rules.top_p
-        self.min_p[slot] = rules.min_p
         self.noise_key[slot] = noise_key
         self.num_candidates[slot] = sequence.num_candidates
         self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
         self.num_prompt_logprobs[slot] = _count_logprobs(rules.prompt_logprobs)
-        self.repetition_penalty[slot] = rules.repetition_penalty
-        self.frequency_penalty[slot] = rules.frequency_penalty
-        self.presence_penalty[slot] = rules.presence_penalty
-        self.has_penalties[slot] = rules.has_penalties
         self._rules.write(slot, sequence)
         self.grammars.write(slot, sequence)
         self._processors.pop(slot, None)
@@ -123,9 +123,7 @@ class SamplingSlots:
         else:
             self._counts.clear(slot)
 
-    def append(
-        self, slots: Int64, sampled: Int64, token_ids: Int32, num_tokens: Int32 | Int64
-    ) -> None:
+    def append(self, slots: Int64, sampled: Int64, token_ids: Int32, num_tokens: Int32) -> None:
         """Counts a token that was sampled for each of `slots`.
 
         Args:
@@ -198,7 +196,7 @@ class SamplingSlots:
         edits.masks = self.grammars.begin_masks(slots, positions, token_ids)
         edits.penalties = self._penalties(slots)
         if self._processors:
-            edits.processors = self._processor_calls(slots, positions, token_ids)
+            edits.processors = self._calls(slots, positions, token_ids)
         return None if edits.is_empty else edits
 
     def _penalties(self, slots: Int64) -> Penalties | None:
@@ -214,9 +212,7 @@ class SamplingSlots:
             presence=upload(self.presence_penalty[penalised], self._device),
         )
 
-    def _processor_calls(
-        self, slots: Int64, positions: Int32, token_ids: Int32
-    ) -> list[ProcessorCall]:
+    def _calls(self, slots: Int64, positions: Int32, token_ids: Int32) -> list[ProcessorCall]:
         calls = []
         for row, slot in enumerate(slots.tolist()):
             processors = self._processors.get(slot)

@@ -26,7 +26,7 @@ from tpengine.ops.recording import has_recordings
 from tpengine.structured.grammars import Vocabulary
 from tpengine.worker import device
 from tpengine.worker.adapter_store import AdapterStore
-from tpengine.worker.cache_engine import CacheEngine, block_bytes, staged_blocks
+from tpengine.worker.cache_engine import CacheEngine, CacheShape, staged_blocks
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers, check_attention
 from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
@@ -119,11 +119,9 @@ class Worker:
             ConfigError, NativeLibraryError: see `GpuAttention`.
         """
         with torch.inference_mode():
-            model = self._config.model
-            as_stored = device.keeps_stored(model.dtype, model.quantization, self._device.type)
-            weights = Weights(
-                self._dtype, self._device, self._parallel, model.quantization, as_stored
-            )
+            model, rounding = self._config.model, self._config.model.quantization
+            as_stored = device.keeps_stored(model.dtype, rounding, self._device.type)
+            weights = Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
             self._model = load_model(model, weights, lambda made: self._check(made, weights))
         self._weights_bytes, self._weights_form = weights.num_bytes, weights.form
         self._looked_up_bytes = weights.looked_up_bytes
@@ -153,7 +151,7 @@ class Worker:
         Raises:
             CacheSizeError: not even one block fits.
         """
-        one_block, cache = self._block_bytes(), self._config.cache
+        one_block, cache = self._cache_shape().block_bytes, self._config.cache
         space = device.host_swap_bytes(cache.swap_space_bytes, self._num_local_ranks)
         num_host_blocks = space // one_block
         # A GPU also holds buffers for swaps, which come with the cache, and attention's scratch,
@@ -246,9 +244,8 @@ class Worker:
         except (MemoryError, RuntimeError) as error:
             if is_device_fault(error):
                 raise
-            size, host_size = (
-                count * self._block_bytes() / device.GIB for count in (num_blocks, num_host_blocks)
-            )
+            one_block = self._cache_shape().block_bytes / device.GIB
+            size, host_size = num_blocks * one_block, num_host_blocks * one_block
             raise CacheSizeError(
                 f"{num_blocks} blocks of the KV cache ({size:.2f} GiB) on {self._device} and "
                 f"{num_host_blocks} on the host ({host_size:.2f} GiB, swap_space) cannot be "
@@ -381,13 +378,7 @@ class Worker:
         model, scheduler = self._require_model(), self._config.scheduler
         try:
             return ModelRunner(
-                self._config,
-                model,
-                cache,
-                self._device,
-                self._parallel,
-                self._gpu,
-                self._adapters,
+                self._config, model, cache, self._device, self._parallel, self._gpu, self._adapters
             )
         except (MemoryError, RuntimeError) as error:
             if is_device_fault(error):
@@ -403,14 +394,9 @@ class Worker:
         return self._model
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> CacheEngine:
-        shape = self._cache_shape()
-        return CacheEngine(self._device, self._cache_dtype, num_blocks, *shape, num_host_blocks)
+        return CacheEngine(self._cache_shape(), num_blocks, num_host_blocks)
 
-    def _block_bytes(self) -> int:
-        return block_bytes(self._device, self._cache_dtype, *self._cache_shape())
-
-    def _cache_shape(self) -> tuple[int, int, int, int]:
-        """Returns block_size, num_layers, num_kv_heads of this rank, head_dim."""
+    def _cache_shape(self) -> CacheShape:
         layers = list(attention_layers(self._require_model()))
-        shape = layers[0].num_kv_heads, layers[0].head_dim
-        return self._config.cache.block_size, len(layers), *shape
+        block = self._config.cache.block_size, len(layers), layers[0].num_kv_heads
+        return CacheShape(self._device, self._cache_dtype, *block, layers[0].head_dim)

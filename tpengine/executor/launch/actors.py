@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -151,6 +152,7 @@ class _ActorCalls:
             return ChannelError(str(error))
 
 
+@dataclass(eq=False)
 class RayLauncher:
     """Starts the ranks of one group as actors, one per bundle; see `home.Launcher`.
 
@@ -163,21 +165,13 @@ class RayLauncher:
         bundle_devices: of each bundle's rank; empty until the ranks have told where they are.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        bundle: Mapping[str, float],
-        spares: Sequence[Any | None],
-        spare_devices: Sequence[tuple[str, ...]],
-        agents: Agents,
-    ) -> None:
-        self.agents = agents
-        self.bundle_devices: list[tuple[str, ...]] = []
-        self._placement = placement
-        self._bundle = bundle
-        self._spares = spares
-        self._spare_devices = spare_devices
-        self._actors: list[Any] = []
+    _placement: Placement
+    _bundle: Mapping[str, float]
+    _spares: Sequence[Any | None]
+    _spare_devices: Sequence[tuple[str, ...]]
+    agents: Agents
+    bundle_devices: list[tuple[str, ...]] = field(default_factory=list)
+    _actors: list[Any] = field(default_factory=list)
 
     def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
         address = channel_address(self._placement.node_ids, self.agents.own_node_id)

@@ -184,13 +184,9 @@ def python_stack(pid: int) -> str:
         return (
             "(no stack: py-spy is not installed on its node; install tpengine with its extra ray)"
         )
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(
-            [program, "dump", "--nonblocking", "--pid", str(pid)],
-            capture_output=True,
-            text=True,
-            timeout=_STACK_PATIENCE_S,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_STACK_PATIENCE_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"(no stack: {error})"
     if done.returncode != 0:

@@ -79,18 +79,14 @@ def explain_infeasible(
 ) -> str | None:
     """Why the ranks do not fit on the nodes even if these are idle; None if they fit."""
     rooms = [_times(node.resources, bundle) for node in nodes]
-    if strategy == "STRICT_PACK":
-        if max(rooms, default=0) >= size:
-            return None
-        reason = f"no single node has room for {size}"
-    elif strategy == "STRICT_SPREAD":
-        if sum(room > 0 for room in rooms) >= size:
-            return None
-        reason = f"there is room for one on only {counted(sum(map(bool, rooms)), 'node')}"
-    elif sum(rooms) >= size:
+    num_nodes = sum(map(bool, rooms))
+    strict = {
+        "STRICT_PACK": (max(rooms, default=0), f"no single node has room for {size}"),
+        "STRICT_SPREAD": (num_nodes, f"there is room for one on only {counted(num_nodes, 'node')}"),
+    }
+    room, reason = strict.get(strategy, (sum(rooms), f"there is room for {sum(rooms)}"))
+    if room >= size:
         return None
-    else:
-        reason = f"there is room for {sum(rooms)}"
     has = "; ".join(f"{node.address}: {describe(node.resources)}" for node in nodes)
     return (
         f"wanted {size} x {describe(bundle)} ({strategy}), but {reason} even when the cluster is "
@@ -129,13 +125,8 @@ def order_places(places: Sequence[RankPlace], driver_node_id: str) -> list[int]:
         place = places[index]
         devices = [(0, int(d), "") if d.isdecimal() else (1, 0, d) for d in place.devices]
         address = ipaddress.ip_address(place.address)
-        return (
-            place.node_id != driver_node_id,
-            address.version,
-            int(address),
-            place.node_id,
-            devices,
-        )
+        is_other = place.node_id != driver_node_id
+        return is_other, address.version, int(address), place.node_id, devices
 
     return sorted(range(len(places)), key=key)
 
@@ -315,12 +306,9 @@ class Placer:
                 f"{advice}lower tensor_parallel_size, or add machines"
             )
         selector = {_NODE_LABEL: f"!in({', '.join(sorted(excluded))})"}
-        make = partial(
-            placement_group,
-            [dict(self.bundle)] * self.size,
-            strategy=strategy,
-            bundle_label_selector=[selector] * self.size if excluded else None,
-        )
+        selectors = [selector] * self.size if excluded else None
+        options = {"strategy": strategy, "bundle_label_selector": selectors}
+        make = partial(placement_group, [dict(self.bundle)] * self.size, **options)
         group = bounded(make, "a placement group", remove_placement_group)
         try:
             self._wait(group)

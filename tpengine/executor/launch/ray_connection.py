@@ -158,11 +158,9 @@ class RayConnection:
         for left in reversed(range(_STARTS)):
             begun, others = time.time(), _ray_children()
             try:
-                context = ray.init(
-                    address="local", include_dashboard=False, logging_level="warning"
-                )
+                local = ray.init(address="local", include_dashboard=False, logging_level="warning")
                 # Ray lets all users of the machine read both, and change what is in the folder.
-                for path in (context.address_info["session_dir"], envs.ray_token_file()):
+                for path in (local.address_info["session_dir"], envs.ray_token_file()):
                     close_to_others(Path(path))
                 _users_of_started_ray.add(id(self))
                 return

@@ -8,22 +8,16 @@ rebuild is repeated until Ray answers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from functools import partial
 
 import ray
 
 from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, EngineError, GroupLostError
-from tpengine.executor.diagnosis import RankPlace
-from tpengine.executor.home import Check, EndGroup, Home, StartTimes
+from tpengine.executor.channel import Check
+from tpengine.executor.home import EndGroup, Home, Places, StartTimes
 from tpengine.executor.launch.actors import ActorSpare, Agents, RayLauncher
-from tpengine.executor.launch.placement import (
-    Placement,
-    Placer,
-    cluster_nodes,
-    rank_bundle,
-)
+from tpengine.executor.launch.placement import Placement, Placer, cluster_nodes, rank_bundle
 from tpengine.executor.launch.processes import ProcessHome
 from tpengine.executor.launch.ray_calls import RaySilentError, check_answers
 from tpengine.executor.launch.ray_connection import RAY_IS_GONE, RayConnection
@@ -57,7 +51,7 @@ class RayHome(Home):
         self._placement: Placement | None = None
         self._launcher: RayLauncher | None = None
         self._spare_devices: list[tuple[str, ...]] | None = None
-        self._places_before: Sequence[RankPlace] = []
+        self._places_before: Places = []
 
     def check(self) -> None:
         # Without a connection any call of Ray's would join a cluster or start one.
@@ -82,9 +76,7 @@ class RayHome(Home):
         if self._num_spares and not self.may_use_spares:
             logger.warning("no spare workers: the placement group is the driver's own")
 
-    def replace(
-        self, lost: Sequence[RankPlace], end: EndGroup, times: StartTimes, check: Check
-    ) -> None:
+    def replace(self, lost: Places, end: EndGroup, times: StartTimes, check: Check) -> None:
         """Makes sure of bundles on nodes that answer; see `Home`."""
         self._places_before = lost or self._places_before
         if not self._connection.is_alive:

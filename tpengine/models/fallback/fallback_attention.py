@@ -26,14 +26,8 @@ INTERFACE = "tpengine"
 _HEAD_DIM_STEP = 16
 _MAX_HEAD_DIM = 256
 _IGNORED = {
-    "cache_position",
-    "dropout",
-    "past_key_values",
-    "position_embeddings",
-    "position_ids",
-    "is_causal",
-    "return_dict",
-    "sliding_window",
+    *("cache_position", "dropout", "past_key_values", "position_embeddings", "position_ids"),
+    *("is_causal", "return_dict", "sliding_window"),
 }
 """Arguments of the interface that change nothing: what a token sees is in the mask."""
 _SHAPING = {"scaling", "softcap"}

@@ -16,23 +16,14 @@ from transformers.pytorch_utils import Conv1D
 from tpengine.config import ModelConfig
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
+from tpengine.layers import linear
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tpengine.layers.linear import (
-    Linear,
-    MergedColumnParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
 from tpengine.layers.weights import Weights, WeightShard
 
 _STYLES = {
-    "colwise": "colwise",
-    "rowwise": "rowwise",
-    "colwise_gather_output": "gather",
-    "colwise_rep": "gather",
-    "rowwise_split_input": "split",
-    "rowwise_rep": "split",
-}
+    "colwise": "colwise", "colwise_gather_output": "gather", "colwise_rep": "gather",
+    "rowwise": "rowwise", "rowwise_split_input": "split", "rowwise_rep": "split",
+}  # fmt: skip
 """Styles of a `base_model_tp_plan` that our linear layers have, by the names of transformers 4 and
 5. gather: each rank gets the outputs of all; split: each rank gets the whole input."""
 _REPLICATED_STYLES = {"replicated", "replicated_with_grad_allreduce", "replicate"}
@@ -62,7 +53,7 @@ class LinearInPlace(nn.Module):
         self.weight = torch.empty(0, dtype=original.weight.dtype)  # some classes read its dtype
         self._parallel = parallel
         self.style = style
-        self._linear: Linear | None = None
+        self._linear: linear.Linear | None = None
         self._rank_in, self._rank_out = self.in_features, self.out_features
         if style in ("colwise", "gather"):
             self._rank_out = parallel.divide(self.out_features, "outputs of a linear layer")
@@ -74,11 +65,13 @@ class LinearInPlace(nn.Module):
         if self._is_transposed:
             self._linear = _TransposedLinear(weights, name, *sizes)
         elif self.style in ("colwise", "gather"):
-            self._linear = MergedColumnParallelLinear(weights, [name], inputs, [outputs], bias)
+            self._linear = linear.MergedColumnParallelLinear(
+                weights, [name], inputs, [outputs], bias
+            )
         elif self.style in ("rowwise", "split"):
-            self._linear = RowParallelLinear(weights, name, *sizes)
+            self._linear = linear.RowParallelLinear(weights, name, *sizes)
         else:
-            self._linear = ReplicatedLinear(weights, name, *sizes)
+            self._linear = linear.ReplicatedLinear(weights, name, *sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[..., in_features]` to `[..., out_features]`; one of them is this rank's share if the
@@ -94,7 +87,7 @@ class LinearInPlace(nn.Module):
         return self._parallel.all_gather(out) if gathers else out
 
 
-class _TransposedLinear(Linear):
+class _TransposedLinear(linear.Linear):
     """A linear layer whose weight is `[in_features, out_features]` in the checkpoint."""
 
     def __init__(

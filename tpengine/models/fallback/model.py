@@ -26,6 +26,7 @@ from tpengine.config import ModelConfig
 from tpengine.errors import ConfigError
 from tpengine.layers.attention import AttentionMetadata, KVCache, keep_rows
 from tpengine.layers.weights import Weights
+from tpengine.models.fallback import layers
 from tpengine.models.fallback.checkpoint import CheckpointConversion, allocate_parameters
 from tpengine.models.fallback.fallback_attention import (
     INTERFACE,
@@ -35,13 +36,6 @@ from tpengine.models.fallback.fallback_attention import (
     UnfitError,
     make_layers,
     running,
-)
-from tpengine.models.fallback.layers import (
-    EmbeddingInPlace,
-    HeadInPlace,
-    LayerInPlace,
-    LinearInPlace,
-    TensorParallelPlan,
 )
 
 _EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache")
@@ -90,7 +84,7 @@ class TransformersForCausalLM:
     def _build(self, config: ModelConfig, weights: Weights) -> None:
         self._root = root = _empty_model(config, weights)
         self.base_prefix = f"{root.base_model_prefix}."
-        plan = TensorParallelPlan(root, config, weights.parallel)
+        plan = layers.TensorParallelPlan(root, config, weights.parallel)
         replaced = _replace_layers(root, plan)
         allocate_parameters(root, weights)
         shapes = self._probe(weights.device)
@@ -118,7 +112,7 @@ class TransformersForCausalLM:
         self, current: Probe | Step, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         with running(current):
-            output = self._base(**_accepted(self._base, _inputs(token_ids, positions)))
+            output = self._base(**_inputs(self._base, token_ids, positions))
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -135,7 +129,7 @@ class TransformersForCausalLM:
         together, alone = Probe(), Probe()
         with _explained(), running(alone):
             unplaced = self._root(input_ids=ids.unsqueeze(0)).logits
-            placed = self._root(**_accepted(self._root, _inputs(ids, from_zero))).logits
+            placed = self._root(**_inputs(self._root, ids, from_zero)).logits
             expected = self._find_base(together, ids, positions)
             hidden = self._hidden(alone, ids[-1:], positions[-1:])
             actual = self.compute_logits(hidden)[-1:]
@@ -165,7 +159,7 @@ class TransformersForCausalLM:
         hooks = [m.register_forward_hook(note(name)) for name, m in root.named_modules() if name]
         try:
             with running(probe):
-                logits: torch.Tensor = root(**_accepted(root, _inputs(ids, positions))).logits
+                logits: torch.Tensor = root(**_inputs(root, ids, positions)).logits
         finally:
             for hook in hooks:
                 hook.remove()
@@ -178,14 +172,10 @@ class TransformersForCausalLM:
         return logits[0, -1:]
 
 
-def _inputs(token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-    """Arguments of transformers for one row of tokens."""
+def _inputs(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+    """The arguments of a call, of those that the module's `forward` takes."""
     ids, places = token_ids.long().unsqueeze(0), positions.long().unsqueeze(0)
-    return {"input_ids": ids, "position_ids": places, "use_cache": False}
-
-
-def _accepted(module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that a module's `forward` takes."""
+    wanted = {"input_ids": ids, "position_ids": places, "use_cache": False}
     parameters = inspect.signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return wanted
@@ -270,23 +260,23 @@ def _parameters_on_meta() -> Iterator[None]:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _replace_layers(root: Any, plan: TensorParallelPlan) -> dict[str, LayerInPlace]:
+def _replace_layers(root: Any, plan: layers.TensorParallelPlan) -> dict[str, layers.LayerInPlace]:
     """Puts our layers where the model has its linear layers, embedding and head; returns them by
     name. They have no weights yet."""
     embedding, head = root.get_input_embeddings(), root.get_output_embeddings()
-    replaced: dict[str, LayerInPlace] = {}
+    replaced: dict[str, layers.LayerInPlace] = {}
     names = {id(module): name for name, module in root.named_modules()}
     tied = None
     if type(embedding) is nn.Embedding or hasattr(embedding, "embed_scale"):
-        tied = EmbeddingInPlace(embedding)
+        tied = layers.EmbeddingInPlace(embedding)
         replaced[names[id(embedding)]] = tied
     if isinstance(head, nn.Linear):
         is_tied = head.weight is embedding.weight
         if tied is not None or not is_tied:
-            replaced[names[id(head)]] = HeadInPlace(head, tied if is_tied else None)
+            replaced[names[id(head)]] = layers.HeadInPlace(head, tied if is_tied else None)
     for name, module in root.named_modules():
         if type(module) in (nn.Linear, Conv1D) and module is not head:
-            replaced[name] = LinearInPlace(module, plan.style(name), plan.parallel)
+            replaced[name] = layers.LinearInPlace(module, plan.style(name), plan.parallel)
     plan.divide_heads(root, replaced)
     for name, layer in replaced.items():
         root.set_submodule(name, layer)

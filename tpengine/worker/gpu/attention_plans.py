@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from tpengine.config import EngineConfig
+from tpengine.layers import gpu_attention
 from tpengine.layers.attention import Attention
-from tpengine.layers.gpu_attention import (
-    ChunkGroup,
-    Chunks,
-    GpuBatch,
-    PrefillShape,
-    StepPlans,
-    choose_backend,
-    group_rows,
-)
-from tpengine.ops.attention_ops import (
-    DecodePlan,
-    check_decode_support,
-    make_decode_plan,
-    min_item_tokens,
-)
+from tpengine.ops import attention_ops
 from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.transfers import Uploads
@@ -46,7 +34,7 @@ def check_attention(
     if config.device == "cuda":
         head_dim, block_size = next(attention_layers(model)).head_dim, config.cache.block_size
         capability = torch.cuda.get_device_capability()
-        check_decode_support(head_dim, dtype, cache_dtype, block_size, capability)
+        attention_ops.check_decode_support(head_dim, dtype, cache_dtype, block_size, capability)
 
 
 class GpuAttention:
@@ -76,17 +64,18 @@ class GpuAttention:
         heads, kv_heads, head_dim = layers[0].num_heads, layers[0].num_kv_heads, layers[0].head_dim
         rule = layers[0].rule
         has_slopes = rule.slopes is not None
-        shape = PrefillShape(heads, kv_heads, head_dim, dtype, windows, has_slopes, rule.softcap)
-        self.backend = choose_backend(config.kernels.attention_backend, shape, device)
+        shape = gpu_attention.PrefillShape(
+            heads, kv_heads, head_dim, dtype, windows, has_slopes, rule.softcap
+        )
+        self.backend = gpu_attention.choose_backend(config.kernels.attention_backend, shape, device)
         scheduler = config.scheduler
-        self._plans: dict[int | None, DecodePlan] = {}  # by window
-        self._min_item_tokens = min_item_tokens(head_dim, cache_dtype)
+        self._plans: dict[int | None, attention_ops.DecodePlan] = {}  # by window
+        self._min_item_tokens = attention_ops.min_item_tokens(head_dim, cache_dtype)
         if device.type == "cuda" and has_cuda_kernels():
             rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-            self._plans = {
-                window: make_decode_plan(device, rows, heads, kv_heads, head_dim, cache_dtype)
-                for window in windows
-            }
+            sizes = rows, heads, kv_heads, head_dim, cache_dtype
+            make = partial(attention_ops.make_decode_plan, device, *sizes)
+            self._plans = {window: make() for window in windows}
         longest = scheduler.max_model_len
         self._max_gathered = max(longest, min(_GATHERED_TOKENS, longest * scheduler.max_num_seqs))
         keys = torch.empty(self._max_gathered, kv_heads, head_dim, dtype=dtype, device=device)
@@ -100,7 +89,7 @@ class GpuAttention:
 
     def batch(
         self, arrays: StepArrays, query_start_loc: torch.Tensor, uploads: Uploads
-    ) -> GpuBatch:
+    ) -> gpu_attention.GpuBatch:
         """Makes what a step needs.
 
         Args:
@@ -109,7 +98,8 @@ class GpuAttention:
         batch = self.decode_batch()
         query_lens = arrays.num_scheduled_tokens[arrays.num_decodes :]
         seq_lens = arrays.seq_lens[arrays.num_decodes :]
-        groups = group_rows(query_lens.tolist(), seq_lens.tolist(), self._max_gathered)
+        lengths = query_lens.tolist(), seq_lens.tolist()
+        groups = gpu_attention.group_rows(*lengths, self._max_gathered)
         for rows, has_context in groups:
             queries, keys = query_lens[rows], seq_lens[rows]
             first = int(query_lens[: rows.start].sum())
@@ -117,14 +107,14 @@ class GpuAttention:
             query_start = key_start = query_start_loc
             if has_context or len(groups) > 1:
                 query_start, key_start = uploads.send([_running_sum(queries), _running_sum(keys)])
-            chunks = Chunks(queries.tolist(), keys.tolist(), query_start, key_start)
-            batch.groups.append(ChunkGroup(rows, tokens, chunks, has_context))
+            chunks = gpu_attention.Chunks(queries.tolist(), keys.tolist(), query_start, key_start)
+            batch.groups.append(gpu_attention.ChunkGroup(rows, tokens, chunks, has_context))
         return batch
 
-    def decode_batch(self) -> GpuBatch:
+    def decode_batch(self) -> gpu_attention.GpuBatch:
         """Makes what a step without chunks needs."""
-        plans = StepPlans(self._plans, self._min_item_tokens) if self._plans else None
-        return GpuBatch(plans, self.backend, self._gathered)
+        plans = gpu_attention.StepPlans(self._plans, self._min_item_tokens) if self._plans else None
+        return gpu_attention.GpuBatch(plans, self.backend, self._gathered)
 
 
 def _running_sum(lengths: np.ndarray) -> np.ndarray:

@@ -145,12 +145,8 @@ class DecodeGraphs:
         start = time.perf_counter()
         for size in tqdm(self.sizes[::-1], desc="CUDA graphs", unit="graph", leave=False):
             self._record(size)
-        logger.info(
-            "CUDA graphs of %d batch sizes up to %d recorded in %.1f s",
-            len(self.sizes),
-            self.max_rows,
-            time.perf_counter() - start,
-        )
+        text = "CUDA graphs of %d batch sizes up to %d recorded in %.1f s"
+        logger.info(text, len(self.sizes), self.max_rows, time.perf_counter() - start)
 
     def estimate_bytes(self) -> int:
         """Records the largest two graphs and returns the memory that all will take: each of the
@@ -256,9 +252,6 @@ def agree_on_graphs(parallel: ParallelState, device: torch.device) -> bool:
         reasons.append("a graph cannot hold how its ranks exchange tensors")
     if parallel.all_can(not reasons, device):
         return True
-    logger.warning(
-        "rank %d runs without CUDA graphs, which is slower: %s",
-        parallel.tp_rank,
-        " and ".join(reasons) or "another rank cannot record them",
-    )
+    why = " and ".join(reasons) or "another rank cannot record them"
+    logger.warning("rank %d runs without CUDA graphs, which is slower: %s", parallel.tp_rank, why)
     return False
