@@ -119,9 +119,13 @@ class DecodePlan(NamedTuple):
 
 
 def make_decode_plan(
-    device: torch.device, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int,
+    device: torch.device,
+    max_num_seqs: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
     cache_dtype: torch.dtype,
-) -> DecodePlan:  # fmt: skip
+) -> DecodePlan:
     """Allocates a plan for up to `max_num_seqs` sequences on a GPU.
 
     Args:

@@ -26,9 +26,13 @@ Pairs = list[tuple[int, int]]
 
 
 def kv_cache_shapes(
-    device_type: str, dtype: torch.dtype, num_blocks: int, block_size: int, num_kv_heads: int,
+    device_type: str,
+    dtype: torch.dtype,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
     head_dim: int,
-) -> tuple[Shape, Shape]:  # fmt: skip
+) -> tuple[Shape, Shape]:
     """Returns the shapes of the K cache and the V cache of one layer.
 
     On a CPU, with p = 2 for 16-bit types and 1 for float32:

@@ -65,9 +65,13 @@ def top_experts(
 
 
 def expert_mlp(
-    out: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor,
+    out: Tensor,
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
     down: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Sums the answers of each token's experts, `down(silu(gate(x)) * up(x))`, by their weights.
 
     On a CPU the tokens are sorted by expert, and the products of all experts share the threads. A

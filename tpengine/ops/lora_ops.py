@@ -61,9 +61,13 @@ class LoRASlots:
 
 
 def make_slots(
-    num_slots: int, max_rank: int, in_features: int, part_sizes: Sequence[int], dtype: torch.dtype,
+    num_slots: int,
+    max_rank: int,
+    in_features: int,
+    part_sizes: Sequence[int],
+    dtype: torch.dtype,
     allocate: Callable[[tuple[int, ...]], Tensor],
-) -> LoRASlots:  # fmt: skip
+) -> LoRASlots:
     """Returns empty slots for a layer.
 
     Args:

@@ -58,9 +58,16 @@ def _unpack_b(panels: Tensor, rank: int, out_features: int) -> Tensor:
 
 
 def add_lora(
-    out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, first_outputs: Tensor,
-    rows: Tensor, groups: Tensor, shrunk: Tensor,
-) -> None:  # fmt: skip
+    out: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    first_outputs: Tensor,
+    rows: Tensor,
+    groups: Tensor,
+    shrunk: Tensor,
+) -> None:
     """See `ops.lora_ops.add_lora`."""
     first, columns = first_outputs.tolist(), shrunk.unflatten(1, (a.shape[1], -1))
     for slot, begin, end in groups.tolist():

@@ -140,9 +140,14 @@ def _high_parts(rounded: Tensor, x: Tensor, limits: Tensor) -> Tensor:
 
 
 def quantized_linear(
-    out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, bits: int, group_size: int,
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
     offsets: int,
-) -> None:  # fmt: skip
+) -> None:
     """See `ops.quantized_ops.quantized_linear`."""
     inputs, outputs = x.shape[1], out.shape[1]
     parts = _unpack_groups(packed, outputs, inputs, bits, group_size, offsets)
@@ -174,9 +179,15 @@ def quantized_linear(
 
 
 def quantized_embedding(
-    out: Tensor, packed: Tensor, token_ids: Tensor, num_embeddings: int, bits: int, group_size: int,
-    offsets: int, scale: float = 1.0,
-) -> None:  # fmt: skip
+    out: Tensor,
+    packed: Tensor,
+    token_ids: Tensor,
+    num_embeddings: int,
+    bits: int,
+    group_size: int,
+    offsets: int,
+    scale: float = 1.0,
+) -> None:
     """See `ops.quantized_ops.quantized_embedding`."""
     inputs = out.shape[1]
     parts = _unpack_groups(packed, num_embeddings, inputs, bits, group_size, offsets)

@@ -75,9 +75,14 @@ def _as_cached(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def write_kv_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-    k_scale: float = 1.0, v_scale: float = 1.0,
-) -> None:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Writes each token's K and V into its slot.
 
     Args:
@@ -167,9 +172,15 @@ def unpack_blocks(cache: Tensor, packed: Tensor, block_ids: Tensor) -> None:
 
 
 def gather_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
-    token_start: Tensor, k_scale: float = 1.0, v_scale: float = 1.0,
-) -> None:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    token_start: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Gathers the K and V of sequences from their blocks, for kernels without paged attention.
 
     Args:
@@ -272,10 +283,18 @@ def rotary_embedding(
 
 
 def rotary_write_kv_cache(
-    positions: Tensor, qkv: Tensor, cos_sin_cache: Tensor, slot_mapping: Tensor, k_cache: Tensor,
-    v_cache: Tensor, num_heads: int, num_kv_heads: int, is_neox: bool, k_scale: float = 1.0,
+    positions: Tensor,
+    qkv: Tensor,
+    cos_sin_cache: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    is_neox: bool,
+    k_scale: float = 1.0,
     v_scale: float = 1.0,
-) -> None:  # fmt: skip
+) -> None:
     """`rotary_embedding` on packed qkv in place, then `write_kv_cache`, in one pass.
 
     Args:
@@ -295,9 +314,14 @@ def rotary_write_kv_cache(
 
 
 def attend_sequence(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, alibi_slopes: Tensor | None,
-    sliding_window: int | None, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    alibi_slopes: Tensor | None,
+    sliding_window: int | None,
+    softcap: float | None = None,
+) -> Tensor:
     """Causal attention of the last `len(q)` positions of a sequence, computed in float32.
 
     Args:
@@ -327,11 +351,20 @@ def attend_sequence(
 
 
 def prefill_attention(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
-    query_start_loc: Tensor, seq_lens: Tensor, scale: float, alibi_slopes: Tensor | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, k_scale: float = 1.0,
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    k_scale: float = 1.0,
     v_scale: float = 1.0,
-) -> None:  # fmt: skip
+) -> None:
     """Prefill: ragged chunks of queries, each causal over its sequence's whole cached context.
 
     The queries `query_start_loc[i]` to `query_start_loc[i + 1]` are the last tokens of sequence i;
@@ -362,11 +395,22 @@ def prefill_attention(
 
 
 def paged_attention(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-    scale: float, alibi_slopes: Tensor | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
-    item_start: Tensor | None = None, items: Tensor | None = None, partials: Tensor | None = None,
-) -> None:  # fmt: skip
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    item_start: Tensor | None = None,
+    items: Tensor | None = None,
+    partials: Tensor | None = None,
+) -> None:
     """Decode: the last token of each sequence attends to the whole sequence.
 
     PagedAttention (Kwon et al. 2023) with the online softmax of Milakov and Gimelshein (2018);
@@ -617,9 +661,15 @@ def filtered_weights(
 
 
 def sample_tokens(
-    out: Tensor, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    uniform: Tensor, logprobs: Tensor | None = None,
-) -> None:  # fmt: skip
+    out: Tensor,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    logprobs: Tensor | None = None,
+) -> None:
     """Samples one token per row: temperature, top-k, top-p, min-p, then one uniform number.
 
     The probabilities of the kept tokens are summed in the order of their ids, and the token whose

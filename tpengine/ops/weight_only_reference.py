@@ -34,9 +34,14 @@ def packed_bytes(outputs: int, inputs: int, bits: int, group_size: int, offsets:
 
 
 def pack_panels(
-    packed: Tensor, first_output: int, outputs: int, q: Tensor, scales: Tensor,
-    offsets: Tensor | None, bits: int,
-) -> None:  # fmt: skip
+    packed: Tensor,
+    first_output: int,
+    outputs: int,
+    q: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bits: int,
+) -> None:
     """Writes some panels of a weight of `outputs` outputs; see `ops.weight_only.pack_groups`."""
     rows, steps = num_blocks(q.shape[0], GPU_PANEL), num_blocks(q.shape[1], GPU_STEP)
     panels = slice(first_output // GPU_PANEL, first_output // GPU_PANEL + rows)
@@ -91,9 +96,14 @@ def _unpack(
 
 
 def weight_only_linear(
-    out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, bits: int, group_size: int,
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
     offsets: int,
-) -> None:  # fmt: skip
+) -> None:
     """See `ops.weight_only.weight_only_linear`."""
     outputs, inputs = out.shape[1], x.shape[1]
     weight = _unpack(packed, outputs, inputs, bits, group_size, offsets)[:outputs, :inputs]
@@ -101,9 +111,14 @@ def weight_only_linear(
 
 
 def dequantize_weight(
-    out: Tensor, packed: Tensor, first_output: int, out_features: int, bits: int, group_size: int,
+    out: Tensor,
+    packed: Tensor,
+    first_output: int,
+    out_features: int,
+    bits: int,
+    group_size: int,
     offsets: int,
-) -> None:  # fmt: skip
+) -> None:
     """See `ops.weight_only.dequantize_weight`."""
     weight = _unpack(packed, out_features, out.shape[1], bits, group_size, offsets)
     out.copy_(weight[first_output : first_output + len(out)])
