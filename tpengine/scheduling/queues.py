@@ -210,7 +210,7 @@ class RequestQueues:
         """Running to waiting: all its tokens will be computed again."""
         self.running.remove(request)
         self._reset(request)
-        self.waiting.put_back(request)
+        self.waiting.add(request)
         self.passing.note_arrival()
 
     def restart(self, blocks: BlockManager) -> None:
