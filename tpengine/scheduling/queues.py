@@ -210,8 +210,7 @@ class RequestQueues:
         """Running to waiting: all its tokens will be computed again."""
         self.running.remove(request)
         self._reset(request)
-        self.waiting.add(request)
-        self.passing.note_arrival()
+        self._wait(request)
 
     def restart(self, blocks: BlockManager) -> None:
         """Moves all requests to waiting, since the workers and all that they held are lost.
