@@ -392,13 +392,10 @@ def sweep_segments(folder: Path = SHM_FOLDER) -> list[Path]:
             if match is None or start_ticks(int(match["pid"])) == int(match["start"]):
                 continue
             # A creator in another process namespace is invisible here, but it holds a lock.
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                lock_bytes(fd, 0, 0)
+            with open(path, "r+b", buffering=0, opener=open_unlinked) as file:
+                lock_bytes(file.fileno(), 0, 0)
                 path.unlink()
                 removed.append(path)
-            finally:
-                os.close(fd)
     if removed:
         logger.info("removed segment files of dead processes: %s", ", ".join(map(str, removed)))
     return removed
