@@ -151,7 +151,7 @@ async def _measure(
     )
     seed = options.workload_seed
     summaries = []
-    async with open_client(args) as client:
+    async with await open_client(args) as client:
         info = await client.model_info()
         size = info.vocab_size, seed, info.max_model_len
         for run_number, rate in enumerate([math.inf, *rates]):  # the first one only warms up
