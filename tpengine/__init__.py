@@ -29,24 +29,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "LLM",
-    "AsyncEngineArgs",
-    "AsyncLLMEngine",
-    "BeamSearchParams",
-    "CompletionOutput",
-    "EngineArgs",
-    "LLMEngine",
-    "LoRARequest",
-    "Logprob",
-    "PromptInputs",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
-    "__version__",
-]
+    "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
+    "EngineArgs", "LLMEngine", "LoRARequest", "Logprob", "PromptInputs", "RequestOutput",
+    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
+    "TokensPrompt", "__version__",
+]  # fmt: skip
 
 _HOMES = {
     "tpengine.async_engine.async_llm_engine": "AsyncLLMEngine",

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from tpengine import envs
@@ -49,44 +49,34 @@ _SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 # Signals. Only the main thread of a process gets them, and only it can install handlers.
 
 
-class DeferredInterrupt:
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[None]:
     """Context that notes a Ctrl-C and raises KeyboardInterrupt at its end.
 
     A step changes scheduler, worker and outputs together; an exception in its middle would leave
     them inconsistent. A second Ctrl-C raises at once. Outside the main thread the context does
     nothing.
-
-    Attributes:
-        pending: whether a Ctrl-C has come.
     """
+    num_presses = 0
 
-    def __init__(self) -> None:
-        self.pending = False
-        self._replaced: Callable[[int, FrameType | None], object] | None = None
-
-    def __enter__(self) -> DeferredInterrupt:
-        # Replaces Python's own handler alone: a program that sets one decides for itself.
-        handler = signal.default_int_handler
-        if _is_main_thread() and signal.getsignal(signal.SIGINT) is handler:
-            signal.signal(signal.SIGINT, self._note)
-            self._replaced = handler
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._replaced is not None:
-            signal.signal(signal.SIGINT, self._replaced)
-        if self.pending and kind is None:
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal num_presses
+        num_presses += 1
+        if num_presses > 1:
             raise KeyboardInterrupt
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.pending:
-            raise KeyboardInterrupt
-        self.pending = True
+    # Replaces Python's own handler alone: a program that sets one decides for itself.
+    handler = signal.default_int_handler
+    if not (_is_main_thread() and signal.getsignal(signal.SIGINT) is handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if num_presses:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -137,16 +127,12 @@ def signals_end_at_once(last_words: str) -> Iterator[None]:
         finally:
             os._exit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    if before[signal.SIGINT] is not signal.default_int_handler:
-        del before[signal.SIGINT]  # a shell's background job ignores it, or a program handles it
-    for number in before:
-        signal.signal(number, end)
-    try:
+    with kept_end_handlers():
+        signal.signal(signal.SIGTERM, end)
+        # A shell's background job ignores Ctrl-C, or a program handles it.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, end)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -406,13 +392,10 @@ def sweep_segments(folder: Path = SHM_FOLDER) -> list[Path]:
             if match is None or start_ticks(int(match["pid"])) == int(match["start"]):
                 continue
             # A creator in another process namespace is invisible here, but it holds a lock.
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                lock_bytes(fd, 0, 0)
+            with open(path, "r+b", buffering=0, opener=open_unlinked) as file:
+                lock_bytes(file.fileno(), 0, 0)
                 path.unlink()
                 removed.append(path)
-            finally:
-                os.close(fd)
     if removed:
         logger.info("removed segment files of dead processes: %s", ", ".join(map(str, removed)))
     return removed

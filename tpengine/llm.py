@@ -7,7 +7,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import fields, replace
 from typing import Any
 
@@ -366,13 +365,12 @@ class LLM:
         outputs: list[RequestOutput] = []
         self._inbox.update(dict.fromkeys(request_ids - done.keys(), outputs))
         num_requests = len(request_ids)
-        bar = _ProgressBar(self.llm_engine.counters, num_requests, use_tqdm)
-        with closing(bar):
-            bar.update(done.values())
+        with _ProgressBar(self.llm_engine.counters, num_requests, use_tqdm) as bar:
+            bar.add(done.values())
             while len(done) < num_requests:
                 self._pump()
                 done.update({output.request_id: output for output in outputs})
-                bar.update(outputs)
+                bar.add(outputs)
                 outputs.clear()
 
     def _pump(self) -> None:
@@ -402,7 +400,7 @@ def changed(params: SamplingParams, **fields: Any) -> SamplingParams:
     return params
 
 
-class _ProgressBar:
+class _ProgressBar(tqdm):  # type: ignore[misc]
     """Shows how many prompts were completed and refused, and tokens per second since it was opened.
 
     Args:
@@ -417,18 +415,12 @@ class _ProgressBar:
         self._num_refused = 0
         self._start = time.monotonic()
         # `miniters=0`: the rates of long prompts change between the ends of prompts.
-        self._bar = tqdm(
-            total=total,
-            desc="Processed prompts",
-            unit="prompt",
-            miniters=0,
-            mininterval=_REFRESH_S,
-            disable=not is_shown,
-        )
+        refresh = {"miniters": 0, "mininterval": _REFRESH_S, "disable": not is_shown}
+        super().__init__(total=total, desc="Processed prompts", unit="prompt", **refresh)
 
-    def update(self, ended: Collection[RequestOutput]) -> None:
+    def add(self, ended: Collection[RequestOutput]) -> None:
         """Adds prompts that a step completed, refused or failed."""
-        if self._bar.disable:
+        if self.disable:
             return
         num_refused = sum(output.error is not None for output in ended)
         self._num_refused += num_refused
@@ -436,13 +428,9 @@ class _ProgressBar:
         num_input = self._counters.prompt_tokens - self._first[0]
         num_output = self._counters.output_tokens - self._first[1]
         refused = f"refused {self._num_refused}, " if self._num_refused else ""
-        self._bar.set_postfix_str(
+        self.set_postfix_str(
             f"{refused}input {num_input / elapsed_s:.1f} tokens/s, "
             f"output {num_output / elapsed_s:.1f} tokens/s",
             refresh=False,
         )
-        self._bar.update(len(ended) - num_refused)
-
-    def close(self) -> None:
-        """Leaves the last state of the bar on the terminal."""
-        self._bar.close()
+        self.update(len(ended) - num_refused)

@@ -181,6 +181,16 @@ class Options:
         return cls(**{spec.name: getattr(args, spec.name) for spec in dataclasses.fields(cls)})
 
 
+def adder(*kinds: type[Options]) -> Callable[[argparse.ArgumentParser], None]:
+    """The `add_arguments` of a command that has the options of these classes, and no others."""
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        for kind in kinds:
+            kind.add_cli_args(parser)
+
+    return add_arguments
+
+
 def each(value: Any) -> tuple[Any, ...]:
     """The values of a list, or a single value as a tuple of one; an empty tuple for None."""
     if value is None:

@@ -87,9 +87,9 @@ def ids_of(tokenizer: Tokenizer, max_size: int = 12) -> st.SearchStrategy[list[i
 
 def test_streams_are_chosen_by_the_decoder() -> None:
     for tokenizer in BYTE_TOKENIZERS:
-        assert isinstance(open_stream(tokenizer, [], True), ByteStream)
+        assert isinstance(open_stream(tokenizer, [], SamplingParams()), ByteStream)
     for tokenizer in (METASPACE, SLOW):
-        assert isinstance(open_stream(tokenizer, [], True), WindowStream)
+        assert isinstance(open_stream(tokenizer, [], SamplingParams()), WindowStream)
 
 
 @settings(max_examples=150, deadline=None)
@@ -183,7 +183,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_decode_state_does_not_grow_with_the_text(decoded: list[int]) -> None:
     word = METASPACE.encode("Hello world")
-    stream = WindowStream(METASPACE, word * 50, True)
+    stream = WindowStream(METASPACE, word * 50, SamplingParams())
     for token_id in word * 200:
         stream.push(token_id)
     assert len(decoded) >= 200
@@ -191,7 +191,7 @@ def test_decode_state_does_not_grow_with_the_text(decoded: list[int]) -> None:
 
 
 def test_babbled_bytes_are_not_held_for_ever(decoded: list[int]) -> None:
-    stream = WindowStream(BYTE_LEVEL, [], True)
+    stream = WindowStream(BYTE_LEVEL, [], SamplingParams())
     text = "".join(map(stream.push, single_bytes(b"\x80" * 50)))
     assert text + stream.flush() == FFFD * 50
     assert max(decoded) <= 8 + 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpengine.scheduling.policy import FirstComeFirstServed
+from tpengine.scheduling.policy import Priority
 from tpengine.scheduling.sequence import Request
 
 from .loop import Limits, Loop, sizes, statuses
@@ -59,11 +59,14 @@ def test_no_preemption_for_a_row_beyond_the_budget() -> None:
     loop.run()
 
 
-class _PreemptedLast(FirstComeFirstServed):
+class _PreemptedLast(Priority):
     """Another policy: a preempted request goes to the end of the queue."""
 
-    def put_back(self, request: Request) -> None:
-        self.add(request)
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        self._waiting.remove(request)
 
 
 def test_no_admission_in_a_step_that_preempted() -> None:

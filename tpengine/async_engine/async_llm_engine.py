@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -68,6 +69,9 @@ class AsyncLLMEngine:
         start_timeout_s: how long `build` may take.
         log_requests: log a line when a request ends.
 
+    Attributes:
+        llm_engine: for reading only: it belongs to its thread.
+
     Raises:
         EngineError: the reason why the engine could not start.
     """
@@ -87,10 +91,10 @@ class AsyncLLMEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._thread = EngineThread(build)
-        self._engine = self._thread.start(start_timeout_s)
-        self._admission = Admission(limits, self._engine.get_scheduler_config().fairness)
+        self.llm_engine = self._thread.start(start_timeout_s)
+        self._admission = Admission(limits, self.llm_engine.get_scheduler_config().fairness)
         self._requests = RequestTable(self._admission, self._thread.abort, log_requests)
-        self._texts = TextWorker(self._engine, limits.max_requests)
+        self._texts = TextWorker(self.llm_engine, limits.max_requests)
 
     @classmethod
     def from_engine_args(
@@ -239,7 +243,7 @@ class AsyncLLMEngine:
             if checked is None:  # it was aborted: its stream ends at once
                 return live
             self._check_open()
-            why = self._engine.why_too_long(len(checked.prompt_token_ids))
+            why = self.llm_engine.why_too_long(len(checked.prompt_token_ids))
             if why is not None and not ends_as_output:
                 raise errors.RequestIgnoredError(why)
             self._requests.admit(live, checked)
@@ -314,7 +318,7 @@ class AsyncLLMEngine:
     @property
     def model_config(self) -> ModelConfig:
         """The model's configuration."""
-        return self._engine.get_model_config()
+        return self.llm_engine.get_model_config()
 
     async def get_model_config(self) -> ModelConfig:
         """Returns `model_config`."""
@@ -322,19 +326,19 @@ class AsyncLLMEngine:
 
     async def get_parallel_config(self) -> ParallelConfig:
         """Returns how the engine is spread over ranks."""
-        return self._engine.get_parallel_config()
+        return self.llm_engine.get_parallel_config()
 
     async def get_scheduler_config(self) -> SchedulerConfig:
         """Returns the limits of a step."""
-        return self._engine.get_scheduler_config()
+        return self.llm_engine.get_scheduler_config()
 
     async def get_lora_config(self) -> Any:
         """Returns the `LoRAConfig`; None: adapters are not served."""
-        return self._engine.get_lora_config()
+        return self.llm_engine.get_lora_config()
 
     async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
         """Returns the tokenizer of transformers; None for a model folder without one."""
-        return self._engine.get_tokenizer()
+        return self.llm_engine.get_tokenizer()
 
     @property
     def is_running(self) -> bool:
@@ -379,15 +383,15 @@ class AsyncLLMEngine:
 
     def add_logger(self, logger_name: str, logger: Any) -> None:
         """Adds a logger, which is called on the engine's thread; see `LLMEngine.add_logger`."""
-        self._engine.add_logger(logger_name, logger)
+        self.llm_engine.add_logger(logger_name, logger)
 
     def remove_logger(self, logger_name: str) -> None:
         """Removes a logger that `add_logger` has added. The present step may still call it."""
-        self._engine.remove_logger(logger_name)
+        self.llm_engine.remove_logger(logger_name)
 
     def stats(self) -> EngineStats:
         """Returns a snapshot of this moment; cheap, from any thread."""
-        stats = self._engine.stats()
+        stats = self.llm_engine.stats()
         queues = replace(
             stats.queues,
             num_queued=self._admission.num_requests,
@@ -398,7 +402,7 @@ class AsyncLLMEngine:
 
     def health(self) -> ServiceHealth:
         """Returns whether the engine lives and makes progress; cheap, from any thread."""
-        engine = self._engine.health()
+        engine = self.llm_engine.health()
         silent_s = max(time.monotonic() - self._thread.progress_at, engine.stalled_s)
         state, reason = self._state(engine.state.value), ""
         if state == "dead":
@@ -425,7 +429,7 @@ class AsyncLLMEngine:
         from tpengine.engine.prometheus import EngineMetrics
 
         name = model_name or Path(self.model_config.model).name
-        return EngineMetrics(name, self.stats(), self._engine.counters)
+        return EngineMetrics(name, self.stats(), self.llm_engine.counters)
 
     def metrics_text(self, model_name: str | None = None) -> bytes:
         """Returns the same in Prometheus' text format."""
@@ -434,12 +438,7 @@ class AsyncLLMEngine:
 
         return generate_latest(metrics)
 
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """The engine inside, for reading only: it belongs to its thread."""
-        return self._engine
-
-    engine = llm_engine
+    engine = property(attrgetter("llm_engine"))
 
     async def drain(self, timeout_s: float) -> int:
         """Takes no new requests from now on, and waits until the present ones finish.
@@ -511,7 +510,7 @@ class AsyncLLMEngine:
             self._watch = loop.call_later(_WATCH_S, self._look)
 
     def _tokenizer(self) -> Tokenizer:
-        return need_tokenizer(self._engine.tokenizer, self.model_config)
+        return need_tokenizer(self.llm_engine.tokenizer, self.model_config)
 
     def _check_open(self) -> None:
         if self._thread.ended or self._intake is _Intake.CLOSED:

@@ -26,7 +26,7 @@ from tpengine.bench.timing import ReadBandwidth, copy_bandwidth
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
-from tpengine.options import option
+from tpengine.options import adder, option
 from tpengine.worker.device import detect_device
 
 _STEPS_PER_FLOOR = 8
@@ -52,10 +52,7 @@ class LatencyOptions(harness.ModelOptions):
     """Write a PNG of tokens/s over running sequences."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options and the engine's."""
-    LatencyOptions.add_cli_args(parser)
-    EngineArgs.add_cli_args(parser)
+add_arguments = adder(LatencyOptions, EngineArgs)
 
 
 @dataclass(frozen=True)

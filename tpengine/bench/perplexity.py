@@ -24,7 +24,7 @@ from tpengine.engine.startup import weights_form
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.llm import LLM
-from tpengine.options import option
+from tpengine.options import adder, option
 from tpengine.sampling_params import SamplingParams
 from tpengine.worker.device import detect_device
 
@@ -44,10 +44,7 @@ class TextOptions(BenchOptions):
     """Documents that the model writes."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options and the engine's."""
-    TextOptions.add_cli_args(parser)
-    EngineArgs.add_cli_args(parser)
+add_arguments = adder(TextOptions, EngineArgs)
 
 
 def run(args: argparse.Namespace) -> int:

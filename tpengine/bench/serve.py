@@ -35,7 +35,7 @@ from tpengine.client import load
 from tpengine.client.generation_client import GenerationClient
 from tpengine.engine_args import AsyncEngineArgs, EngineArgs
 from tpengine.errors import ConfigError, ServerError
-from tpengine.options import option
+from tpengine.options import adder, option
 from tpengine.proto import READINESS
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.server_args import ServerArgs
@@ -66,11 +66,7 @@ class LoadOptions(harness.ModelOptions):
     """Address of the server; default: the benchmark starts a server, and ends it."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options, the connection's and the engine's."""
-    LoadOptions.add_cli_args(parser)
-    ConnectionOptions.add_cli_args(parser)
-    EngineArgs.add_cli_args(parser)
+add_arguments = adder(LoadOptions, ConnectionOptions, EngineArgs)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,7 +151,7 @@ async def _measure(
     )
     seed = options.workload_seed
     summaries = []
-    async with open_client(args) as client:
+    async with await open_client(args) as client:
         info = await client.model_info()
         size = info.vocab_size, seed, info.max_model_len
         for run_number, rate in enumerate([math.inf, *rates]):  # the first one only warms up

@@ -19,7 +19,7 @@ from tpengine.bench import harness
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.stats import StepStats
 from tpengine.engine_args import EngineArgs
-from tpengine.options import option
+from tpengine.options import adder, option
 from tpengine.sampling_params import SamplingParams
 
 _WARM_UP_REQUESTS = 4
@@ -46,10 +46,7 @@ class ThroughputOptions(harness.ModelOptions):
         return replace(harness.GREEDY, temperature=self.temperature, top_p=self.top_p)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options and the engine's."""
-    ThroughputOptions.add_cli_args(parser)
-    EngineArgs.add_cli_args(parser)
+add_arguments = adder(ThroughputOptions, EngineArgs)
 
 
 @dataclass(frozen=True)

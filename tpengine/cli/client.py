@@ -127,11 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen command; returns the exit code."""
     with asyncio.Runner() as runner:
-
-        async def opened() -> GenerationClient:
-            return open_client(args)
-
-        client = runner.run(opened())
+        client = runner.run(open_client(args))
         try:
             return int(args.action(args, client, runner.run))
         except errors.UnauthenticatedError as error:
@@ -140,8 +136,8 @@ def run(args: argparse.Namespace) -> int:
             runner.run(client.close())
 
 
-def open_client(args: argparse.Namespace) -> GenerationClient:
-    """Makes the client of `args.target` and the connection options; call it in its event loop.
+async def open_client(args: argparse.Namespace) -> GenerationClient:
+    """Makes the client of `args.target` and the connection options, in the event loop that it uses.
 
     Raises:
         ConfigError: a file cannot be read, or two options contradict each other.

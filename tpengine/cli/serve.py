@@ -54,15 +54,13 @@ from dataclasses import replace
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import ConfigError
 from tpengine.logger import init_logger
+from tpengine.options import adder
 from tpengine.server.server_args import ServerArgs
 
 logger = init_logger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
-    ServerArgs.add_cli_args(parser)
-    AsyncEngineArgs.add_cli_args(parser)
+add_arguments = adder(ServerArgs, AsyncEngineArgs)
 
 
 def run(args: argparse.Namespace) -> int:

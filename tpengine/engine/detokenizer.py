@@ -36,15 +36,11 @@ class ByteStream:
     __slots__ = ("_drop", "_pending", "_pieces")
 
     def __init__(
-        self,
-        table: ByteTable,
-        prompt_token_ids: Sequence[int],
-        skip_special_tokens: bool,
-        visible_token_ids: Sequence[int] = (),
+        self, table: ByteTable, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
         self._pieces = table.pieces
-        if skip_special_tokens:
-            self._pieces = table.visible_pieces_with(tuple(visible_token_ids))
+        if params.skip_special_tokens:
+            self._pieces = table.visible_pieces_with(tuple(params.visible_token_ids))
         self._pending = b""
         # A first character that does not belong to the output: U+FFFD for the prompt's unfinished
         # character, or the space that the tokenizer removes from the start of a whole text.
@@ -104,15 +100,11 @@ class WindowStream:
     __slots__ = ("_context", "_context_length", "_held", "_hidden", "_tokenizer")
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int],
-        skip_special_tokens: bool,
-        visible_token_ids: Sequence[int] = (),
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
         self._tokenizer = tokenizer
-        hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
-        self._hidden = hidden.difference(visible_token_ids)
+        hidden = tokenizer.special_token_ids if params.skip_special_tokens else frozenset[int]()
+        self._hidden = hidden.difference(params.visible_token_ids)
         self._held: list[int] = []
         self._context: list[int] = []
         for token_id in reversed(prompt_token_ids):
@@ -149,16 +141,12 @@ class WindowStream:
 
 
 def open_stream(
-    tokenizer: Tokenizer,
-    prompt_token_ids: Sequence[int],
-    skip_special_tokens: bool,
-    visible_token_ids: Sequence[int] = (),
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
 ) -> ByteStream | WindowStream:
     """Returns the cheapest stream that is correct for `tokenizer`."""
-    shown = (prompt_token_ids, skip_special_tokens, visible_token_ids)
     if tokenizer.byte_table is not None:
-        return ByteStream(tokenizer.byte_table, *shown)
-    return WindowStream(tokenizer, *shown)
+        return ByteStream(tokenizer.byte_table, prompt_token_ids, params)
+    return WindowStream(tokenizer, prompt_token_ids, params)
 
 
 class Detokenizer:
@@ -178,9 +166,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        self._stream = open_stream(
-            tokenizer, prompt_token_ids, params.skip_special_tokens, params.visible_token_ids
-        )
+        self._stream = open_stream(tokenizer, prompt_token_ids, params)
         self._stops = tuple(sorted(params.stop))
         self._cut_stop = not params.include_stop_str_in_output
         self._min_tokens = params.min_tokens

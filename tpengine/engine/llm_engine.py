@@ -39,7 +39,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, GroupLostError, InvalidPromptError
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
-from tpengine.host import DeferredInterrupt
+from tpengine.host import deferred_interrupt
 from tpengine.inputs import LoRARequest, PromptInputs
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
@@ -308,7 +308,7 @@ class LLMEngine:
             sequences=[Sequence(first_id + i, i, token_ids, len(token_ids)) for i in range(count)],
             metrics=RequestMetrics.of_arrival(arrived_at),
         )
-        with DeferredInterrupt():  # scheduler and output processor both get it, or neither
+        with deferred_interrupt():  # scheduler and output processor both get it, or neither
             self._recovery.note_arrival()
             self._scheduler.add_request(request)
             try:
@@ -362,7 +362,7 @@ class LLMEngine:
                 "time: give each thread its own, or guard it with a lock"
             )
         try:
-            with DeferredInterrupt():
+            with deferred_interrupt():
                 try:
                     if self._recovery.go_on():
                         self._step()

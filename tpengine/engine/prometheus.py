@@ -8,7 +8,9 @@ metrics are not registered, because a process may hold more than one engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from operator import attrgetter
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -81,22 +83,29 @@ class EngineMetrics(Collector):
         """Yields all metrics, as prometheus_client asks for them."""
         stats = self._stats
         for name, attribute, text in _GAUGES:
-            yield self._add(GaugeMetricFamily, name, text, {"": attrgetter(attribute)(stats)})
+            yield self._add(GaugeMetricFamily, name, text, {(): attrgetter(attribute)(stats)})
         # A request that has not started may not have reached the scheduler's queue yet.
         num_waiting = max(stats.queues.num_waiting, stats.queues.num_queued)
         text = "Requests that wait: not started, or to be computed again."
-        yield self._add(GaugeMetricFamily, "num_requests_waiting", text, {"": num_waiting})
-        states = {state: float(stats.state == state) for state in _STATES}
+        yield self._add(GaugeMetricFamily, "num_requests_waiting", text, {(): num_waiting})
+        states = {(state,): float(stats.state == state) for state in _STATES}
         text = "1 for the state that the engine is in."
         yield self._add(GaugeMetricFamily, "engine_state", text, states, "state")
         for name, attribute, text in _COUNTERS:
-            yield self._add(CounterMetricFamily, name, text, {"": attrgetter(attribute)(stats)})
+            yield self._add(CounterMetricFamily, name, text, {(): attrgetter(attribute)(stats)})
         for name, attribute, label, text in _LABELLED_COUNTERS:
-            yield self._add(CounterMetricFamily, name, text, getattr(stats, attribute), label)
+            counts = {(key,): count for key, count in getattr(stats, attribute).items()}
+            yield self._add(CounterMetricFamily, name, text, counts, label)
         for kind, name, attribute, text in _OF_OWNERS if stats.owners else ():
-            values = {label: getattr(owner, attribute) for label, owner in stats.owners.items()}
+            values = {(key,): getattr(owner, attribute) for key, owner in stats.owners.items()}
             yield self._add(kind, name, text, values, "owner")
-        yield self._memory()
+        text = "Memory of a rank by use; others: of processes that share its device."
+        memory = {
+            (str(ledger.rank), use): num_bytes
+            for ledger in stats.ledgers
+            for use, num_bytes in ledger.uses(stats.cache.num_total_blocks).items()
+        }
+        yield self._add(GaugeMetricFamily, "rank_memory_bytes", text, memory, "rank", "use")
         for name, attribute, text in _HISTOGRAMS:
             yield self._histogram(name, text, getattr(self._counters, attribute))
 
@@ -105,31 +114,18 @@ class EngineMetrics(Collector):
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         text: str,
-        values: Mapping[str, float],
-        label: str | None = None,
+        values: Mapping[Any, float],
+        *labels: str,
     ) -> Metric:
-        """Returns a metric with a value for each value of `label`, or one value without it."""
-        labels = ["model_name"] if label is None else ["model_name", label]
-        family = kind(f"tpengine:{name}", text, labels=labels)
+        """Returns a metric with its values by the values of the labels."""
+        family = kind(f"tpengine:{name}", text, labels=["model_name", *labels])
         for key, value in values.items():
-            family.add_metric([self._model_name, key][: len(labels)], value)
-        return family
-
-    def _memory(self) -> Metric:
-        text = "Memory of a rank by use; others: of processes that share its device."
-        labels = ["model_name", "rank", "use"]
-        family = GaugeMetricFamily("tpengine:rank_memory_bytes", text, labels=labels)
-        for ledger in self._stats.ledgers:
-            for use, num_bytes in ledger.uses(self._stats.cache.num_total_blocks).items():
-                family.add_metric([self._model_name, str(ledger.rank), use], num_bytes)
+            family.add_metric([self._model_name, *key], value)
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(f"tpengine:{name}", text, labels=["model_name"])
-        buckets, num_values = [], 0
         bounds = [*map(str, map(float, histogram.bounds)), "+Inf"]
-        for bound, count in zip(bounds, tuple(histogram.counts), strict=True):
-            num_values += count
-            buckets.append((bound, num_values))
+        buckets = list(zip(bounds, accumulate(tuple(histogram.counts)), strict=True))
         family.add_metric([self._model_name], buckets, histogram.total)
         return family

@@ -24,13 +24,8 @@ from tpengine.structured.grammars import Vocabulary
 logger = init_logger(__name__)
 
 _TOKENIZER_FILES = (
-    "tokenizer*.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-)
+    "tokenizer*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
+)  # fmt: skip
 _SHARED_FILES = (
     *_TOKENIZER_FILES,
     *("special_tokens_map.json", "added_tokens.json", "chat_template.*", "*config.json"),

@@ -191,8 +191,7 @@ class BlockManager:
                 if num_blocks * self.block_size < len(sequence.token_ids):
                     lacking += self._num_next_blocks(sequence) - num_blocks
         if len(request.sequences) > 1:
-            running = [s for s in request.sequences if s.status is SequenceStatus.RUNNING]
-            lacking += self._num_copies(self._tables, self.device, running)
+            lacking += self._num_copies(self._tables, self.device, request.running_sequences)
         return lacking
 
     def num_held_blocks(self, request: Request) -> int:

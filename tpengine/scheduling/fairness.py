@@ -124,12 +124,6 @@ class FairShares:
             account.waiting.add(request)
         self._num_waiting += 1
 
-    def put_back(self, request: Request) -> None:
-        """Adds a preempted request to those of its owner."""
-        with self._changing(self.account(request)) as account:
-            account.waiting.put_back(request)
-        self._num_waiting += 1
-
     def head(self) -> Request:
         """The next request of the account with the lowest counter."""
         begun = [account for account in self._begun if account.waiting]

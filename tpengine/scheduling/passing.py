@@ -101,8 +101,7 @@ class Passing:
             num_left = config.max_model_len - sequence.num_tokens
             if max_tokens is not None:
                 num_left = min(num_left, max_tokens - sequence.num_output_tokens)
-            num_behind = sequence.num_tokens - sequence.num_computed_tokens
-            most = max(most, num_left + num_behind // config.max_num_batched_tokens)
+            most = max(most, num_left + sequence.num_behind // config.max_num_batched_tokens)
         return most
 
     def _is_searched(self, first: Request, num_free_slots: int, blocks: BlockManager) -> bool:
@@ -113,11 +112,7 @@ class Passing:
         return is_no_more and first is searched_for
 
     def _steps_until_room(
-        self,
-        first: Request,
-        running: Sequence[Request],
-        blocks: BlockManager,
-        num_free_slots: int,
+        self, first: Request, running: Sequence[Request], blocks: BlockManager, num_free_slots: int
     ) -> int:
         """Most steps until `first` has room, if no request had passed it."""
         older = [other for other in running if other.arrival_index < first.arrival_index]

@@ -12,9 +12,8 @@ where the queues are sorted by it again (`RequestQueues.begin_step`).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import takewhile
+from functools import partial
 from typing import Protocol
 
 from tpengine.scheduling.sequence import Request
@@ -36,10 +35,7 @@ class SchedulingPolicy(Protocol):
         the highest is preempted first."""
 
     def add(self, request: Request) -> None:
-        """Adds a request that has just arrived."""
-
-    def put_back(self, request: Request) -> None:
-        """Adds a preempted request; it ran already, so it comes before requests that did not."""
+        """Adds a request that has just arrived, or was preempted."""
 
     def head(self) -> Request:
         """The request to admit next; it is not removed. There must be one."""
@@ -48,58 +44,17 @@ class SchedulingPolicy(Protocol):
         """Removes a waiting request: it was admitted, or has ended."""
 
 
-class FirstComeFirstServed:
-    """Order of arrival; the running request that arrived last is preempted first.
-
-    A preempted request goes to the front of the queue: it arrived before all that wait, unless it
-    passed some of these. So both lists stay in order of arrival. The oldest request is never
-    preempted while another one runs, so it always makes progress.
-    """
-
-    def __init__(self) -> None:
-        # By id, so that a request in the middle is removed in constant time. Unlike in a plain
-        # dict, the first entry is found in constant time after many removals.
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._waiting.values())
-
-    def rank(self, request: Request) -> Rank:
-        """The number of its arrival."""
-        return request.arrival_index, 0
-
-    def add(self, request: Request) -> None:
-        """Appends the request."""
-        self._waiting[request.request_id] = request
-
-    def put_back(self, request: Request) -> None:
-        """Inserts the request at the front, behind those that it has passed."""
-        passed = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self))
-        self._waiting[request.request_id] = request
-        for first in (request, *reversed(passed)):
-            self._waiting.move_to_end(first.request_id, last=False)
-
-    def head(self) -> Request:
-        """The first request of the queue."""
-        return next(iter(self._waiting.values()))
-
-    def remove(self, request: Request) -> None:
-        """Removes the request."""
-        del self._waiting[request.request_id]
-
-
 class Priority:
-    """Lower `Request.priority` first, with a bound on starvation.
+    """Lower `Request.priority` first, with a bound on starvation; or order of arrival alone.
 
     A request is ranked as if it had arrived `stride` arrivals later for each unit of its priority.
     So of the requests that arrive later and have a priority lower by d, at most `stride * d` are
-    served before it. Requests of equal priority keep their order of arrival.
+    served before it. Requests of equal priority keep their order of arrival, also when they are
+    preempted: such a request is in front of those that arrived later. The lowest rank is never
+    preempted while another request runs, so it always makes progress.
 
     Args:
-        stride: arrivals that one unit of priority is worth.
+        stride: arrivals that one unit of priority is worth; 0: first come, first served.
     """
 
     def __init__(self, stride: int = 256) -> None:
@@ -121,10 +76,6 @@ class Priority:
         """Inserts the request by rank."""
         insort(self._waiting, request, key=self.rank)
 
-    def put_back(self, request: Request) -> None:
-        """Inserts the request by rank: a more urgent one may have arrived meanwhile."""
-        self.add(request)
-
     def head(self) -> Request:
         """The request of the lowest rank."""
         return self._waiting[0]
@@ -135,7 +86,7 @@ class Priority:
 
 
 POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
-    "fcfs": FirstComeFirstServed,
+    "fcfs": partial(Priority, stride=0),
     "priority": Priority,
 }
 """Policies by the name that `EngineArgs.scheduling_policy` takes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import insort
 
 from tpengine.config import SchedulerConfig
-from tpengine.messages import AdapterLoad, Fork
+from tpengine.messages import Fork, StepInput
 from tpengine.scheduling.adapter_slots import AdapterSlots
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager, BlockPair
 from tpengine.scheduling.block_pool import expect
@@ -72,13 +72,13 @@ class BatchSlots:
         """Notes that the sequence's last token is not the one that the workers sampled."""
         self._overrides[sequence.seq_id] = sequence
 
-    def take_changes(self) -> tuple[list[int], list[Fork], list[tuple[int, int]]]:
-        """Freed slots, forks, and (slot, last token) overrides; they are returned only once."""
-        freed = self._freed
-        forks = [Fork(slot_of(p), slot_of(c), c.index) for p, c in self._forks.values()]
-        overrides = [(slot_of(s), s.token_ids[-1]) for s in self._overrides.values()]
+    def tell_changes(self, message: StepInput) -> None:
+        """Adds freed slots, forks, and overrides to a message; they are told only once."""
+        forks, overridden = self._forks.values(), self._overrides.values()
+        message.freed_slots = self._freed
+        message.forks = [Fork(slot_of(p), slot_of(c), c.index) for p, c in forks]
+        message.token_overrides = [(slot_of(s), s.token_ids[-1]) for s in overridden]
         self._freed, self._forks, self._overrides = [], {}, {}
-        return freed, forks, overrides
 
     def are_whole(self, sequences: list[Sequence], max_num_seqs: int) -> bool:
         """Whether free slots and those of `sequences` are all slots, each once."""
@@ -106,10 +106,7 @@ class RequestQueues:
     """
 
     def __init__(
-        self,
-        blocks: BlockManager,
-        policy: SchedulingPolicy,
-        config: SchedulerConfig,
+        self, blocks: BlockManager, policy: SchedulingPolicy, config: SchedulerConfig
     ) -> None:
         max_num_seqs = config.max_num_seqs
         self.waiting = policy
@@ -170,11 +167,10 @@ class RequestQueues:
         num_free = self.slots.num_free
         return self.passing.choose(self.waiting, self.running, self._blocks, num_free, step)
 
-    def take_changes(
-        self,
-    ) -> tuple[list[int], list[Fork], list[tuple[int, int]], list[AdapterLoad]]:
-        """See `BatchSlots.take_changes` and `AdapterSlots.take_loads`."""
-        return *self.slots.take_changes(), self.adapters.take_loads()
+    def tell_changes(self, message: StepInput) -> None:
+        """See `BatchSlots.tell_changes` and `AdapterSlots.take_loads`."""
+        self.slots.tell_changes(message)
+        message.adapter_loads = self.adapters.take_loads()
 
     def start(self, request: Request) -> None:
         """Waiting to running: a slot for each unfinished sequence, blocks for the first."""
@@ -214,8 +210,7 @@ class RequestQueues:
         """Running to waiting: all its tokens will be computed again."""
         self.running.remove(request)
         self._reset(request)
-        self.waiting.put_back(request)
-        self.passing.note_arrival()
+        self._wait(request)
 
     def restart(self, blocks: BlockManager) -> None:
         """Moves all requests to waiting, since the workers and all that they held are lost.
@@ -311,12 +306,8 @@ class RequestQueues:
         """
         status = SequenceStatus
         members = [s for request in self.running for s in request.unfinished_sequences]
-        unforked = [
-            s
-            for request in self.running
-            if request.request_id in self.unforked
-            for s in request.unfinished_sequences[1:]
-        ]
+        groups = [request for request in self.running if request.request_id in self.unforked]
+        unforked = [s for request in groups for s in request.unfinished_sequences[1:]]
         running = [s for s in members if s not in unforked and s not in self.forking]
         swapped = [s for request in self.swapped for s in request.unfinished_sequences]
         idle = [*self.waiting, *self.barred.values()]

@@ -89,8 +89,7 @@ class Scheduler:
 
     def running_sequences(self) -> list[Sequence]:
         """Sequences that hold device blocks."""
-        members = [s for request in self._queues.running for s in request.sequences]
-        return [s for s in members if s.status is SequenceStatus.RUNNING]
+        return [s for request in self._queues.running for s in request.running_sequences]
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits, runs or is swapped out."""
@@ -149,12 +148,14 @@ class Scheduler:
                 self._continue(running, step)
                 self._admit_swapped(step)
         if step.is_empty:
-            if step.block_moves:
+            if step.message.block_moves:
                 raise EngineError("a step without rows moves blocks, but it is never sent")
-            return step.build(self._num_steps + 1, [], [], [], [])
+            return step.build(self._num_steps + 1)
         self._num_steps += 1
-        next_sequences = self._look_ahead(step) if self._config.looks_ahead else []
-        return step.build(self._num_steps, *self._queues.take_changes(), next_sequences)
+        if self._config.looks_ahead:
+            step.message.next_slots = list(map(slot_of, self._look_ahead(step)))
+        self._queues.tell_changes(step.message)
+        return step.build(self._num_steps)
 
     def update(self, output: SchedulerOutput, decisions: StepDecisions) -> None:
         """Applies an answered step and what was decided about its tokens.
@@ -274,9 +275,9 @@ class Scheduler:
         first, *others = request.unfinished_sequences
         num_common = self._queues.unforked[request.request_id]
         size = self._chunk_size(num_common - first.num_computed_tokens, step)
-        num_changes = len(step.new_block_ids)
+        num_changes = len(step.message.new_block_ids)
         self._add_row(first, size, step, grow)
-        growths = step.new_block_ids[num_changes:]
+        growths = step.message.new_block_ids[num_changes:]
         if first.num_computed_tokens + size == first.num_tokens:
             del self._queues.unforked[request.request_id]
             for child in others:
@@ -303,10 +304,10 @@ class Scheduler:
             if growth.block_ids and is_known:
                 step.add_blocks(sequence, growth.block_ids)
             if growth.copy is not None:
-                step.block_moves.copies.append(growth.copy)
+                step.message.block_moves.copies.append(growth.copy)
                 if is_known:
                     place = (slot_of(sequence), growth.copy_place, growth.copy[1])
-                    step.replaced_block_ids.append(place)
+                    step.message.replaced_block_ids.append(place)
         if not is_known:
             self._queues.slots.enter(sequence)
             request = self._queues.request_of[sequence.seq_id]
@@ -345,7 +346,7 @@ class Scheduler:
         victim.metrics.num_preemptions += 1
         step.preempted.append(victim)
         if self._should_swap(victim):
-            step.block_moves.swap_outs += self._queues.swap_out(victim)
+            step.message.block_moves.swap_outs += self._queues.swap_out(victim)
         else:
             self._queues.recompute(victim)
 
@@ -377,7 +378,7 @@ class Scheduler:
                 continue
             if status is AllocStatus.LATER or not queues.has_slots(request):
                 return
-            step.block_moves.swap_ins += queues.swap_in(request)
+            step.message.block_moves.swap_ins += queues.swap_in(request)
             self._continue([request], step)
 
     def _admit(self, step: StepBuilder) -> None:
@@ -449,7 +450,7 @@ class Scheduler:
         if others:
             self._compute_common(request, step, grow=False)
         else:
-            size = self._chunk_size(first.num_tokens - first.num_computed_tokens, step)
+            size = self._chunk_size(first.num_behind, step)
             self._add_row(first, size, step, grow=False)
 
     def _look_ahead(self, step: StepBuilder) -> list[Sequence]:

@@ -88,6 +88,11 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_behind(self) -> int:
+        """Number of tokens that are not computed yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         """A copy of the generated ids."""
         return self.token_ids[self.num_prompt_tokens :]
@@ -156,6 +161,11 @@ class Request(CheckedRequest):
     def unfinished_sequences(self) -> list[Sequence]:
         """The sequences that wait, run or are swapped out."""
         return [sequence for sequence in self.sequences if not sequence.status.finished]
+
+    @property
+    def running_sequences(self) -> list[Sequence]:
+        """The sequences that hold device blocks."""
+        return [s for s in self.sequences if s.status is SequenceStatus.RUNNING]
 
     @property
     def num_common_tokens(self) -> int:

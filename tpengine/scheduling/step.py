@@ -8,11 +8,10 @@ that it was given.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError, RequestError
-from tpengine.messages import AdapterLoad, BlockMoves, Fork, NewSequence, StepInput
+from tpengine.messages import NewSequence, StepInput
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 SequencePair = tuple[Sequence, Sequence]
@@ -84,10 +83,8 @@ class StepBuilder:
     singles: list[Sequence] = field(default_factory=list)
     chunks: list[Sequence] = field(default_factory=list)
     chunk_sizes: list[int] = field(default_factory=list)
-    new_sequences: list[NewSequence] = field(default_factory=list)
-    new_block_ids: list[tuple[int, list[int]]] = field(default_factory=list)
-    replaced_block_ids: list[tuple[int, int, int]] = field(default_factory=list)
-    block_moves: BlockMoves = field(default_factory=BlockMoves)
+    message: StepInput = field(default_factory=lambda: StepInput(0, [], []))
+    """What workers are told; `build` adds the rows."""
     forks: list[SequencePair] = field(default_factory=list)
     ignored: list[Request] = field(default_factory=list)
     owed: list[Request] = field(default_factory=list)
@@ -115,17 +112,13 @@ class StepBuilder:
 
     def add_blocks(self, sequence: Sequence, block_ids: list[int]) -> None:
         """Tells the workers about blocks at the end of the table of a sequence that they hold."""
-        self.new_block_ids.append((slot_of(sequence), block_ids))
+        self.message.new_block_ids.append((slot_of(sequence), block_ids))
 
     def enter(
-        self,
-        request: Request,
-        sequence: Sequence,
-        block_ids: list[int],
-        adapter_slot: int | None,
+        self, request: Request, sequence: Sequence, block_ids: list[int], adapter_slot: int | None
     ) -> None:
         """Sends a sequence in full to the workers."""
-        self.new_sequences.append(
+        self.message.new_sequences.append(
             NewSequence(
                 slot=slot_of(sequence),
                 token_ids=sequence.token_ids.copy(),
@@ -141,56 +134,31 @@ class StepBuilder:
             )
         )
 
-    def build(
-        self,
-        step: int,
-        freed_slots: list[int],
-        forks: list[Fork],
-        token_overrides: list[tuple[int, int]],
-        adapter_loads: list[AdapterLoad],
-        next_sequences: Iterable[Sequence] = (),
-    ) -> SchedulerOutput:
+    def build(self, number: int) -> SchedulerOutput:
         """Orders the rows, and finds those whose last token is computed: they are sampled, once
         for their own sequence and once for each sequence that is forked from it."""
+        message, sampled = self.message, list[Sequence]()
         rows = self.singles + self.chunks
         sizes = [1] * len(self.singles) + self.chunk_sizes
         num_prefill_tokens = sum(self.chunk_sizes)
-        slots: list[int] = []
-        sampled: list[Sequence] = []
-        sample_rows: list[int] = []
-        sample_slots: list[int] = []
         for row, sequence in enumerate(rows):
-            slots.append(slot_of(sequence))
+            slot = slot_of(sequence)
+            message.slots.append(slot)
             num_computed, size = sequence.num_computed_tokens, sizes[row]
             if num_computed + size == len(sequence.token_ids):
                 sampled.append(sequence)
-                sample_rows.append(row)
-                sample_slots.append(slots[row])
+                message.sample_rows.append(row)
+                message.sample_slots.append(slot)
                 for parent, child in self.forks:
                     if parent is sequence:
                         sampled.append(child)
-                        sample_rows.append(row)
-                        sample_slots.append(slot_of(child))
+                        message.sample_rows.append(row)
+                        message.sample_slots.append(slot_of(child))
             if size == 1 and num_computed < sequence.num_prompt_tokens:
                 num_prefill_tokens += 1
-        step_input = StepInput(
-            step=step,
-            slots=slots,
-            num_scheduled_tokens=sizes,
-            new_sequences=self.new_sequences,
-            new_block_ids=self.new_block_ids,
-            freed_slots=freed_slots,
-            token_overrides=token_overrides,
-            sample_rows=sample_rows,
-            sample_slots=sample_slots,
-            forks=forks,
-            replaced_block_ids=self.replaced_block_ids,
-            block_moves=self.block_moves,
-            next_slots=[slot_of(sequence) for sequence in next_sequences],
-            adapter_loads=adapter_loads,
-        )
+        message.step, message.num_scheduled_tokens = number, sizes
         return SchedulerOutput(
-            step_input, rows, sampled, self.ignored, self.preempted, num_prefill_tokens, self.forks
+            message, rows, sampled, self.ignored, self.preempted, num_prefill_tokens, self.forks
         )
 
 
@@ -212,11 +180,7 @@ def choose_rows(request: Request, tokens_left: int) -> list[tuple[Sequence, int]
     Beams are compared with each other after every token, so either all of them compute their last
     token in a step or none of them does.
     """
-    behind = [
-        (sequence, sequence.num_tokens - sequence.num_computed_tokens)
-        for sequence in request.sequences
-        if sequence.status is SequenceStatus.RUNNING
-    ]
+    behind = [(sequence, sequence.num_behind) for sequence in request.running_sequences]
     if request.sampling_params.use_beam_search:
         if any(num_left > 1 for _, num_left in behind):
             behind = [(sequence, num_left - 1) for sequence, num_left in behind if num_left > 1]
@@ -240,9 +204,5 @@ def find_catching_up(running: list[Request]) -> list[Request]:
     return [
         request
         for request in running
-        if any(
-            sequence.num_tokens - sequence.num_computed_tokens > 1
-            for sequence in request.sequences
-            if sequence.status is SequenceStatus.RUNNING
-        )
+        if any(sequence.num_behind > 1 for sequence in request.running_sequences)
     ]
