@@ -15,17 +15,6 @@ from tpengine.config import EMBEDDED_MODEL
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
 
-def test_what_a_flood_costs(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [
-        *("--flood", "1000", "--long-tokens", "60", "--tokens", "8", "--outputs", "2"),
-        *("--seconds", "0.3", "--patience", "0.2", "--calibration", "3"),
-        *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
-    ]
-    assert main(["fairness", "--model", str(models.folder(PLAIN)), *sizes, *ENGINE]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^settings +device cpu, dtype float32", shown, re.MULTILINE), shown
-
-
 def test_what_adapters_and_grammars_cost(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--streams", "2", "--prompt-tokens", "5", "--output-tokens", "2"]
     sizes += ["--adapters", "2", "--rounds", "1"]
