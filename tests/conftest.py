@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from support import forked
+from support.event_loop import pytest_pyfunc_call  # noqa: F401  # for tests that are coroutines
 from support.hub import hub, opt  # noqa: F401  # fixtures
 from support.models import ModelShop
 from support.oracle import Oracle

@@ -39,23 +39,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": -(1 << 63) - 1}, "seed | at least -9223372036854775808"),
     ({"cpu_kv_cache_space": 1e12}, "cpu_kv_cache_space | 1048576 GiB | 1000000000000"),
     ({"swap_space": 1048577}, "swap_space | 1048576 GiB | 1048577"),
-    (
-        {"cpu_kv_cache_space": 0.1, "num_device_blocks_override": 64},
-        "cpu_kv_cache_space = 0.1 | num_device_blocks_override = 64 | unset",
-    ),
-    (
-        {"num_gpu_blocks_override": 63, "num_device_blocks_override": 64},
-        "num_device_blocks_override = 64 | num_gpu_blocks_override = 63 | unset",
-    ),
+    ({"cpu_kv_cache_space": 0.1, "num_device_blocks_override": 64},
+     "cpu_kv_cache_space = 0.1 | num_device_blocks_override = 64 | unset"),
+    ({"num_gpu_blocks_override": 63, "num_device_blocks_override": 64},
+     "num_device_blocks_override = 64 | num_gpu_blocks_override = 63 | unset"),
     ({"executor": "local", "worker_use_ray": True}, "executor = 'local' | worker_use_ray | leave"),
-    (
-        {"executor": "ray", "distributed_executor_backend": "mp"},
-        "executor = 'ray' | = 'mp' | use executor = 'processes'",
-    ),
-    (
-        {"worker_use_ray": True, "distributed_executor_backend": "mp"},
-        "worker_use_ray = True | 'mp' | leave the others out",
-    ),
+    ({"executor": "ray", "distributed_executor_backend": "mp"},
+     "executor = 'ray' | = 'mp' | use executor = 'processes'"),
+    ({"worker_use_ray": True, "distributed_executor_backend": "mp"},
+     "worker_use_ray = True | 'mp' | leave the others out"),
     ({"quantization_param_path": "x"}, "quantization_param_path | kv_cache_dtype"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2 | fp8 is e4m3"),
     ({"served_model_name": ["a", 3]}, "served_model_name | Sequence[str] | 3"),
@@ -65,19 +57,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_num_batched_tokens": 10**12}, "max_num_batched_tokens | 1048576 | 10000"),
     ({"ray_address": "10.9.9.9:1"}, "'10.9.9.9:1' | executor='ray'"),
     ({"step_timeout_s": 1.0}, "step_timeout_s = 1.0 | executor='ray'"),
-    (
-        {"executor": "ray", "step_timeout_s": math.inf},
-        "step_timeout_s | more than 0 seconds and finite | inf",
-    ),
+    ({"executor": "ray", "step_timeout_s": math.inf},
+     "step_timeout_s | more than 0 seconds and finite | inf"),
     ({"max_recoveries": -1}, "max_recoveries | at least 0 | -1"),
     ({"recovery_window": 0.0}, "recovery_window | more than 0 | 0.0"),
     ({"executor": "ray", "spare_workers": -2}, "spare_workers | at least 0 | -2"),
     ({"spare_workers": 1}, "spare_workers = 1 | executor='ray'"),
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 | layer | leave it at 1"),
-    (
-        {"tensor_parallel_size": 2, "executor": "local"},
-        "executor = 'local' | tensor_parallel_size = 2",
-    ),
+    ({"tensor_parallel_size": 2, "executor": "local"},
+     "executor = 'local' | tensor_parallel_size = 2"),
     ({"swap_space": -1.0}, "swap_space | at least 0 | -1"),
     ({"swap_space": math.nan}, "at least 0 GiB"),
     ({"scheduling_policy": "lottery"}, "fcfs, priority"),
@@ -92,14 +80,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_device_blocks_override": 0}, "num_device_blocks_override | at least 1 | 0"),
     ({"max_model_len": 0}, "max_model_len | at least 1 | 0"),
     ({"max_model_len": 641}, "641 | 640 | smaller"),
-    (
-        {"enable_chunked_prefill": False, "fairness": "owner"},
-        "fairness = 'owner' | not chunked | fairness='none'",
-    ),
-    (
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
-        "max_num_batched_tokens = 512 | max_model_len = 640 | enable chunked prefill",
-    ),
+    ({"enable_chunked_prefill": False, "fairness": "owner"},
+     "fairness = 'owner' | not chunked | fairness='none'"),
+    ({"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+     "max_num_batched_tokens = 512 | max_model_len = 640 | enable chunked prefill"),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization | more than 0 and at most 1 | 1.5"),
     ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization | more than 0 | nan"),
     ({"cpu_kv_cache_space": 0}, "cpu_kv_cache_space | more than 0 | 0"),
@@ -108,7 +92,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_num_seqs": "64"}, "max_num_seqs | '64'"),
     ({"enforce_eager": "yes"}, "enforce_eager | 'yes'"),
     ({"max_seqs": 3}, "max_seqs | did you mean | max_num_seqs"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("args", "words"), BAD)

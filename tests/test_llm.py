@@ -10,7 +10,6 @@ import shutil
 import signal
 import weakref
 from collections import UserDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,6 @@ from tpengine.scheduling.scheduler import Scheduler
 
 PROMPTS = ["Hello, my name is", "The capital of France is", "The future of AI is"]
 TIMEOUT_S = 120
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with open_llm(EMBEDDED_MODEL) as llm:
-        yield llm
 
 
 def texts(outputs: list[Any]) -> list[str]:

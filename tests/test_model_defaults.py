@@ -101,24 +101,14 @@ def test_an_architecture_without_a_table_is_read_through_transformers(tmp_path: 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"hidden_size": "256"},
-        {"num_attention_heads": None},
-        {"rms_norm_eps": True},
-        {"architectures": 5},
-        {"architectures": "LlamaForCausalLM"},
-        {"head_dim": "a"},
-        {"head_dim": -16},
-        {"num_attention_heads": 0},
-        {"num_key_value_heads": 0},
-        {"num_hidden_layers": 0},
-        {"vocab_size": -1},
-        {"intermediate_size": 0},
-        {"max_position_embeddings": -4},
-        {"rms_norm_eps": 0.0},
-        {"rms_norm_eps": math.nan},
+        {"hidden_size": "256"}, {"num_attention_heads": None}, {"rms_norm_eps": True},
+        {"architectures": 5}, {"architectures": "LlamaForCausalLM"}, {"head_dim": "a"},
+        {"head_dim": -16}, {"num_attention_heads": 0}, {"num_key_value_heads": 0},
+        {"num_hidden_layers": 0}, {"vocab_size": -1}, {"intermediate_size": 0},
+        {"max_position_embeddings": -4}, {"rms_norm_eps": 0.0}, {"rms_norm_eps": math.nan},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_value_of_another_type_or_range_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
     config = json.loads(Path(EMBEDDED_MODEL, "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | wrong))

@@ -78,22 +78,12 @@ def test_unknown_names_are_refused() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": 0},
-        {"temperature": 100.0},
-        {"top_p": 1e-9},
-        {"top_k": 1},
-        {"top_k": -1},
-        {"min_p": 1.0},
-        {"max_tokens": None, "min_tokens": 5},
-        {"logprobs": 0},
-        {"logprobs": -1, "prompt_logprobs": 10**6},
-        {"seed": 2**64 - 1},
-        {"seed": -(2**63)},
-        {"best_of": 1},
-        {"truncate_prompt_tokens": 1},
-        {"length_penalty": 1.000001},
+        {"temperature": 0}, {"temperature": 100.0}, {"top_p": 1e-9}, {"top_k": 1}, {"top_k": -1},
+        {"min_p": 1.0}, {"max_tokens": None, "min_tokens": 5}, {"logprobs": 0},
+        {"logprobs": -1, "prompt_logprobs": 10**6}, {"seed": 2**64 - 1}, {"seed": -(2**63)},
+        {"best_of": 1}, {"truncate_prompt_tokens": 1}, {"length_penalty": 1.000001},
     ],
-)
+)  # fmt: skip
 def test_borders_are_inside(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     for name, value in fields.items():
@@ -111,16 +101,12 @@ def test_borders_are_inside(fields: dict[str, Any]) -> None:
         ({"seed": -1}, {"seed": None}),
         ({"stop": "end"}, {"stop": ["end"]}),
         ({"stop": ("a", "b"), "stop_token_ids": (3, 4)}, {"stop": ["a", "b"]}),
-        (
-            {"stop_token_ids": (3, 4, 3)},
-            {"stop_token_ids": [3, 4, 3], "all_stop_token_ids": frozenset({3, 4})},
-        ),
+        ({"stop_token_ids": (3, 4, 3)},
+         {"stop_token_ids": [3, 4, 3], "all_stop_token_ids": frozenset({3, 4})}),
         ({"logprobs": True, "prompt_logprobs": True}, {"logprobs": 1, "prompt_logprobs": 1}),
         ({"logprobs": False}, {"logprobs": 0}),
-        (
-            {"temperature": 9e-6, "top_p": 0.5, "top_k": 3, "min_p": 0.1},
-            {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "greedy": True},
-        ),
+        ({"temperature": 9e-6, "top_p": 0.5, "top_k": 3, "min_p": 0.1},
+         {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "greedy": True}),
         ({"temperature": 1e-5, "top_k": 3}, {"top_k": 3, "greedy": False}),
         ({"stop": ["abc", "a"]}, {"output_text_buffer_length": 2}),
         ({"stop": "abc", "include_stop_str_in_output": True}, {"output_text_buffer_length": 0}),
@@ -136,7 +122,7 @@ def test_borders_are_inside(fields: dict[str, Any]) -> None:
         ({"bad_words_token_ids": ((1, 2),)}, {"bad_words_token_ids": [[1, 2]]}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_attributes_read_as_in_vllm(given: dict[str, Any], read: dict[str, Any]) -> None:
     params = SamplingParams(**given)
     found = {name: getattr(params, name) for name in read}

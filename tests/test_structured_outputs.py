@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -38,12 +37,6 @@ PERSON = {
 TAG = {"structures": [{"begin": "<f=1>", "schema": {"const": 5}, "end": "</f>"}], "triggers": ["<"]}
 CHAIN = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(6000)), "a6000: /[a&&b]/"])
 """Rules so deep that the library needs more stack than a thread has, and that allow no text."""
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", cpu_kv_cache_space=0.05) as made:
-        yield made
 
 
 def generate(llm: LLM, count: int = 1, **params: Any) -> list[RequestOutput]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from support.engines import make_engine
+from support.event_loop import run_async
 from support.models import ModelShop
 from support.oracle import Oracle
 from support.waiting import wait_until
 from support.zoo import PLAIN
 
-from async_engine.tools import TIMEOUT_S, Gate, MakeGate, TokenizerGate, run_async
+from async_engine.tools import TIMEOUT_S, Gate, MakeGate, TokenizerGate
 from tpengine import AsyncLLMEngine
 from tpengine.async_engine.admission import QueueLimits
 

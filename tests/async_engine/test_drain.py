@@ -8,7 +8,7 @@ import pytest
 from support.waiting import wait_until
 
 from async_engine.conftest import MakeEngine
-from async_engine.tools import TIMEOUT_S, Gate, MakeGate, run_async, stream
+from async_engine.tools import TIMEOUT_S, Gate, MakeGate, stream
 from tpengine import AsyncLLMEngine
 from tpengine.async_engine import async_llm_engine
 from tpengine.errors import EngineError, RequestAbortedError
@@ -21,68 +21,58 @@ def step_while_the_loop_is_blocked(engine: AsyncLLMEngine, held: Gate) -> None:
     wait_until(lambda: engine.stats().step_seconds["hand_over"] != before, TIMEOUT_S)
 
 
-def test_a_request_that_ends_with_the_drain_is_whole(make: MakeEngine, gate: MakeGate) -> None:
+async def test_a_request_that_ends_with_the_drain_is_whole(
+    make: MakeEngine, gate: MakeGate
+) -> None:
     """Its last output is on its way when the time is over; the reader gets all outputs."""
     engine = make()
     held = gate(engine)
-
-    async def ask() -> None:
-        outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
-        held.let(1)
-        token_ids = list((await anext(outputs)).outputs[0].token_ids)
-        held.let(4)
-        await held.reached(6)
-        await asyncio.sleep(0)
-        step_while_the_loop_is_blocked(engine, held)
-        assert await engine.drain(0) == 0  # in this turn of the loop; `run_async` bounds it
-        async for output in outputs:
-            token_ids += output.outputs[0].token_ids
-        assert output.finished
-        assert len(token_ids) == 6
-
-    run_async(ask())
+    outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
+    held.let(1)
+    token_ids = list((await anext(outputs)).outputs[0].token_ids)
+    held.let(4)
+    await held.reached(6)
+    await asyncio.sleep(0)
+    step_while_the_loop_is_blocked(engine, held)
+    assert await engine.drain(0) == 0  # in this turn of the loop; `run_async` bounds it
+    async for output in outputs:
+        token_ids += output.outputs[0].token_ids
+    assert output.finished
+    assert len(token_ids) == 6
 
 
-def test_a_request_that_is_cut_off_keeps_its_output(make: MakeEngine, gate: MakeGate) -> None:
+async def test_a_request_that_is_cut_off_keeps_its_output(make: MakeEngine, gate: MakeGate) -> None:
     """Also the output that is on its way, while the reader waits for it."""
     engine = make()
     held = gate(engine)
-
-    async def ask() -> None:
-        outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
-        held.let(1)
-        await anext(outputs)
-        await held.reached(2)
-        reader = asyncio.ensure_future(anext(outputs))
-        await asyncio.sleep(0)
-        step_while_the_loop_is_blocked(engine, held)
-        held.open()
-        assert await engine.drain(0) == 1
-        with pytest.raises(RequestAbortedError) as caught:
-            await reader
-        assert caught.value.output is not None
-        assert len(caught.value.output.outputs[0].token_ids) == 1
-
-    run_async(ask())
+    outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
+    held.let(1)
+    await anext(outputs)
+    await held.reached(2)
+    reader = asyncio.ensure_future(anext(outputs))
+    await asyncio.sleep(0)
+    step_while_the_loop_is_blocked(engine, held)
+    held.open()
+    assert await engine.drain(0) == 1
+    with pytest.raises(RequestAbortedError) as caught:
+        await reader
+    assert caught.value.output is not None
+    assert len(caught.value.output.outputs[0].token_ids) == 1
     assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
 
 
-def test_a_step_that_hangs_does_not_prolong_the_drain(
+async def test_a_step_that_hangs_does_not_prolong_the_drain(
     make: MakeEngine, gate: MakeGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_llm_engine, "_CUT_OFF_S", 0.1)
     engine = make()
     held = gate(engine)
-
-    async def ask() -> None:
-        outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
-        reader = asyncio.ensure_future(anext(outputs))
-        await held.reached(1)
-        assert await engine.drain(0.1) == 1
-        with pytest.raises(RequestAbortedError):
-            await reader
-        with pytest.raises(EngineError, match="hangs in a step"):
-            await engine.shutdown(0.1)
-        held.open()
-
-    run_async(ask())
+    outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
+    reader = asyncio.ensure_future(anext(outputs))
+    await held.reached(1)
+    assert await engine.drain(0.1) == 1
+    with pytest.raises(RequestAbortedError):
+        await reader
+    with pytest.raises(EngineError, match="hangs in a step"):
+        await engine.shutdown(0.1)
+    held.open()

@@ -18,7 +18,6 @@ from async_engine.tools import (
     last_output,
     read_ids,
     read_mailbox,
-    run_async,
     stream,
     until,
 )
@@ -30,198 +29,173 @@ from tpengine.errors import (
 
 
 @pytest.mark.parametrize("way", ["cancel", "abort", "abort of a server", "deadline"])
-def test_blocks_are_back_before_the_next_step(make: MakeEngine, gate: MakeGate, way: str) -> None:
+async def test_blocks_are_back_before_the_next_step(
+    make: MakeEngine, gate: MakeGate, way: str
+) -> None:
     engine = make()
     held = gate(engine)
     total = engine.llm_engine.num_total_blocks
-
-    async def leave() -> None:
-        timers = hold_timers()
-        other = asyncio.create_task(read_ids(engine, [9] * 20, stream(30), request_id="other"))
-        deadline = time.monotonic() + 600 if way == "deadline" else None
-        read = read_mailbox if way == "abort of a server" else read_ids
-        reader = asyncio.create_task(
-            read(engine, [5] * 40, stream(30), request_id="it", deadline=deadline)
-        )
-        await held.reached(1)
-        held.let(2)
-        await held.reached(3)  # the step is being computed
-        assert held.steps[2] == (2, total - 2 - 3)
-        if way.startswith("abort"):
-            aborting = [asyncio.create_task(engine.abort("it")) for _ in range(2)]
-        elif way == "deadline":
-            timers.pop()()
-        else:
-            reader.cancel()
-        if way == "abort":  # the last output is not known before the end of the step
-            await asyncio.sleep(0)
-            assert not reader.done()
-        else:
-            await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
-            assert reader.done(), "a reader does not wait for the step"
-        held.let(1)
-        await held.reached(4)
-        assert held.steps[3] == (1, total - 2), "the request is not in the next step"
-        held.open()
-        if way.startswith("abort"):
-            first, second = await asyncio.gather(*aborting)
-            assert first
-            assert second == (way == "abort"), "a request is found until it has ended"
-        if way == "abort":
-            assert len(await reader) == 3, "the output of all steps"
-        if way == "abort of a server":
-            assert isinstance(reader.exception(), RequestAbortedError)
-        if way == "deadline":
-            assert isinstance(reader.exception(), DeadlineExceededError)
-        assert len(await other) == 30
-
-    run_async(leave())
+    timers = hold_timers()
+    other = asyncio.create_task(read_ids(engine, [9] * 20, stream(30), request_id="other"))
+    deadline = time.monotonic() + 600 if way == "deadline" else None
+    read = read_mailbox if way == "abort of a server" else read_ids
+    reader = asyncio.create_task(
+        read(engine, [5] * 40, stream(30), request_id="it", deadline=deadline)
+    )
+    await held.reached(1)
+    held.let(2)
+    await held.reached(3)  # the step is being computed
+    assert held.steps[2] == (2, total - 2 - 3)
+    if way.startswith("abort"):
+        aborting = [asyncio.create_task(engine.abort("it")) for _ in range(2)]
+    elif way == "deadline":
+        timers.pop()()
+    else:
+        reader.cancel()
+    if way == "abort":  # the last output is not known before the end of the step
+        await asyncio.sleep(0)
+        assert not reader.done()
+    else:
+        await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
+        assert reader.done(), "a reader does not wait for the step"
+    held.let(1)
+    await held.reached(4)
+    assert held.steps[3] == (1, total - 2), "the request is not in the next step"
+    held.open()
+    if way.startswith("abort"):
+        first, second = await asyncio.gather(*aborting)
+        assert first
+        assert second == (way == "abort"), "a request is found until it has ended"
+    if way == "abort":
+        assert len(await reader) == 3, "the output of all steps"
+    if way == "abort of a server":
+        assert isinstance(reader.exception(), RequestAbortedError)
+    if way == "deadline":
+        assert isinstance(reader.exception(), DeadlineExceededError)
+    assert len(await other) == 30
 
 
-def test_a_generator_that_is_dropped_aborts(make: MakeEngine, gate: MakeGate) -> None:
+async def test_a_generator_that_is_dropped_aborts(make: MakeEngine, gate: MakeGate) -> None:
     engine = make()
     held = gate(engine)
-
-    async def drop() -> None:
-        held.let(2)
-        async for _ in engine.generate(None, stream(30), "it", prompt_token_ids=[5] * 40):
-            break
-        await until(lambda: engine.get_num_unfinished_requests() == 0)
-        held.open()
-        inner = engine.llm_engine
-        await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
-        assert not inner.has_unfinished_requests()
-
-    run_async(drop())
+    held.let(2)
+    async for _ in engine.generate(None, stream(30), "it", prompt_token_ids=[5] * 40):
+        break
+    await until(lambda: engine.get_num_unfinished_requests() == 0)
+    held.open()
+    inner = engine.llm_engine
+    await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
+    assert not inner.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_an_aborted_stream_ends_with_its_output(
+async def test_an_aborted_stream_ends_with_its_output(
     engine: AsyncLLMEngine, gate: MakeGate, kind: RequestOutputKind
 ) -> None:
     held = gate(engine)
-
-    async def ask() -> None:
-        assert not await engine.abort("unknown")
-        params = greedy(200, output_kind=kind)
-        outputs = await engine.add_request("it", {"prompt_token_ids": [5] * 10}, params)
-        assert (outputs.request_id, outputs.finished) == ("it", False)
-        held.let(3)
-        await held.reached(4)
-        aborting = asyncio.create_task(engine.abort("it"))
-        await asyncio.sleep(0)  # now the task runs up to its wait for the step
-        held.open()
-        assert await aborting
-        assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
-        assert outputs.finished
-        assert not await engine.abort("it")
-        last = await anext(outputs)
-        assert (last.finished, last.error) == (True, None)
-        assert last.outputs[0].finish_reason == "abort"
-        assert last.outputs[0].token_ids == await read_ids(engine, [5] * 10, greedy(4))
-        with pytest.raises(StopAsyncIteration):
-            await anext(outputs)
-
-    run_async(ask())
+    assert not await engine.abort("unknown")
+    params = greedy(200, output_kind=kind)
+    outputs = await engine.add_request("it", {"prompt_token_ids": [5] * 10}, params)
+    assert (outputs.request_id, outputs.finished) == ("it", False)
+    held.let(3)
+    await held.reached(4)
+    aborting = asyncio.create_task(engine.abort("it"))
+    await asyncio.sleep(0)  # now the task runs up to its wait for the step
+    held.open()
+    assert await aborting
+    assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
+    assert outputs.finished
+    assert not await engine.abort("it")
+    last = await anext(outputs)
+    assert (last.finished, last.error) == (True, None)
+    assert last.outputs[0].finish_reason == "abort"
+    assert last.outputs[0].token_ids == await read_ids(engine, [5] * 10, greedy(4))
+    with pytest.raises(StopAsyncIteration):
+        await anext(outputs)
 
 
-def test_an_id_may_be_used_again_at_once(engine: AsyncLLMEngine) -> None:
+async def test_an_id_may_be_used_again_at_once(engine: AsyncLLMEngine) -> None:
     """Outputs of the first request that are on their way do not reach the second one."""
-
-    async def ask() -> None:
-        expected = await read_ids(engine, [7] * 9, stream(12))
-        for _ in range(20):
-            outputs = engine.generate(None, stream(100), "same", prompt_token_ids=[5] * 10)
-            await anext(outputs)
-            await outputs.aclose()
-            assert await read_ids(engine, [7] * 9, stream(12), request_id="same") == expected
-
-    run_async(ask())
+    expected = await read_ids(engine, [7] * 9, stream(12))
+    for _ in range(20):
+        outputs = engine.generate(None, stream(100), "same", prompt_token_ids=[5] * 10)
+        await anext(outputs)
+        await outputs.aclose()
+        assert await read_ids(engine, [7] * 9, stream(12), request_id="same") == expected
 
 
 @pytest.mark.parametrize("where", ["queued", "prefill", "decode"])
-def test_a_deadline_says_how_far_it_came(make: MakeEngine, gate: MakeGate, where: str) -> None:
+async def test_a_deadline_says_how_far_it_came(
+    make: MakeEngine, gate: MakeGate, where: str
+) -> None:
     engine = make(max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=False)
     held = gate(engine)
     num_steps = {"queued": 0, "prefill": 1, "decode": 4}[where]
-
-    async def ask() -> None:
-        timers, deadline = hold_timers(), time.monotonic() + 600
-        if where == "queued":  # the first request takes all sixteen tokens of a step
-            first = asyncio.create_task(read_ids(engine, [9] * 32, stream(3)))
-            await held.reached(1)
-        reader = asyncio.create_task(
-            read_ids(engine, [5] * 40, stream(20), request_id="it", deadline=deadline)
-        )
-        if where != "queued":
-            await held.reached(1)
-            held.let(num_steps)
-            await held.reached(num_steps + 1)
-        await until(lambda: len(timers) == 1)
-        timers[0]()
-        with pytest.raises(DeadlineExceededError) as caught:
-            await reader
-        assert caught.value.where == where
-        held.open()
-        if where == "queued":
-            assert len(await first) == 3
-        inner = engine.llm_engine
-        await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
-
-    run_async(ask())
+    timers, deadline = hold_timers(), time.monotonic() + 600
+    if where == "queued":  # the first request takes all sixteen tokens of a step
+        first = asyncio.create_task(read_ids(engine, [9] * 32, stream(3)))
+        await held.reached(1)
+    reader = asyncio.create_task(
+        read_ids(engine, [5] * 40, stream(20), request_id="it", deadline=deadline)
+    )
+    if where != "queued":
+        await held.reached(1)
+        held.let(num_steps)
+        await held.reached(num_steps + 1)
+    await until(lambda: len(timers) == 1)
+    timers[0]()
+    with pytest.raises(DeadlineExceededError) as caught:
+        await reader
+    assert caught.value.where == where
+    held.open()
+    if where == "queued":
+        assert len(await first) == 3
+    inner = engine.llm_engine
+    await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
 
 
-def test_a_deadline_that_has_passed(engine: AsyncLLMEngine) -> None:
-    async def ask() -> None:
-        steps = engine.stats().num_steps
-        with pytest.raises(DeadlineExceededError) as caught:
-            await read_ids(engine, [5], stream(3), deadline=time.monotonic() - 1)
-        assert caught.value.where == "queued"
-        assert engine.stats().num_steps == steps
-
-    run_async(ask())
+async def test_a_deadline_that_has_passed(engine: AsyncLLMEngine) -> None:
+    steps = engine.stats().num_steps
+    with pytest.raises(DeadlineExceededError) as caught:
+        await read_ids(engine, [5], stream(3), deadline=time.monotonic() - 1)
+    assert caught.value.where == "queued"
+    assert engine.stats().num_steps == steps
 
 
-def test_max_queue_s_does_not_end_a_request_that_started(make: MakeEngine, gate: MakeGate) -> None:
+async def test_max_queue_s_does_not_end_a_request_that_started(
+    make: MakeEngine, gate: MakeGate
+) -> None:
     engine = make(max_num_seqs=1)
     held = gate(engine)
 
-    async def ask() -> None:
-        def begin(num_tokens: int) -> asyncio.Task[list[int]]:
-            return asyncio.create_task(
-                read_ids(engine, [9] * 8, stream(num_tokens), max_queue_s=600.0)
-            )
+    def begin(num_tokens: int) -> asyncio.Task[list[int]]:
+        return asyncio.create_task(read_ids(engine, [9] * 8, stream(num_tokens), max_queue_s=600.0))
 
-        timers = hold_timers()
-        first = begin(6)
-        await held.reached(1)
-        second = begin(3)
-        await until(lambda: len(timers) == 2)
-        for timer in timers:
-            timer()
-        with pytest.raises(DeadlineExceededError) as caught:
-            await second
-        assert caught.value.where == "queued"
-        held.open()
-        assert len(await first) == 6, "a request that has started goes on"
-
-    run_async(ask())
+    timers = hold_timers()
+    first = begin(6)
+    await held.reached(1)
+    second = begin(3)
+    await until(lambda: len(timers) == 2)
+    for timer in timers:
+        timer()
+    with pytest.raises(DeadlineExceededError) as caught:
+        await second
+    assert caught.value.where == "queued"
+    held.open()
+    assert len(await first) == 6, "a request that has started goes on"
 
 
-def test_a_reader_that_is_cancelled_while_its_prompt_is_tokenized(
+async def test_a_reader_that_is_cancelled_while_its_prompt_is_tokenized(
     engine: AsyncLLMEngine, tokenizer_gate: TokenizerGate
 ) -> None:
-    async def ask() -> None:
-        steps = engine.stats().num_steps
-        reader = asyncio.create_task(last_output(engine, "hello", greedy(3, output_kind=FINAL)))
-        await until(tokenizer_gate.inside.is_set)
-        assert engine.stats().queues.num_queued == 1
-        reader.cancel()
-        await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
-        assert reader.cancelled()
-        assert engine.stats().queues.num_queued == 0
-        tokenizer_gate.go_on.set()
-        assert await engine.tokenize("hello"), "the thread goes on"
-        assert engine.stats().num_steps == steps
-
-    run_async(ask())
+    steps = engine.stats().num_steps
+    reader = asyncio.create_task(last_output(engine, "hello", greedy(3, output_kind=FINAL)))
+    await until(tokenizer_gate.inside.is_set)
+    assert engine.stats().queues.num_queued == 1
+    reader.cancel()
+    await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
+    assert reader.cancelled()
+    assert engine.stats().queues.num_queued == 0
+    tokenizer_gate.go_on.set()
+    assert await engine.tokenize("hello"), "the thread goes on"
+    assert engine.stats().num_steps == steps

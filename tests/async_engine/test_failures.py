@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from support.engines import make_engine
+from support.event_loop import run_async
+from support.waiting import wait_until
 
 from async_engine.conftest import MakeEngine
 from async_engine.tools import (
@@ -20,7 +22,6 @@ from async_engine.tools import (
     last_output,
     read_ids,
     read_mailbox,
-    run_async,
     stream,
     until,
 )
@@ -87,7 +88,7 @@ def test_a_failing_step_reaches_every_reader_once(
             assert not thread.is_alive()
 
 
-def test_the_reason_is_known_while_the_ranks_end(
+async def test_the_reason_is_known_while_the_ranks_end(
     make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recovery has given up, and ends the ranks, which may take half a minute."""
@@ -105,32 +106,24 @@ def test_the_reason_is_known_while_the_ranks_end(
 
     monkeypatch.setattr(LocalExecutor, "execute_model", lose)
     monkeypatch.setattr(LocalExecutor, "shutdown", end_slowly)
-
-    async def ask() -> None:
-        request = asyncio.create_task(read_ids(engine, [5], stream(3)))
-        await asyncio.to_thread(ends.wait, TIMEOUT_S)
-        reason = engine.health().reason
-        may_end.set()
-        for word in ("the engine is dead: EngineDeadError", "max_recoveries = 0", "pid 4711"):
-            assert word in reason
-        with pytest.raises(EngineDeadError, match="max_recoveries = 0"):
-            await request
-
-    run_async(ask())
+    request = asyncio.create_task(read_ids(engine, [5], stream(3)))
+    await asyncio.to_thread(ends.wait, TIMEOUT_S)
+    reason = engine.health().reason
+    may_end.set()
+    for word in ("the engine is dead: EngineDeadError", "max_recoveries = 0", "pid 4711"):
+        assert word in reason
+    with pytest.raises(EngineDeadError, match="max_recoveries = 0"):
+        await request
 
 
-def test_a_request_fails_alone(make: MakeEngine) -> None:
+async def test_a_request_fails_alone(make: MakeEngine) -> None:
     engine = make()
-
-    async def ask() -> None:
-        params = stream(20, logits_processors=[f"{__name__}:refuse_long"])
-        bad = asyncio.create_task(read_ids(engine, [5] * 9, params))
-        good = asyncio.create_task(read_ids(engine, [6] * 9, stream(20)))
-        with pytest.raises(RequestFailedError, match="on purpose"):
-            await bad
-        assert len(await good) == 20
-
-    run_async(ask())
+    params = stream(20, logits_processors=[f"{__name__}:refuse_long"])
+    bad = asyncio.create_task(read_ids(engine, [5] * 9, params))
+    good = asyncio.create_task(read_ids(engine, [6] * 9, stream(20)))
+    with pytest.raises(RequestFailedError, match="on purpose"):
+        await bad
+    assert len(await good) == 20
     assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
 
 
@@ -146,27 +139,23 @@ OUTGROWN = SamplingParams(n=2, max_tokens=300, ignore_eos=True, seed=1)
     ],
     ids=["prompt", "output"],
 )
-def test_a_request_that_is_too_long(
+async def test_a_request_that_is_too_long(
     make: MakeEngine, num_tokens: int, params: SamplingParams, words: str
 ) -> None:
     """A stream ends with an output that says so; a server gets an error, and at once if the prompt
     alone is too long."""
     engine = make(num_device_blocks_override=41, max_model_len=640)
     prompt = [5] * num_tokens
-
-    async def ask() -> None:
-        output = await last_output(engine, None, params, prompt_token_ids=prompt)
-        assert words in str(output.error)
-        assert {one.finish_reason for one in output.outputs} == {"length"}
-        assert any(one.token_ids for one in output.outputs) == (params is OUTGROWN)
-        num_steps = engine.stats().num_steps
-        with pytest.raises(RequestIgnoredError, match=words):
-            await read_mailbox(engine, prompt, params)
-        assert (engine.stats().num_steps > num_steps) == (params is OUTGROWN)
-        assert engine.stats().refused == ({} if params is OUTGROWN else {"RequestIgnoredError": 1})
-        assert len(await read_ids(engine, [6] * 9, stream(20))) == 20
-
-    run_async(ask())
+    output = await last_output(engine, None, params, prompt_token_ids=prompt)
+    assert words in str(output.error)
+    assert {one.finish_reason for one in output.outputs} == {"length"}
+    assert any(one.token_ids for one in output.outputs) == (params is OUTGROWN)
+    num_steps = engine.stats().num_steps
+    with pytest.raises(RequestIgnoredError, match=words):
+        await read_mailbox(engine, prompt, params)
+    assert (engine.stats().num_steps > num_steps) == (params is OUTGROWN)
+    assert engine.stats().refused == ({} if params is OUTGROWN else {"RequestIgnoredError": 1})
+    assert len(await read_ids(engine, [6] * 9, stream(20))) == 20
     assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
 
 
@@ -222,34 +211,32 @@ def test_shutdown_fails_requests_and_leaves_no_thread(folder: Path) -> None:
     assert set(threading.enumerate()) == before
 
 
-def test_health_means_progress(
+async def test_health_means_progress(
     make: MakeEngine, gate: MakeGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(max_step_s=100.0)
     held, ahead_s = gate(engine), [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
     monkeypatch.setattr(async_llm_engine, "time", clock)
-
-    async def ask() -> None:
-        thread, seen = engine._thread, engine._thread.progress_at
-        await until(lambda: thread.progress_at > seen)  # an idle engine is ready
-        reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
-        await held.reached(1)
-        assert engine.health().ready
-        ahead_s[0] = 200.0
-        health = engine.health()
-        assert (health.state, health.alive, health.ready) == ("running", True, False)
-        assert health.seconds_since_progress >= 200
-        assert "no step was finished for 20" in health.reason
-        ahead_s[0] = 0.0
-        held.open()
-        assert len(await reader) == 10
-        await until(lambda: engine.health().ready)
-
-    run_async(ask())
+    thread, seen = engine._thread, engine._thread.progress_at
+    await until(lambda: thread.progress_at > seen)  # an idle engine is ready
+    reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
+    await held.reached(1)
+    assert engine.health().ready
+    ahead_s[0] = 200.0
+    health = engine.health()
+    assert (health.state, health.alive, health.ready) == ("running", True, False)
+    assert health.seconds_since_progress >= 200
+    assert "no step was finished for 20" in health.reason
+    ahead_s[0] = 0.0
+    held.open()
+    assert len(await reader) == 10
+    await until(lambda: engine.health().ready)
 
 
-def test_steps_without_progress_are_seen(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_steps_without_progress_are_seen(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine whose steps do nothing while requests wait is not ready, and does not
     run in a busy loop."""
     engine = make(max_step_s=1.0)
@@ -259,15 +246,12 @@ def test_steps_without_progress_are_seen(make: MakeEngine, monkeypatch: pytest.M
         pauses.append(engine._thread._pause_s)
         return []
 
-    async def ask() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.llm_engine, "step", nothing)
-            reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
-            await until(lambda: len(pauses) > 1 and not engine.health().ready)
-        assert min(pauses[1:]) > 0, "it pauses before each step but the first"
-        assert len(await reader) == 10
-
-    run_async(ask())
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm_engine, "step", nothing)
+        reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
+        await until(lambda: len(pauses) > 1 and not engine.health().ready)
+    assert min(pauses[1:]) > 0, "it pauses before each step but the first"
+    assert len(await reader) == 10
 
 
 def test_a_loop_that_is_closed_before_its_requests_end(make: MakeEngine) -> None:
@@ -282,11 +266,7 @@ def test_a_loop_that_is_closed_before_its_requests_end(make: MakeEngine) -> None
     loop = asyncio.new_event_loop()
     outputs = loop.run_until_complete(begin())
     loop.close()
-
-    async def go_on() -> None:
-        assert len(await read_ids(engine, [4], stream(5), request_id="it")) == 5
-        inner = engine.llm_engine
-        await until(lambda: inner.num_free_blocks == inner.num_total_blocks)
-
-    run_async(go_on())
+    assert len(run_async(read_ids(engine, [4], stream(5), request_id="it"))) == 5
+    inner = engine.llm_engine
+    wait_until(lambda: inner.num_free_blocks == inner.num_total_blocks)
     del outputs

@@ -18,7 +18,6 @@ from async_engine.tools import (
     collect,
     last_output,
     read_ids,
-    run_async,
     stream,
     until,
 )
@@ -35,62 +34,52 @@ from tpengine.errors import (
 from tpengine.scheduling.sequence import CheckedRequest
 
 
-def test_a_full_queue_refuses_at_once_and_serves_again(make: MakeEngine, gate: MakeGate) -> None:
+async def test_a_full_queue_refuses_at_once_and_serves_again(
+    make: MakeEngine, gate: MakeGate
+) -> None:
     engine = make(QueueLimits(max_requests=4), max_num_seqs=2)
     held = gate(engine)
-
-    async def ask() -> None:
-        running = [asyncio.create_task(read_ids(engine, [i + 4], stream(4))) for i in range(2)]
-        await held.reached(1)
-        held.let(1)
-        await held.reached(2)
-        assert engine.stats().queues.num_queued <= 1, "a request in its first step does not wait"
-        waiting = [asyncio.create_task(read_ids(engine, [i + 9], stream(4))) for i in range(4)]
-        await until(lambda: engine.stats().queues.num_queued == 4)
-        for _ in range(500):  # while a step is held: a refusal does not wait for it
-            with pytest.raises(QueueFullError, match="4 requests wait") as caught:
-                await read_ids(engine, [7], stream(4))
-            assert 0 < caught.value.retry_after_s < 60
-        assert engine.stats().refused == {"QueueFullError": 500}
-        held.open()
-        assert [len(one) for one in await asyncio.gather(*running, *waiting)] == [4] * 6
-        assert len(await read_ids(engine, [7], stream(4))) == 4
-
-    run_async(ask())
+    running = [asyncio.create_task(read_ids(engine, [i + 4], stream(4))) for i in range(2)]
+    await held.reached(1)
+    held.let(1)
+    await held.reached(2)
+    assert engine.stats().queues.num_queued <= 1, "a request in its first step does not wait"
+    waiting = [asyncio.create_task(read_ids(engine, [i + 9], stream(4))) for i in range(4)]
+    await until(lambda: engine.stats().queues.num_queued == 4)
+    for _ in range(500):  # while a step is held: a refusal does not wait for it
+        with pytest.raises(QueueFullError, match="4 requests wait") as caught:
+            await read_ids(engine, [7], stream(4))
+        assert 0 < caught.value.retry_after_s < 60
+    assert engine.stats().refused == {"QueueFullError": 500}
+    held.open()
+    assert [len(one) for one in await asyncio.gather(*running, *waiting)] == [4] * 6
+    assert len(await read_ids(engine, [7], stream(4))) == 4
 
 
-def test_the_queue_bounds_tokens_too(make: MakeEngine, gate: MakeGate) -> None:
+async def test_the_queue_bounds_tokens_too(make: MakeEngine, gate: MakeGate) -> None:
     engine = make(QueueLimits(max_requests=100, max_tokens=50), max_num_seqs=1)
     held = gate(engine)
-
-    async def ask() -> None:
-        first = asyncio.create_task(read_ids(engine, [4] * 60, stream(4)))  # no other request waits
-        await held.reached(1)
-        held.let(1)
-        await held.reached(2)
-        waiting = [asyncio.create_task(read_ids(engine, [9] * 25, stream(4))) for _ in range(2)]
-        await until(lambda: engine.stats().queues.num_queued_tokens == 50)
-        with pytest.raises(QueueFullError, match="50 prompt tokens wait already; with 1 more"):
-            await read_ids(engine, [7], stream(4))
-        assert engine.stats().queues.num_queued == 2
-        held.open()
-        assert [len(one) for one in await asyncio.gather(first, *waiting)] == [4] * 3
-        assert engine.stats().queues.num_queued_tokens == 0
-
-    run_async(ask())
+    first = asyncio.create_task(read_ids(engine, [4] * 60, stream(4)))  # no other request waits
+    await held.reached(1)
+    held.let(1)
+    await held.reached(2)
+    waiting = [asyncio.create_task(read_ids(engine, [9] * 25, stream(4))) for _ in range(2)]
+    await until(lambda: engine.stats().queues.num_queued_tokens == 50)
+    with pytest.raises(QueueFullError, match="50 prompt tokens wait already; with 1 more"):
+        await read_ids(engine, [7], stream(4))
+    assert engine.stats().queues.num_queued == 2
+    held.open()
+    assert [len(one) for one in await asyncio.gather(first, *waiting)] == [4] * 3
+    assert engine.stats().queues.num_queued_tokens == 0
 
 
-def test_a_refused_prompt_frees_its_place(make: MakeEngine) -> None:
+async def test_a_refused_prompt_frees_its_place(make: MakeEngine) -> None:
     engine = make(QueueLimits(max_requests=1))
-
-    async def ask() -> None:
-        for _ in range(3):
-            with pytest.raises(InvalidPromptError, match="no id of the vocabulary"):
-                await read_ids(engine, [100_000], stream(4))
-        assert engine.stats().queues.num_queued == 0
-        assert len(await read_ids(engine, [7], stream(4))) == 4
-
-    run_async(ask())
+    for _ in range(3):
+        with pytest.raises(InvalidPromptError, match="no id of the vocabulary"):
+            await read_ids(engine, [100_000], stream(4))
+    assert engine.stats().queues.num_queued == 0
+    assert len(await read_ids(engine, [7], stream(4))) == 4
 
 
 @pytest.mark.parametrize("name", ["max_requests", "max_tokens"])
@@ -99,85 +88,76 @@ def test_limits_are_positive(name: str) -> None:
         QueueLimits(**{name: 0})
 
 
-def test_texts_wait_in_a_bounded_queue_behind_requests(
+async def test_texts_wait_in_a_bounded_queue_behind_requests(
     make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(QueueLimits(max_requests=3))
     held = TokenizerGate(engine, monkeypatch)
-
-    async def ask() -> None:
-        texts = [asyncio.create_task(engine.tokenize("first"))]
-        await until(held.inside.is_set)
-        texts += [asyncio.create_task(engine.tokenize(f"text {i}")) for i in range(2)]
-        texts += [asyncio.create_task(engine.detokenize([5, 6]))]
-        await asyncio.sleep(0)  # now each task runs up to its first wait
-        for refused in (engine.tokenize("one more"), engine.detokenize([5])):
-            with pytest.raises(QueueFullError, match="3 texts wait") as caught:
-                await refused
-            assert caught.value.retry_after_s > 0
-        request = asyncio.create_task(last_output(engine, "request", stream(2)))
-        await asyncio.sleep(0)
-        held.go_on.set()
-        await asyncio.gather(request, *texts)
-        assert held.texts == ["first", "request", "text 0", "text 1"]
-
-    run_async(ask())
+    texts = [asyncio.create_task(engine.tokenize("first"))]
+    await until(held.inside.is_set)
+    texts += [asyncio.create_task(engine.tokenize(f"text {i}")) for i in range(2)]
+    texts += [asyncio.create_task(engine.detokenize([5, 6]))]
+    await asyncio.sleep(0)  # now each task runs up to its first wait
+    for refused in (engine.tokenize("one more"), engine.detokenize([5])):
+        with pytest.raises(QueueFullError, match="3 texts wait") as caught:
+            await refused
+        assert caught.value.retry_after_s > 0
+    request = asyncio.create_task(last_output(engine, "request", stream(2)))
+    await asyncio.sleep(0)
+    held.go_on.set()
+    await asyncio.gather(request, *texts)
+    assert held.texts == ["first", "request", "text 0", "text 1"]
 
 
-def test_the_end_of_a_request_does_not_wait_for_the_tokenizer(
+async def test_the_end_of_a_request_does_not_wait_for_the_tokenizer(
     engine: AsyncLLMEngine, tokenizer_gate: TokenizerGate
 ) -> None:
     """One prompt is being tokenized, the others wait for the tokenizer."""
 
-    async def ask() -> None:
-        def begin(request_id: str, **limits: float) -> asyncio.Task[object]:
-            params = greedy(3, output_kind=FINAL)
-            outputs = engine.generate("hello", params, request_id, **limits)
-            return asyncio.create_task(collect(outputs))
+    def begin(request_id: str, **limits: float) -> asyncio.Task[object]:
+        params = greedy(3, output_kind=FINAL)
+        outputs = engine.generate("hello", params, request_id, **limits)
+        return asyncio.create_task(collect(outputs))
 
-        steps = engine.stats().num_steps
-        aborted = begin("aborted")
-        await until(tokenizer_gate.inside.is_set)
-        patient = begin("patient", max_queue_s=0.01)
-        late = begin("late", deadline=time.monotonic() + 0.01)
-        for task, kind in ((patient, DeadlineExceededError), (late, DeadlineExceededError)):
-            await asyncio.wait({task}, timeout=TIMEOUT_S)
-            assert isinstance(task.exception(), kind)
-        assert await engine.abort("aborted")
-        assert await asyncio.wait_for(aborted, TIMEOUT_S) == [], "it has no last output"
-        assert engine.stats().queues.num_queued == 0
-        assert not tokenizer_gate.go_on.is_set()
-        tokenizer_gate.go_on.set()
-        assert await engine.tokenize("hello"), "the thread goes on"
-        assert engine.stats().num_steps == steps
-
-    run_async(ask())
+    steps = engine.stats().num_steps
+    aborted = begin("aborted")
+    await until(tokenizer_gate.inside.is_set)
+    patient = begin("patient", max_queue_s=0.01)
+    late = begin("late", deadline=time.monotonic() + 0.01)
+    for task, kind in ((patient, DeadlineExceededError), (late, DeadlineExceededError)):
+        await asyncio.wait({task}, timeout=TIMEOUT_S)
+        assert isinstance(task.exception(), kind)
+    assert await engine.abort("aborted")
+    assert await asyncio.wait_for(aborted, TIMEOUT_S) == [], "it has no last output"
+    assert engine.stats().queues.num_queued == 0
+    assert not tokenizer_gate.go_on.is_set()
+    tokenizer_gate.go_on.set()
+    assert await engine.tokenize("hello"), "the thread goes on"
+    assert engine.stats().num_steps == steps
 
 
-def test_shutdown_ends_texts_that_wait(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shutdown_ends_texts_that_wait(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make()
     held = TokenizerGate(engine, monkeypatch)
-
-    async def ask() -> None:
-        first = asyncio.create_task(engine.tokenize("first"))
-        await until(held.inside.is_set)
-        waiting = [
-            first,
-            asyncio.create_task(engine.tokenize("second")),
-            asyncio.create_task(last_output(engine, "third", greedy(3, output_kind=FINAL))),
-        ]
-        await asyncio.sleep(0)  # now each task runs up to its first wait
-        await engine.shutdown()
-        await asyncio.wait(waiting, timeout=TIMEOUT_S)
-        assert [type(task.exception()) for task in waiting] == [EngineDeadError] * 3
-        with pytest.raises(EngineDeadError):
-            await engine.tokenize("later")
-        held.go_on.set()
-
-    run_async(ask())
+    first = asyncio.create_task(engine.tokenize("first"))
+    await until(held.inside.is_set)
+    waiting = [
+        first,
+        asyncio.create_task(engine.tokenize("second")),
+        asyncio.create_task(last_output(engine, "third", greedy(3, output_kind=FINAL))),
+    ]
+    await asyncio.sleep(0)  # now each task runs up to its first wait
+    await engine.shutdown()
+    await asyncio.wait(waiting, timeout=TIMEOUT_S)
+    assert [type(task.exception()) for task in waiting] == [EngineDeadError] * 3
+    with pytest.raises(EngineDeadError):
+        await engine.tokenize("later")
+    held.go_on.set()
 
 
-def test_a_grammar_is_compiled_beside_the_event_loop(make: MakeEngine) -> None:
+async def test_a_grammar_is_compiled_beside_the_event_loop(make: MakeEngine) -> None:
     """A large one takes seconds, also with a short prompt of ids."""
     engine, threads = make(), []
     check = engine.llm_engine.check_request
@@ -186,10 +166,7 @@ def test_a_grammar_is_compiled_beside_the_event_loop(make: MakeEngine) -> None:
         threads.append(threading.current_thread())
         return check(request)
 
-    async def ask() -> None:
-        engine.llm_engine.check_request = note  # type: ignore[method-assign]
-        await read_ids(engine, [5], stream(2))
-        await read_ids(engine, [5], stream(2, structured_outputs={"regex": "a"}))
-        assert [one is threading.current_thread() for one in threads] == [True, False]
-
-    run_async(ask())
+    engine.llm_engine.check_request = note  # type: ignore[method-assign]
+    await read_ids(engine, [5], stream(2))
+    await read_ids(engine, [5], stream(2, structured_outputs={"regex": "a"}))
+    assert [one is threading.current_thread() for one in threads] == [True, False]

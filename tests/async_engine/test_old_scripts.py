@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from support.engines import greedy
+from support.event_loop import run_async
 from tpengine.engine.async_llm_engine import AsyncEngineDeadError
 from tpengine.engine.metrics import StatLoggerBase, Stats
 from tpengine.lora.request import LoRARequest
 from tpengine.usage.usage_lib import UsageContext
 
-from async_engine.tools import collect, last_output, read_ids, run_async, until
+from async_engine.tools import collect, last_output, read_ids, until
 from tpengine import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from tpengine.errors import (
     ConfigError,
@@ -52,47 +53,38 @@ def engine(folder: Path) -> Iterator[AsyncLLMEngine]:
     run_async(made.shutdown())
 
 
-def test_configs_and_the_tokenizer(engine: AsyncLLMEngine) -> None:
-    async def ask() -> None:
-        assert (await engine.get_model_config()).max_model_len == 256
-        assert await engine.get_model_config() is engine.engine.get_model_config()
-        assert (await engine.get_parallel_config()).tensor_parallel_size == 1
-        assert (await engine.get_scheduler_config()).max_model_len == 256
-        assert await engine.get_lora_config() is None
-        assert (await engine.get_tokenizer()).encode("hello") == await engine.tokenize("hello")
-        await engine.check_health()
-        assert (engine.is_running, engine.is_stopped, engine.errored) == (True, False, False)
-
-    run_async(ask())
+async def test_configs_and_the_tokenizer(engine: AsyncLLMEngine) -> None:
+    assert (await engine.get_model_config()).max_model_len == 256
+    assert await engine.get_model_config() is engine.engine.get_model_config()
+    assert (await engine.get_parallel_config()).tensor_parallel_size == 1
+    assert (await engine.get_scheduler_config()).max_model_len == 256
+    assert await engine.get_lora_config() is None
+    assert (await engine.get_tokenizer()).encode("hello") == await engine.tokenize("hello")
+    await engine.check_health()
+    assert (engine.is_running, engine.is_stopped, engine.errored) == (True, False, False)
 
 
-def test_a_request_by_its_positions(engine: AsyncLLMEngine) -> None:
-    async def ask() -> None:
-        arrival_time = time.time() - 100
-        prompt = {"prompt_token_ids": [5, 6, 7]}
-        request = await engine.add_request("a", prompt, greedy(4), arrival_time, None, None, None)
-        with pytest.raises(DuplicateRequestError):
-            await engine.add_request("a", prompt, greedy(4))
-        added = await collect(request)
-        assert [output.finished for output in added] == [False] * (len(added) - 1) + [True]
-        assert added[-1].metrics is not None
-        assert added[-1].metrics.arrival_time == arrival_time
-        output = await last_output(engine, prompt, greedy(4), "b", None, None, None)
-        assert output.outputs[0].token_ids == added[-1].outputs[0].token_ids
-
-    run_async(ask())
+async def test_a_request_by_its_positions(engine: AsyncLLMEngine) -> None:
+    arrival_time = time.time() - 100
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    request = await engine.add_request("a", prompt, greedy(4), arrival_time, None, None, None)
+    with pytest.raises(DuplicateRequestError):
+        await engine.add_request("a", prompt, greedy(4))
+    added = await collect(request)
+    assert [output.finished for output in added] == [False] * (len(added) - 1) + [True]
+    assert added[-1].metrics is not None
+    assert added[-1].metrics.arrival_time == arrival_time
+    output = await last_output(engine, prompt, greedy(4), "b", None, None, None)
+    assert output.outputs[0].token_ids == added[-1].outputs[0].token_ids
 
 
-def test_a_stream_that_is_not_read_goes_on(engine: AsyncLLMEngine) -> None:
-    async def ask() -> None:
-        request = await engine.add_request("a", "hello", greedy(8))
-        await read_ids(engine, [5], greedy(30))
-        assert request.finished
-        assert len([output async for output in request][-1].outputs[0].token_ids) == 8
-        with pytest.raises(InvalidPromptError, match="empty"):
-            await engine.add_request("a", {"prompt_token_ids": []}, greedy(8))
-
-    run_async(ask())
+async def test_a_stream_that_is_not_read_goes_on(engine: AsyncLLMEngine) -> None:
+    request = await engine.add_request("a", "hello", greedy(8))
+    await read_ids(engine, [5], greedy(30))
+    assert request.finished
+    assert len([output async for output in request][-1].outputs[0].token_ids) == 8
+    with pytest.raises(InvalidPromptError, match="empty"):
+        await engine.add_request("a", {"prompt_token_ids": []}, greedy(8))
 
 
 ADAPTER = LoRARequest("adapter", 1, "/folder")
@@ -102,20 +94,17 @@ ADAPTER = LoRARequest("adapter", 1, "/folder")
     ("name", "value"),
     [("trace_headers", {}), ("prompt_adapter_request", object())],
 )
-def test_what_is_not_served_is_refused(engine: AsyncLLMEngine, name: str, value: Any) -> None:
-    async def ask() -> None:
-        with pytest.raises(InvalidPromptError, match=name):
-            engine.generate("a", SamplingParams(), "it", **{name: value})
-        with pytest.raises(InvalidPromptError, match=name):
-            await engine.add_request("it", "a", SamplingParams(), **{name: value})
-        with pytest.raises(InvalidSamplingParamsError, match=r"must be SamplingParams, got \{"):
-            engine.generate("a", {"n": 2})
-        with pytest.raises(InvalidAdapterError, match=r"LoRARequest\(.* no adapters; make it with"):
-            await engine.add_request("it", "a", SamplingParams(), lora_request=ADAPTER)
-        with pytest.raises(InvalidAdapterError, match=r"\[5, 9\]; ids go into inputs"):
-            await collect(engine.generate(None, SamplingParams(), "it", [5, 9]))
-
-    run_async(ask())
+async def test_what_is_not_served_is_refused(engine: AsyncLLMEngine, name: str, value: Any) -> None:
+    with pytest.raises(InvalidPromptError, match=name):
+        engine.generate("a", SamplingParams(), "it", **{name: value})
+    with pytest.raises(InvalidPromptError, match=name):
+        await engine.add_request("it", "a", SamplingParams(), **{name: value})
+    with pytest.raises(InvalidSamplingParamsError, match=r"must be SamplingParams, got \{"):
+        engine.generate("a", {"n": 2})
+    with pytest.raises(InvalidAdapterError, match=r"LoRARequest\(.* no adapters; make it with"):
+        await engine.add_request("it", "a", SamplingParams(), lora_request=ADAPTER)
+    with pytest.raises(InvalidAdapterError, match=r"\[5, 9\]; ids go into inputs"):
+        await collect(engine.generate(None, SamplingParams(), "it", [5, 9]))
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"worker_use_ray": False, "log_stats": True}])
@@ -148,21 +137,17 @@ def test_loggers_are_called_on_the_engines_thread(engine: AsyncLLMEngine) -> Non
     assert sum(stats.num_generation_tokens_iter for _, stats in noted.stats) == 3
 
 
-def test_an_engine_that_has_ended(folder: Path) -> None:
+async def test_an_engine_that_has_ended(folder: Path) -> None:
     args = AsyncEngineArgs(str(folder), dtype="float32", num_device_blocks_override=64)
     noted = Noted()
     engine = AsyncLLMEngine.from_engine_args(args, stat_loggers={"mine": noted})
-
-    async def ask() -> None:
-        await read_ids(engine, [5], greedy(3))
-        await engine.shutdown()
-        assert (engine.is_running, engine.is_stopped, engine.errored) == (False, True, False)
-        with pytest.raises(AsyncEngineDeadError):
-            engine.start_background_loop()
-        with pytest.raises(AsyncEngineDeadError):
-            await engine.check_health()
-        with pytest.raises(AsyncEngineDeadError):
-            await engine.do_log_stats()
-
-    run_async(ask())
+    await read_ids(engine, [5], greedy(3))
+    await engine.shutdown()
+    assert (engine.is_running, engine.is_stopped, engine.errored) == (False, True, False)
+    with pytest.raises(AsyncEngineDeadError):
+        engine.start_background_loop()
+    with pytest.raises(AsyncEngineDeadError):
+        await engine.check_health()
+    with pytest.raises(AsyncEngineDeadError):
+        await engine.do_log_stats()
     assert noted.stats

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.deltas import delta
+from support.event_loop import run_async
 
-from async_engine.tools import DELTA, MakeGate, read_ids, run_async, stream, until
+from async_engine.tools import DELTA, MakeGate, read_ids, stream, until
 from tpengine import AsyncLLMEngine, RequestOutput, SamplingParams
 from tpengine.async_engine.mailbox import Mailbox
 from tpengine.outputs import Logprob
@@ -73,7 +74,7 @@ def test_nothing_comes_after_the_end() -> None:
         run_async(box.take())
 
 
-def test_a_stream_without_a_reader(engine: AsyncLLMEngine, gate: MakeGate) -> None:
+async def test_a_stream_without_a_reader(engine: AsyncLLMEngine, gate: MakeGate) -> None:
     """It runs to its end. Other requests take as many steps as without it, and its output waits as
     one."""
 
@@ -89,46 +90,37 @@ def test_a_stream_without_a_reader(engine: AsyncLLMEngine, gate: MakeGate) -> No
         assert [len(answer) for answer in answers] == [NUM_TOKENS] * 4
         return engine.stats().num_steps - before
 
-    async def ask() -> None:
-        expected = await read_ids(engine, [50] * 8, stream(NUM_TOKENS))
-        alone = await others()
-        silent = engine.generate(None, stream(NUM_TOKENS), "silent", prompt_token_ids=[50] * 8)
-        first = await anext(silent)
-        beside = await others()
-        assert abs(beside - alone) <= 5, "the others take as many steps"
-        await until(lambda: engine.get_num_unfinished_requests() == 0)
-        rest = [output async for output in silent]
-        assert len(rest) == 1, "outputs that were not read are merged into one"
-        assert first.outputs[0].token_ids + rest[0].outputs[0].token_ids == expected
-        assert rest[0].finished
-
-    run_async(ask())
+    expected = await read_ids(engine, [50] * 8, stream(NUM_TOKENS))
+    alone = await others()
+    silent = engine.generate(None, stream(NUM_TOKENS), "silent", prompt_token_ids=[50] * 8)
+    first = await anext(silent)
+    beside = await others()
+    assert abs(beside - alone) <= 5, "the others take as many steps"
+    await until(lambda: engine.get_num_unfinished_requests() == 0)
+    rest = [output async for output in silent]
+    assert len(rest) == 1, "outputs that were not read are merged into one"
+    assert first.outputs[0].token_ids + rest[0].outputs[0].token_ids == expected
+    assert rest[0].finished
 
 
-def test_a_cumulative_reader_gets_the_newest(engine: AsyncLLMEngine) -> None:
-    async def ask() -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-        outputs = engine.generate(None, params, "it", prompt_token_ids=[50] * 8)
-        await anext(outputs)
-        await until(lambda: engine.get_num_unfinished_requests() == 0)
-        rest = [output async for output in outputs]
-        assert [len(output.outputs[0].token_ids) for output in rest] == [60]
-
-    run_async(ask())
+async def test_a_cumulative_reader_gets_the_newest(engine: AsyncLLMEngine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    outputs = engine.generate(None, params, "it", prompt_token_ids=[50] * 8)
+    await anext(outputs)
+    await until(lambda: engine.get_num_unfinished_requests() == 0)
+    rest = [output async for output in outputs]
+    assert [len(output.outputs[0].token_ids) for output in rest] == [60]
 
 
-def test_log_probabilities_stream(engine: AsyncLLMEngine) -> None:
-    async def ask() -> None:
-        params = SamplingParams(
-            temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2, output_kind=DELTA
-        )
-        token_ids: list[int] = []
-        entries: list[dict[int, Logprob]] = []
-        async for output in engine.generate(None, params, prompt_token_ids=[50] * 8):
-            await asyncio.sleep(0.005)  # so that some are merged
-            token_ids += output.outputs[0].token_ids
-            entries += output.outputs[0].logprobs or []
-        assert len(token_ids) == len(entries) == 30
-        assert all(token in entry for token, entry in zip(token_ids, entries, strict=True))
-
-    run_async(ask())
+async def test_log_probabilities_stream(engine: AsyncLLMEngine) -> None:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2, output_kind=DELTA
+    )
+    token_ids: list[int] = []
+    entries: list[dict[int, Logprob]] = []
+    async for output in engine.generate(None, params, prompt_token_ids=[50] * 8):
+        await asyncio.sleep(0.005)  # so that some are merged
+        token_ids += output.outputs[0].token_ids
+        entries += output.outputs[0].logprobs or []
+    assert len(token_ids) == len(entries) == 30
+    assert all(token in entry for token, entry in zip(token_ids, entries, strict=True))

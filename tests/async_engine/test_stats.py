@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.engines import greedy
+from support.event_loop import run_async
 
 from async_engine.conftest import MakeEngine
-from async_engine.tools import last_output, read_ids, run_async, stream, until
+from async_engine.tools import last_output, read_ids, stream, until
 from tpengine import AsyncLLMEngine
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.stats import Histogram, RateMeter
@@ -57,24 +58,20 @@ def _samples(engine: AsyncLLMEngine) -> dict[tuple[str, str], float]:
     return samples
 
 
-def test_counters_add_up(make: MakeEngine) -> None:
+async def test_counters_add_up(make: MakeEngine) -> None:
     engine = make(QueueLimits(max_requests=8))
-
-    async def ask() -> None:
-        shared = [9] * 40
-        assert len(await read_ids(engine, shared, stream(20))) == 20
-        assert len(await read_ids(engine, [*shared, 5], stream(20))) == 20  # finds 2 blocks of 16
-        with pytest.raises(InvalidPromptError):
-            await read_ids(engine, [], stream(3))
-        reader = asyncio.create_task(read_ids(engine, [7], stream(600), request_id="it"))
-        await until(lambda: engine.stats().queues.num_running == 1)
-        running = engine.stats()
-        assert running.cache.usage > 0
-        assert running.cache.num_free_blocks < running.cache.num_total_blocks == 256
-        await engine.abort("it")
-        assert len(await reader) < 600
-
-    run_async(ask())
+    shared = [9] * 40
+    assert len(await read_ids(engine, shared, stream(20))) == 20
+    assert len(await read_ids(engine, [*shared, 5], stream(20))) == 20  # finds 2 blocks of 16
+    with pytest.raises(InvalidPromptError):
+        await read_ids(engine, [], stream(3))
+    reader = asyncio.create_task(read_ids(engine, [7], stream(600), request_id="it"))
+    await until(lambda: engine.stats().queues.num_running == 1)
+    running = engine.stats()
+    assert running.cache.usage > 0
+    assert running.cache.num_free_blocks < running.cache.num_total_blocks == 256
+    await engine.abort("it")
+    assert len(await reader) < 600
     stats = engine.stats()
     assert (stats.state, stats.epoch, stats.recoveries) == ("running", 1, 0)
     assert stats.finished == {"length": 2, "abort": 1}
@@ -90,13 +87,9 @@ def test_counters_add_up(make: MakeEngine) -> None:
     assert len(stats.devices) == 1
 
 
-def test_metrics_have_the_usual_names(make: MakeEngine) -> None:
+async def test_metrics_have_the_usual_names(make: MakeEngine) -> None:
     engine = make(QueueLimits(max_requests=8))
-
-    async def ask() -> None:
-        await asyncio.gather(*(read_ids(engine, [i + 4] * 20, stream(10)) for i in range(4)))
-
-    run_async(ask())
+    await asyncio.gather(*(read_ids(engine, [i + 4] * 20, stream(10)) for i in range(4)))
     samples = _samples(engine)
     for name, value in EXPECTED.items():
         name, _, label = name.partition(" ")
@@ -115,25 +108,21 @@ def test_engines_have_metrics_of_their_own(make: MakeEngine) -> None:
     assert [_samples(engine)[key] for engine in (first, second)] == [4, 0]
 
 
-def test_one_line_per_request_and_no_prompt_in_it(make: MakeEngine, lines: list[str]) -> None:
+async def test_one_line_per_request_and_no_prompt_in_it(make: MakeEngine, lines: list[str]) -> None:
     engine = make()  # its prefix cache is empty
-
-    async def ask() -> None:
-        assert (await last_output(engine, SECRET, greedy(5), "first")).prompt == SECRET
-        outputs = engine.generate(SECRET, stream(300), "second\nforged")
-        await anext(outputs)
-        await outputs.aclose()
-        with pytest.raises(InvalidPromptError):
-            await last_output(engine, None, greedy(5), "third", prompt_token_ids=[-1])
-        whole = replace(stream(300), output_kind=RequestOutputKind.FINAL_ONLY)
-        task = asyncio.create_task(last_output(engine, SECRET, whole, "fourth"))
-        before = engine.stats().output_tokens
-        # A step of the second request may still be counted after it has left: one token of it.
-        await until(lambda: engine.stats().output_tokens > before + 2)
-        task.cancel()
-        await asyncio.wait([task])
-
-    run_async(ask())
+    assert (await last_output(engine, SECRET, greedy(5), "first")).prompt == SECRET
+    outputs = engine.generate(SECRET, stream(300), "second\nforged")
+    await anext(outputs)
+    await outputs.aclose()
+    with pytest.raises(InvalidPromptError):
+        await last_output(engine, None, greedy(5), "third", prompt_token_ids=[-1])
+    whole = replace(stream(300), output_kind=RequestOutputKind.FINAL_ONLY)
+    task = asyncio.create_task(last_output(engine, SECRET, whole, "fourth"))
+    before = engine.stats().output_tokens
+    # A step of the second request may still be counted after it has left: one token of it.
+    await until(lambda: engine.stats().output_tokens > before + 2)
+    task.cancel()
+    await asyncio.wait([task])
     first, second, third, fourth = lines
     assert first.startswith("request 'first': length after ")
     assert "prompt tokens 20 (0 cached), output tokens 5, preemptions 0" in first

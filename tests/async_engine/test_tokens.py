@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from support.engines import greedy, ids, open_llm
+from support.event_loop import run_async
 from support.oracle import Oracle
 
-from async_engine.tools import read_ids, run_async
+from async_engine.tools import read_ids
 from tpengine import AsyncLLMEngine, RequestOutputKind
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError
@@ -42,24 +43,18 @@ def test_offline_unary_and_streamed_tokens_are_equal(
     assert run_async(every_kind()) == [answers] * 3
 
 
-def test_messages_and_a_prompt_are_refused(engine: AsyncLLMEngine) -> None:
-    async def ask() -> None:
-        request = GenerateRequest(prompt="a", messages=[{"role": "user", "content": "b"}])
-        with pytest.raises(InvalidPromptError, match="give one of them"):
-            await anext(engine.serve(request))
-
-    run_async(ask())
+async def test_messages_and_a_prompt_are_refused(engine: AsyncLLMEngine) -> None:
+    request = GenerateRequest(prompt="a", messages=[{"role": "user", "content": "b"}])
+    with pytest.raises(InvalidPromptError, match="give one of them"):
+        await anext(engine.serve(request))
 
 
-def test_text_and_ids(engine: AsyncLLMEngine) -> None:
-    async def ask() -> None:
-        token_ids = await engine.tokenize("hello there")
-        assert token_ids == engine.llm_engine.tokenizer.encode("hello there")
-        assert await engine.detokenize(token_ids) == "hello there"
-        for wrong in (-1, 512, True, 1.5):
-            with pytest.raises(InvalidPromptError, match="no id of the vocabulary"):
-                await engine.detokenize([5, wrong])  # type: ignore[list-item]
-        with pytest.raises(InvalidPromptError):
-            await engine.tokenize("\ud800")
-
-    run_async(ask())
+async def test_text_and_ids(engine: AsyncLLMEngine) -> None:
+    token_ids = await engine.tokenize("hello there")
+    assert token_ids == engine.llm_engine.tokenizer.encode("hello there")
+    assert await engine.detokenize(token_ids) == "hello there"
+    for wrong in (-1, 512, True, 1.5):
+        with pytest.raises(InvalidPromptError, match="no id of the vocabulary"):
+            await engine.detokenize([5, wrong])  # type: ignore[list-item]
+    with pytest.raises(InvalidPromptError):
+        await engine.tokenize("\ud800")

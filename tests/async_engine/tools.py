@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from support.engines import greedy
@@ -18,21 +18,6 @@ from tpengine.executor.local_executor import LocalExecutor
 
 TIMEOUT_S = 60.0
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
-Answer = TypeVar("Answer")
-
-
-def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Runs a coroutine on a loop of its own, for a bounded time; it must leave no task."""
-
-    async def bounded() -> Answer:
-        answer = await asyncio.wait_for(work, TIMEOUT_S)
-        for _ in range(5):  # each generator that was dropped is closed by a task
-            await asyncio.sleep(0)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not others, f"tasks are left: {others}"
-        return answer
-
-    return asyncio.run(bounded())
 
 
 def stream(num_tokens: int = 16, **fields: Any) -> SamplingParams:

@@ -15,8 +15,6 @@ from tpengine.errors import TPEngineError
 BENCHMARKS = {
     "doors": "what a token costs over HTTP and over gRPC: throughput and CPU time",
     "engines": "decode and prefill beside llama.cpp, OpenVINO GenAI and vLLM on CPU",
-    "features": "what adapters and grammars cost: output tokens/s beside those without",
-    "fairness": "what a client loses beside one that floods the engine, by owner and without",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "peers": "output tokens/s beside transformers' continuous batching, on the same requests",
     "recovery": "kills of ranks: found, ready, longest gap on a stream; with and without spares",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +17,6 @@ from tqdm import tqdm
 from tpengine import envs
 from tpengine.bench.harness import SHAPES
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.layers.weights import Weights, tensor_shape
 from tpengine.models.registry import build_model
@@ -48,12 +45,6 @@ def add_shape_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default=SHAPE, help=help_text)
 
 
-def random_prompt(engine: LLMEngine, num_tokens: int, seed: int) -> list[int]:
-    """Uniform ids of the vocabulary."""
-    rng, vocab_size = random.Random(seed), engine.get_model_config().vocab_size
-    return [rng.randrange(5, vocab_size) for _ in range(num_tokens)]
-
-
 def alternate(
     kinds: Sequence[K], rounds: int, measure: Callable[[K, int], T], warm_ups: int = 0
 ) -> dict[K, list[T]]:
@@ -68,17 +59,6 @@ def alternate(
         for kind in kinds if number % 2 == 0 else kinds[::-1]:
             found[kind].append(measure(kind, number))
     return {kind: results[warm_ups:] for kind, results in found.items()}
-
-
-def print_rates(rates: dict[str, list[float]], base: str) -> None:
-    """Prints the median rate of each kind, and its ratios to those of a base."""
-    for name, own in rates.items():
-        ratios = [rate / other for rate, other in zip(own, rates[base], strict=True)]
-        print(
-            f"{name:<16s} {statistics.median(own):8.1f} output tokens/s, ratio "
-            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); of the "
-            f"fastest runs {max(own) / max(rates[base]):.3f}"
-        )
 
 
 @contextmanager

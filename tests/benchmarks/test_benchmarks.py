@@ -15,26 +15,6 @@ from tpengine.config import EMBEDDED_MODEL
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
 
-def test_what_a_flood_costs(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [
-        *("--flood", "1000", "--long-tokens", "60", "--tokens", "8", "--outputs", "2"),
-        *("--seconds", "0.3", "--patience", "0.2", "--calibration", "3"),
-        *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
-    ]
-    assert main(["fairness", "--model", str(models.folder(PLAIN)), *sizes, *ENGINE]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^settings +device cpu, dtype float32", shown, re.MULTILINE), shown
-
-
-def test_what_adapters_and_grammars_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--streams", "2", "--prompt-tokens", "5", "--output-tokens", "2"]
-    sizes += ["--adapters", "2", "--rounds", "1"]
-    assert main(["features", "--model", EMBEDDED_MODEL, *sizes, *ENGINE]) == 0
-    shown = capsys.readouterr().out
-    for kind in ("without", "adapters", "schema", "regex"):
-        assert re.search(rf"(?m)^{kind} +[\d.]+ output tokens/s, ratio [\d.]+ ", shown), shown
-
-
 def test_the_scheduler_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scheduler", "--running", "8", "--waiting", "20", "--steps", "12"]) == 0
     assert re.search(r"median 0\.\d+ ms, p99 [\d.]+ ms a step", capsys.readouterr().out)

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,6 @@ Ask = Callable[..., str]
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", cpu_kv_cache_space=0.05, max_model_len=512) as llm:
-        yield llm
 
 
 def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:

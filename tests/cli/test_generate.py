@@ -23,10 +23,9 @@ PROMPT = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
-def completion() -> str:
-    with LLM(dtype="float32", cpu_kv_cache_space=0.05, max_model_len=512) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=12)
-        return llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
+def completion(llm: LLM) -> str:
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    return llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,7 @@
-"""Conversations of a client with a server, bounded in time, and what its streams say."""
+"""Calls of a client, and what its streams say."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -11,16 +10,6 @@ from tpengine.outputs import CompletionOutput, RequestOutput
 
 PATIENCE_S = 60.0
 Talk = Callable[[GenerationClient], Coroutine[Any, Any, Any]]
-
-
-def talk_with(target: str, talk: Talk, **options: Any) -> Any:
-    """What a coroutine returns that is given a client of this server."""
-
-    async def connected() -> Any:
-        async with GenerationClient(target, **options) as client:
-            return await asyncio.wait_for(talk(client), PATIENCE_S)
-
-    return asyncio.run(connected())
 
 
 async def collect(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:

@@ -20,7 +20,7 @@ from support.engines import greedy
 from support.server_process import ServerProcess, wait_until
 from support.servers import LASTING, MODEL_LENGTH
 
-from client.talks import PATIENCE_S, Talk, collect, joined_parts, talk_with
+from client.talks import PATIENCE_S, Talk, collect, joined_parts
 from tpengine import LLM, SamplingParams
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
@@ -47,15 +47,14 @@ LONG = greedy(LASTING)
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def check_output(server: ServerProcess, llm: LLM, prompt: str, params: SamplingParams) -> None:
+async def check_output(
+    server: ServerProcess, llm: LLM, prompt: str, params: SamplingParams
+) -> None:
     """The server gives what the offline engine gives, in one message and in a stream."""
     (offline,) = llm.generate(prompt, params, use_tqdm=False)
-
-    async def talk(client: GenerationClient) -> Any:
+    async with GenerationClient(server.target) as client:
         whole = await client.generate(prompt, params)
-        return whole, await collect(client.stream(prompt, params))
-
-    whole, parts = talk_with(server.target, talk)
+        parts = await collect(client.stream(prompt, params))
     assert whole.outputs == offline.outputs
     assert repr(whole.prompt_logprobs) == repr(offline.prompt_logprobs), "in the same order"
     assert whole.prompt == prompt
@@ -81,14 +80,14 @@ def check_output(server: ServerProcess, llm: LLM, prompt: str, params: SamplingP
         (FRANCE, {"max_tokens": 60, "stop_token_ids": [1152]}),
     ],
 )  # fmt: skip
-def test_outputs_are_those_of_the_engine(
+async def test_outputs_are_those_of_the_engine(
     server: ServerProcess, llm: LLM, prompt: str, fields: dict[str, Any]
 ) -> None:
-    check_output(server, llm, prompt, SamplingParams(**{"temperature": 0.0, **fields}))
+    await check_output(server, llm, prompt, SamplingParams(**{"temperature": 0.0, **fields}))
 
 
 @pytest.mark.parametrize("includes", [False, True])
-def test_a_stop_string_that_ends_inside_a_character(
+async def test_a_stop_string_that_ends_inside_a_character(
     server: ServerProcess, llm: LLM, includes: bool
 ) -> None:
     """Each token is one byte of a character: the stop matches inside the text of a token."""
@@ -99,13 +98,12 @@ def test_a_stop_string_that_ends_inside_a_character(
     cut = llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
     assert len(whole[1:3]) == 2
     assert cut == whole[: whole.index(whole[1:3])] + whole[1:3] * includes
-    check_output(server, llm, text, params)
+    await check_output(server, llm, text, params)
 
 
-def test_all_forms_of_a_prompt(server: ServerProcess, llm: LLM) -> None:
+async def test_all_forms_of_a_prompt(server: ServerProcess, llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello"}]
-
-    async def talk(client: GenerationClient) -> Any:
+    async with GenerationClient(server.target) as client:
         ids, chat_ids = await client.tokenize(PROMPT), await client.chat_token_ids(messages)
         by_text, by_ids = [await client.generate(one, greedy(8)) for one in (PROMPT, ids)]
         both: TokensPrompt = {"prompt": PROMPT, "prompt_token_ids": ids}  # type: ignore[typeddict-unknown-key]
@@ -127,8 +125,6 @@ def test_all_forms_of_a_prompt(server: ServerProcess, llm: LLM) -> None:
         assert await client.detokenize([0], False) == llm.get_tokenizer().decode([0])
         assert await client.tokenize("") == []
 
-    talk_with(server.target, talk)
-
 
 REFUSED: list[tuple[type[Exception], str, Talk]] = [
     (InvalidPromptError, "prompt", lambda c: c.generate([])),
@@ -147,12 +143,11 @@ REFUSED: list[tuple[type[Exception], str, Talk]] = [
 ]  # fmt: skip
 
 
-def test_errors_are_those_of_the_engine(
+async def test_errors_are_those_of_the_engine(
     server: ServerProcess, tight: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "GRACE_S", PATIENCE_S)  # a deadline the server tells of
-
-    async def refused(client: GenerationClient) -> None:
+    async with GenerationClient(server.target) as client:
         for kind, words, call in REFUSED:
             with pytest.raises(kind, match=words):
                 await call(client)
@@ -167,8 +162,7 @@ def test_errors_are_those_of_the_engine(
             await client.generate(PROMPT, request_id="mine")
         await stream.aclose()
         assert (await client.generate(PROMPT, greedy(1), request_id="mine")).finished
-
-    async def crowded(client: GenerationClient) -> None:
+    async with GenerationClient(tight.target) as client:
         calls = [asyncio.create_task(client.generate(PROMPT, LONG)) for _ in range(8)]
         with pytest.raises(QueueFullError) as full:
             await asyncio.gather(*calls)
@@ -176,18 +170,15 @@ def test_errors_are_those_of_the_engine(
         for call in calls:
             call.cancel()
         await asyncio.wait(calls)
-
-    talk_with(server.target, refused)
-    talk_with(tight.target, crowded)
     wait_until(lambda: tight.loads().num_open_calls == 0, PATIENCE_S)
-    with pytest.raises(ServerUnavailableError):
-        talk_with("127.0.0.1:1", lambda client: client.loads())
+    async with GenerationClient("127.0.0.1:1") as client:
+        with pytest.raises(ServerUnavailableError):
+            await client.loads()
 
 
-def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
+async def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
     """grpc reports both alike, and a task that takes it for a cancellation ends silently."""
-
-    async def talk(client: GenerationClient) -> None:
+    async with GenerationClient(tight.target) as client:
         stream = client.stream(PROMPT, LONG, request_id="gone")
         await anext(stream)
         assert await client.abort("gone")
@@ -195,10 +186,8 @@ def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
             await collect(stream)
         await stream.aclose()
 
-    talk_with(tight.target, talk)
 
-
-def test_leaving_a_stream_frees_its_blocks(server: ServerProcess) -> None:
+async def test_leaving_a_stream_frees_its_blocks(server: ServerProcess) -> None:
     """At once, not only when the connection closes, the call is collected or the output is full."""
 
     def num_aborted() -> float:
@@ -210,7 +199,7 @@ def test_leaving_a_stream_frees_its_blocks(server: ServerProcess) -> None:
     async def has_aborted(count: int) -> None:
         await asyncio.to_thread(wait_until, lambda: num_aborted() == before + count, PATIENCE_S)
 
-    async def talk(client: GenerationClient) -> None:
+    async with GenerationClient(server.target) as client:
         async for _ in client.stream(PROMPT, LONG):
             break
         await has_aborted(1)
@@ -226,15 +215,13 @@ def test_leaving_a_stream_frees_its_blocks(server: ServerProcess) -> None:
             await stream.athrow(ZeroDivisionError())
         await has_aborted(3)
         assert held.tb is not None
-
-    talk_with(server.target, talk)
     wait_until(lambda: server.loads().num_open_calls == 0, PATIENCE_S)
     wait_until(lambda: server.loads().num_running == 0, PATIENCE_S)
     assert server.loads().num_free_blocks == server.loads().num_total_blocks
 
 
-def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
-    async def talk(client: GenerationClient) -> None:
+async def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
+    async with GenerationClient(tight.target) as client:
         stream = client.stream(PROMPT, LONG)
         await anext(stream)
         os.kill(tight.pid, signal.SIGSTOP)
@@ -246,8 +233,6 @@ def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
                     await late.generate(PROMPT, LONG)
         finally:
             os.kill(tight.pid, signal.SIGCONT)
-
-    talk_with(tight.target, talk)
     wait_until(lambda: tight.loads().num_open_calls == 0, PATIENCE_S)
 
 

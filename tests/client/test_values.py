@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from server.guarded import guarded_server
+from support.engines import greedy
 from support.server_process import ServerProcess
 
-from client.talks import Talk, talk_with
+from client.talks import Talk
 from tpengine import LLM, SamplingParams
 from tpengine.client.client_messages import to_request
 from tpengine.client.generation_client import ClientTLS, GenerationClient
@@ -75,58 +76,51 @@ def test_parameters_that_do_not_fit(name: str, params: SamplingParams) -> None:
         (RequestError, "service", lambda c: c.health(LONE)),
     ],
 )
-def test_arguments_that_cannot_be_sent(kind: type[RequestError], words: str, talk: Talk) -> None:
+async def test_arguments_that_cannot_be_sent(
+    kind: type[RequestError], words: str, talk: Talk
+) -> None:
     """No server runs there: the client refuses them itself."""
-
-    async def refused(client: GenerationClient) -> None:
+    async with GenerationClient("127.0.0.1:1") as client:
         with pytest.raises(kind, match=words):
             await talk(client)
 
-    talk_with("127.0.0.1:1", refused)
 
-
-def test_numbers_that_mean_the_same_are_sent(server: ServerProcess, llm: LLM) -> None:
+async def test_numbers_that_mean_the_same_are_sent(server: ServerProcess, llm: LLM) -> None:
     """In process these numbers may have any size."""
     params = SamplingParams(
         max_tokens=HUGE, seed=2**64 - 1, temperature=0.9, stop=["."], logprobs=0
     )
     (offline,) = llm.generate(PROMPT, params, use_tqdm=False)
-
-    async def talk(client: GenerationClient) -> Any:
-        return await client.generate(PROMPT, params)
-
-    assert talk_with(server.target, talk).outputs == offline.outputs
+    async with GenerationClient(server.target) as client:
+        assert (await client.generate(PROMPT, params)).outputs == offline.outputs
     huge = SamplingParams(max_tokens=HUGE, min_tokens=HUGE, top_k=HUGE)
     sampling = to_request(PROMPT, huge, None, 0, None).sampling
     assert {sampling.max_tokens, sampling.min_tokens} == {2**31 - 1}
     assert sampling.top_k == -1, "it keeps all tokens, as this does"
 
 
-def test_any_time(server: ServerProcess) -> None:
+async def test_any_time(server: ServerProcess) -> None:
     """Infinity and centuries are no limit; a negative time has passed already."""
     few = SamplingParams(max_tokens=2)
+    for always in (math.inf, 1e300):
+        async with GenerationClient(
+            server.target, timeout_s=always, call_timeout_s=always
+        ) as client:
+            for seconds in (math.inf, 1e300, 10**400, 1e9):
+                assert (await client.generate(PROMPT, few, timeout_s=seconds)).finished
+                assert (await client.generate(PROMPT, few, max_queue_s=seconds)).finished
+            for seconds in (-math.inf, -1e300, -1.0):
+                with pytest.raises(DeadlineExceededError):
+                    await client.generate(PROMPT, greedy(400), timeout_s=seconds)
+            assert await client.tokenize(PROMPT)
 
-    async def talk(client: GenerationClient) -> None:
-        for seconds in (math.inf, 1e300, 10**400, 1e9):
-            assert (await client.generate(PROMPT, few, timeout_s=seconds)).finished
-            assert (await client.generate(PROMPT, few, max_queue_s=seconds)).finished
-        for seconds in (-math.inf, -1e300, -1.0):
-            with pytest.raises(DeadlineExceededError):
-                await client.generate(PROMPT, SamplingParams(max_tokens=400), timeout_s=seconds)
-        assert await client.tokenize(PROMPT)
 
-    for seconds in (math.inf, 1e300):
-        talk_with(server.target, talk, timeout_s=seconds, call_timeout_s=seconds)
-
-
-def test_the_longest_drain() -> None:
-    async def talk(client: GenerationClient) -> int:
-        with pytest.raises(RequestError, match="timeout_ms must be at least 0"):
-            await client.drain(-math.inf)
-        return await client.drain(math.inf)
-
+async def test_the_longest_drain() -> None:
     with guarded_server(Authenticator([], [TOKEN])) as target:
-        assert talk_with(target, talk, token=TOKEN) == 0
+        async with GenerationClient(target, token=TOKEN) as client:
+            with pytest.raises(RequestError, match="timeout_ms must be at least 0"):
+                await client.drain(-math.inf)
+            assert await client.drain(math.inf) == 0
 
 
 @pytest.mark.parametrize(

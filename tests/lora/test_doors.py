@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 import pytest
+from server.calls import TIMEOUT_S, long_request, token_files
+from server.calls import ids as token_ids
+from server.http.openai_door import Door
 from support.adapters import Adapters
-from support.server_process import ServerProcess
+from support.server_process import ServerProcess, serving
 
 from tpengine import EngineArgs
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.errors import ConfigError
-from tpengine.proto import tpengine_pb2 as pb
 from tpengine.server.server_args import ServerArgs
 
 ADMIN = "an-admin-token-of-24-ch."
@@ -35,57 +35,39 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 def server(adapters: Adapters, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server whose one slot serves `first` from the start; its folder has the other adapters."""
     root = tmp_path_factory.mktemp("server")
-    token_file = root / "token"
-    token_file.write_text(ADMIN)
-    token_file.chmod(0o600)
     first = adapters.requests["first"].lora_path
     options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--http-port", "0"]
     options += ["--enable-lora", "--lora-modules", f"first={first}", "--max-model-len", "256"]
-    options += ["--lora-folder", str(Path(first).parent), "--admin-token-file", str(token_file)]
-    with ServerProcess(*options, log=root / "log") as process:
+    options += ["--lora-folder", str(Path(first).parent), *token_files(root, admin=ADMIN)]
+    with serving(root, *options) as process:
         yield process
-    assert "Traceback" not in (root / "log").read_text()
 
 
 def call(
-    server: ServerProcess, path: str, body: Any = None, token: str | None = None
-) -> tuple[int, Any]:
+    server: ServerProcess, path: str, body: Any = None, token: str = ""
+) -> tuple[int, dict[str, Any]]:
     """Status and answer of a call over HTTP; without a body it is a GET."""
-    connection = http.client.HTTPConnection(urlsplit(server.http_address).netloc, timeout=60.0)
-    headers = {"content-type": "application/json"}
-    if token is not None:
-        headers["authorization"] = f"Bearer {token}"
-    connection.request("GET" if body is None else "POST", path, json.dumps(body), headers)
-    with connection.getresponse() as answer:
-        text = answer.read().decode()
-        return answer.status, json.loads(text) if text.startswith("{") else text
+    with Door(server.http_address, token).open(path, body) as answer:
+        text = answer.read()
+        return answer.status, json.loads(text) if text.startswith(b"{") else {}
 
 
-def over_http(
-    server: ServerProcess, model: str, prompt: list[int], num_tokens: int = NUM_TOKENS
-) -> tuple[str, tuple[int, ...]]:
+def over_http(server: ServerProcess, model: str, prompt: list[int]) -> tuple[str, tuple[int, ...]]:
     """The name in the answer, and its ids."""
-    body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
-    status, answer = call(
-        server, "/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True}
-    )
-    assert status == 200, answer
+    body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    answer = Door(server.http_address).whole("completions", body)
     return answer["model"], tuple(answer["choices"][0]["token_ids"])
 
 
-def over_grpc(
-    server: ServerProcess, model: str, prompt: list[int], num_tokens: int = NUM_TOKENS
-) -> tuple[int, ...]:
-    sampling = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    ids = pb.TokenIds(ids=prompt)
-    message = pb.GenerateRequest(model=model, prompt_token_ids=ids, sampling=sampling)
-    return tuple(server.stub.Generate(message, timeout=60.0).outputs[0].token_ids)
+def over_grpc(server: ServerProcess, model: str, prompt: list[int]) -> tuple[int, ...]:
+    message = long_request(NUM_TOKENS, model=model, prompt_token_ids=token_ids(*prompt))
+    return tuple(server.stub.Generate(message, timeout=TIMEOUT_S).outputs[0].token_ids)
 
 
 def names(server: ServerProcess) -> dict[str, str | None]:
     """The served names, and of which model each is an adapter."""
-    status, found = call(server, "/v1/models")
-    assert status == 200
+    _, found = call(server, "/v1/models")
     return {one["id"]: one.get("parent") for one in found["data"]}
 
 
@@ -137,9 +119,8 @@ def test_an_adapter_is_loaded_and_unloaded(server: ServerProcess, adapters: Adap
         assert name is not None
         assert over_http(server, name, prompt) == (name, answer.token_ids[:NUM_TOKENS])
     (_, prompt), _ = jobs
-    message = pb.GenerateRequest(model="second", prompt_token_ids=pb.TokenIds(ids=prompt))
-    message.sampling.CopyFrom(pb.SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
-    stream = server.stub.GenerateStream(message, timeout=60.0)
+    message = long_request(64, model="second", prompt_token_ids=token_ids(*prompt))
+    stream = server.stub.GenerateStream(message, timeout=TIMEOUT_S)
     found = list(next(stream).outputs[0].token_ids)
     assert call(server, unload, {"lora_name": "second"}, ADMIN)[0] == 200
     for output in stream:  # it keeps its adapter

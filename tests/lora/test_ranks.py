@@ -6,21 +6,19 @@ import itertools
 import os
 import signal
 
-import pytest
-from executor.ray_engines import executor_of, ray_engine
+from executor.ray_engines import executor_of, rank_engine
 from support.adapters import Adapters, assert_as_peft
 from support.engines import greedy, serve
 
 from lora.conftest import EIGHT
 
 
-@pytest.mark.timeout(300)
-def test_a_rank_is_killed(ray_address: str, eight: Adapters) -> None:
+def test_a_rank_is_killed(eight: Adapters) -> None:
     """Eight adapters and none share three slots and few blocks; the next group gets the adapters
     that the lost one had, and every request ends as in PEFT."""
     jobs = eight.jobs([None, *EIGHT], [70, 9])
     args = {"max_loras": 3, "max_lora_rank": 64, "max_num_batched_tokens": 32}
-    with ray_engine(
+    with rank_engine(
         eight.base, 2, enable_lora=True, num_device_blocks_override=24, max_model_len=256, **args
     ) as engine:
         num_steps = itertools.count(1)

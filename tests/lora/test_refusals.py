@@ -53,23 +53,14 @@ def refusal(engine: LLMEngine, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("bias", "all"),
-        ("modules_to_save", ["lm_head"]),
-        ("use_dora", True),
-        ("lora_bias", True),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
-        ("trainable_token_indices", [1, 2]),
-        ("layer_replication", [[0, 2]]),
-        ("alora_invocation_tokens", [5]),
-        ("use_qalora", True),
-        ("arrow_config", {"top_k": 1}),
-        ("megatron_config", {"tp": 2}),
-        ("init_lora_weights", "pissa_niter_4"),
-        ("init_lora_weights", "loftq"),
-        ("peft_type", "LOHA"),
+        ("bias", "all"), ("modules_to_save", ["lm_head"]), ("use_dora", True), ("lora_bias", True),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]), ("trainable_token_indices", [1, 2]),
+        ("layer_replication", [[0, 2]]), ("alora_invocation_tokens", [5]), ("use_qalora", True),
+        ("arrow_config", {"top_k": 1}), ("megatron_config", {"tp": 2}), ("peft_type", "LOHA"),
+        ("init_lora_weights", "pissa_niter_4"), ("init_lora_weights", "loftq"),
         ("a_key_of_tomorrow", 1),
     ],
-)
+)  # fmt: skip
 def test_a_field_that_changes_the_forward_pass(
     engine: LLMEngine, folder: Path, key: str, value: Any
 ) -> None:

@@ -18,7 +18,7 @@ from tpengine.server.grpc.server import GrpcServer
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @contextmanager

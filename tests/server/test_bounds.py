@@ -10,8 +10,8 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,22 +89,19 @@ async def code(call: Any) -> grpc.StatusCode:
     return await asyncio.wait_for(call.code(), TIMEOUT_S)
 
 
-def on_channel(target: str, use: Callable[[grpc.aio.Channel], Awaitable[None]]) -> None:
-    async def run() -> None:
+@asynccontextmanager
+async def channel_to(*args: Any, **options: Any) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a server without an engine."""
+    with guarded_server(*args, **options) as target:
         async with grpc.aio.insecure_channel(target) as channel:
-            await use(channel)
-
-    asyncio.run(run())
+            yield channel
 
 
 @pytest.mark.parametrize("name", ["Generate", "GenerateStream", "Tokenize", "Drain"])
-def test_a_client_without_a_token_is_refused_before_its_message(name: str) -> None:
-    async def park(channel: grpc.aio.Channel) -> None:
+async def test_a_client_without_a_token_is_refused_before_its_message(name: str) -> None:
+    async with channel_to(Authenticator([TOKEN])) as channel:
         call = channel.stream_unary(SERVICE + name)()  # neither message, nor token, nor deadline
         assert await code(call) is Code.UNAUTHENTICATED
-
-    with guarded_server(Authenticator([TOKEN])) as target:
-        on_channel(target, park)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +111,9 @@ def test_a_client_without_a_token_is_refused_before_its_message(name: str) -> No
         (Limits(max_client_requests=4), "one client may have 4 (--max-client-requests)"),
     ],
 )
-def test_open_calls_are_bounded(limits: Limits, words: str) -> None:
+async def test_open_calls_are_bounded(limits: Limits, words: str) -> None:
     path = SERVICE + "Generate"
-
-    async def park(channel: grpc.aio.Channel) -> None:
+    async with channel_to(limits=limits) as channel:
         open_call = channel.stream_unary(path)
         # They arrive in any order: any one of them is one too many.
         calls = [open_call() for _ in range(5)]
@@ -140,9 +136,6 @@ def test_open_calls_are_bounded(limits: Limits, words: str) -> None:
         for call in calls:
             call.cancel()
         await asyncio.wait(waits, timeout=TIMEOUT_S)
-
-    with guarded_server(limits=limits) as target:
-        on_channel(target, park)
 
 
 def test_an_address_is_that_of_a_machine() -> None:
@@ -186,16 +179,13 @@ def test_probes_are_answered_beside_calls_without_a_message() -> None:
         ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", True),
     ],
 )
-def test_a_message_must_arrive_in_time(path: str, is_silent: bool) -> None:
-    async def park(channel: grpc.aio.Channel) -> None:
+async def test_a_message_must_arrive_in_time(path: str, is_silent: bool) -> None:
+    async with channel_to(limits=Limits(message_s=0.05) if is_silent else None) as channel:
         call = channel.stream_stream(path)()
         if not is_silent:
             await call.done_writing()
         assert await code(call) is Code.INVALID_ARGUMENT
         assert ("0.05 s" in await call.details()) == is_silent
-
-    with guarded_server(limits=Limits(message_s=0.05) if is_silent else None) as target:
-        on_channel(target, park)
 
 
 def test_calls_wait_while_the_loop_is_busy() -> None:
@@ -225,30 +215,26 @@ def test_calls_wait_while_the_loop_is_busy() -> None:
     assert set(ends) == {Code.UNAUTHENTICATED.value[0]}
 
 
-def test_a_call_that_gives_way_takes_no_other_calls_place() -> None:
+async def test_a_call_that_gives_way_takes_no_other_calls_place() -> None:
     """When it wakes, a later call has ended."""
+    calls = UntrustedCalls(Limits(max_host_health_calls=1, health_message_s=2 * TIMEOUT_S))
+    gave_way, came = asyncio.Event(), asyncio.Event()
 
-    async def give_way() -> None:
-        calls = UntrustedCalls(Limits(max_host_health_calls=1, health_message_s=2 * TIMEOUT_S))
-        gave_way, came = asyncio.Event(), asyncio.Event()
-
-        async def begin_first() -> None:
-            async with calls.message_of("a"):
-                try:
-                    await asyncio.sleep(3 * TIMEOUT_S)
-                finally:
-                    gave_way.set()
-                    await came.wait()
-
-        first = asyncio.create_task(begin_first())
-        await asyncio.sleep(0)
+    async def begin_first() -> None:
         async with calls.message_of("a"):
-            await asyncio.wait_for(gave_way.wait(), TIMEOUT_S)
-        came.set()
-        with pytest.raises(TimeoutError):
-            await first
+            try:
+                await asyncio.sleep(3 * TIMEOUT_S)
+            finally:
+                gave_way.set()
+                await came.wait()
 
-    asyncio.run(give_way())
+    first = asyncio.create_task(begin_first())
+    await asyncio.sleep(0)
+    async with calls.message_of("a"):
+        await asyncio.wait_for(gave_way.wait(), TIMEOUT_S)
+    came.set()
+    with pytest.raises(TimeoutError):
+        await first
 
 
 def test_a_connection_gets_its_limit_of_calls() -> None:
@@ -269,19 +255,15 @@ def test_a_connection_gets_its_limit_of_calls() -> None:
         (_sampling(logit_bias=dict.fromkeys(range(16385), 1.0)), "logit_bias"),
     ],
 )
-def test_entries_are_counted_before_they_are_parsed(
+async def test_entries_are_counted_before_they_are_parsed(
     request_: pb.GenerateRequest, name: str
 ) -> None:
     """The server still loads: a message that was parsed is answered with UNAVAILABLE."""
     data = request_.SerializeToString()
-
-    async def send(channel: grpc.aio.Channel) -> None:
+    async with channel_to() as channel:
         call = channel.unary_unary(SERVICE + "Generate")(data)
         assert await code(call) is Code.INVALID_ARGUMENT
         assert f"entries of {name}" in await call.details()
-
-    with guarded_server() as target:
-        on_channel(target, send)
 
 
 def test_messages_that_are_none_are_left_to_the_parser() -> None:
@@ -291,30 +273,27 @@ def test_messages_that_are_none_are_left_to_the_parser() -> None:
         check_fields(b"\xf8\x07\x01" * 70_000, pb.GenerateRequest.DESCRIPTOR, Limits())
 
 
-def test_watchers_are_bounded_by_host_and_in_total() -> None:
-    async def watch() -> None:
-        servicer = HealthServicer(64)
-        request = health_pb2.HealthCheckRequest()
+async def test_watchers_are_bounded_by_host_and_in_total() -> None:
+    servicer = HealthServicer(64)
+    request = health_pb2.HealthCheckRequest()
 
-        def begin(host: str, port: int) -> Any:
-            return servicer.Watch(request, SimpleNamespace(peer=lambda: f"ipv4:{host}:{port}"))
+    def begin(host: str, port: int) -> Any:
+        return servicer.Watch(request, SimpleNamespace(peer=lambda: f"ipv4:{host}:{port}"))
 
-        open_ones = []
-        for host in range(MAX_WATCHERS // 64):
-            for port in range(64):
-                open_ones.append(begin(f"10.0.0.{host}", port))
-                await anext(open_ones[-1])
-            with pytest.raises(QueueFullError, match="64 of them from your address") as caught:
-                await anext(begin(f"10.0.0.{host}", 99))
-            assert caught.value.retry_after_s > 0
-        with pytest.raises(QueueFullError, match=r"1024 calls watch.*; 0 of them"):
-            await anext(begin("10.0.0.99", 1))
-        await open_ones[0].aclose()
+    open_ones = []
+    for host in range(MAX_WATCHERS // 64):
+        for port in range(64):
+            open_ones.append(begin(f"10.0.0.{host}", port))
+            await anext(open_ones[-1])
+        with pytest.raises(QueueFullError, match="64 of them from your address") as caught:
+            await anext(begin(f"10.0.0.{host}", 99))
+        assert caught.value.retry_after_s > 0
+    with pytest.raises(QueueFullError, match=r"1024 calls watch.*; 0 of them"):
         await anext(begin("10.0.0.99", 1))
-        for one in open_ones:
-            await one.aclose()
-
-    asyncio.run(watch())
+    await open_ones[0].aclose()
+    await anext(begin("10.0.0.99", 1))
+    for one in open_ones:
+        await one.aclose()
 
 
 def test_clients_that_do_not_read_lose_their_places(strict: ServerProcess) -> None:

@@ -93,11 +93,10 @@ def client(servers: Servers) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def offline() -> Outputs:
+def offline(llm: LLM) -> Outputs:
     """A long completion, and an answer."""
-    with LLM(dtype="float32", num_device_blocks_override=256) as llm:
-        (long,) = llm.generate(PROMPT, greedy(NUM_TOKENS), use_tqdm=False)
-        (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    (long,) = llm.generate(PROMPT, greedy(NUM_TOKENS), use_tqdm=False)
+    (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     return [one.outputs[0] for one in (long, answer)]
 
 

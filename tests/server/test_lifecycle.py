@@ -85,7 +85,7 @@ class Guarded:
         authority = Authority.make(folder)
         files = authority.sign("server", folder)
         options = ["--host", "127.0.0.1", "--tls-cert", files.certificate, "--tls-key", files.key]
-        options += ["--http-port", "0", "--drain-timeout", "60"]
+        options += ["--http-port", "0", "--drain-timeout", "300"]
         options += token_files(folder, TOKEN, admin=ADMIN)
         self.process = ServerProcess(*SMALL, *options, log=folder / "log")
         context = ssl.create_default_context(cafile=authority.certificate)
@@ -148,11 +148,11 @@ def test_a_drain_and_the_signal_after_it(guarded: Guarded) -> None:
     ready = Watcher(guarded.channel, "readiness")
     alive = Watcher(guarded.channel, "liveness")
     wait_until(lambda: ready.said == [SERVING] and alive.said == [SERVING], TIMEOUT_S)
-    long = long_request(1500)
+    long = long_request(800)
     stream = stub.GenerateStream(long, **as_client(TOKEN))
     num_tokens = len(next(stream).outputs[0].token_ids)
     unary = stub.Generate.future(long, **as_client(TOKEN))
-    http_stream = guarded.door.open("completions", {**LONG, "max_tokens": 1500, "stream": True})
+    http_stream = guarded.door.open("completions", {**LONG, "max_tokens": 800, "stream": True})
     assert "uvloop" in Path(f"/proc/{process.pid}/maps").read_text()
     assert (guarded.door.open("/health").status, guarded.door.open("/ready").status) == (200, 200)
     wait_until(
@@ -172,34 +172,14 @@ def test_a_drain_and_the_signal_after_it(guarded: Guarded) -> None:
         num_tokens += len(last.outputs[0].token_ids)
     assert last is not None
     assert last.finished
-    assert num_tokens == 1500
-    assert unary.result(END_S).usage.num_output_tokens == 1500
+    assert num_tokens == 800
+    assert unary.result(END_S).usage.num_output_tokens == 800
     assert last_event(http_stream) is None
     assert process.wait(END_S) == 0
     assert alive.said == [SERVING]
     for watcher in (ready, alive):
         watcher.close()
     assert not session(process.pid)
-
-
-def test_drain_by_call_is_bounded(tmp_path: Path) -> None:
-    """A request that has not finished by then is aborted with an error; the exit code is 0."""
-    options = [*token_files(tmp_path, admin=ADMIN), "--disable-log-requests"]
-    options += ["--served-model-name", "one", "two"]
-    with (
-        ServerProcess(*SMALL, *options, log=tmp_path / "log") as server,
-        waiting(server.stub, long_request(2000, model="two")) as call,
-    ):
-        wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
-        assert server.stub.GetModelInfo(pb.GetModelInfoRequest()).model == "one"
-        drain = pb.DrainRequest(timeout_ms=100)
-        assert refused(server.stub.Drain, drain).code is Code.PERMISSION_DENIED
-        assert server.stub.Drain(drain, **as_client(ADMIN)).num_open_calls == 1
-        assert refused(server.stub.Generate, long_request(1)).code is Code.UNAVAILABLE
-        assert call["done"].wait(TIMEOUT_S)
-        assert call["outcome"].code is Code.UNAVAILABLE
-        assert server.process.wait(END_S) == 0
-        assert "request '" not in server.log.read_text()
 
 
 @pytest.mark.parametrize("both_at_once", [True, pytest.param(False, marks=pytest.mark.soak)])

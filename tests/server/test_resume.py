@@ -98,6 +98,18 @@ class Door:
         self.after = 0
         self.positions = [0]
 
+    def open(
+        self, key: str, after: int = 0, length: int = LONG, window_s: float = WINDOW_S,
+        token: str = ONE,
+    ) -> Any:  # fmt: skip
+        """A stream that begins, or goes on after a position."""
+        self.keys.add(key)
+        self.after = after
+        return self.begin(key, after, length, window_s, token)
+
+    def begin(self, key: str, after: int, length: int, window_s: float, token: str) -> Any:
+        raise NotImplementedError
+
     def abort(self, key: str, token: str = ADMIN) -> bool:
         request = pb.AbortRequest(request_id=key)
         return self.server.stub.Abort(request, **as_client(token)).aborted
@@ -111,12 +123,7 @@ class Door:
 class Grpc(Door):
     """Over gRPC; a position is a number of tokens."""
 
-    def open(
-        self, key: str, after: int = 0, length: int = LONG, window_s: float = WINDOW_S,
-        token: str = ONE,
-    ) -> Any:  # fmt: skip
-        self.keys.add(key)
-        self.after = after
+    def begin(self, key: str, after: int, length: int, window_s: float, token: str) -> Any:
         request = long_request(length, request_id=key, resume_window_s=window_s, resume_from=after)
         return self.server.stub.GenerateStream(request, **as_client(token))
 
@@ -146,12 +153,7 @@ class Grpc(Door):
 class Http(Door):
     """Over HTTP; a position is the id of an event."""
 
-    def open(
-        self, key: str, after: int = 0, length: int = LONG, window_s: float = WINDOW_S,
-        token: str = ONE,
-    ) -> Any:  # fmt: skip
-        self.keys.add(key)
-        self.after = after
+    def begin(self, key: str, after: int, length: int, window_s: float, token: str) -> Any:
         body = {"prompt": [5, 6, 7], "max_tokens": length, "ignore_eos": True, "stream": True}
         body |= {"temperature": 0.0, "return_token_ids": True, "detokenize": False}
         headers = {"idempotency-key": key, "x-request-id": key, "x-resume-window": str(window_s)}
@@ -473,45 +475,47 @@ def test_our_client_tells_that_a_stream_is_lost(server: ServerProcess) -> None:
         asyncio.run(cut_once(server, lambda _: Grpc(server).abort("once")))
 
 
-def test_our_client_ends_what_it_leaves(server: ServerProcess) -> None:
+async def test_our_client_ends_what_it_leaves(server: ServerProcess) -> None:
     async def num_kept() -> int:
         return (await asyncio.to_thread(loads, server)).num_kept_streams
 
-    async def talk() -> None:
-        async with GenerationClient(server.target, token=ONE) as client:
-            left, cancelled, open_one = [
-                client.stream([5, 6, 7], {"max_tokens": LONG, "ignore_eos": True}) for _ in range(3)
-            ]
-            await anext(left)
-            assert await num_kept() == 1
-            await left.aclose()
-            assert await num_kept() == 0
-            await anext(cancelled)
-            reading = asyncio.create_task(collect(cancelled))
-            await asyncio.sleep(0)
-            reading.cancel()
-            await asyncio.wait([reading])
-            assert await num_kept() == 0
-            await anext(open_one)
+    async with GenerationClient(server.target, token=ONE) as client:
+        left, cancelled, open_one = [
+            client.stream([5, 6, 7], {"max_tokens": LONG, "ignore_eos": True}) for _ in range(3)
+        ]
+        await anext(left)
+        assert await num_kept() == 1
+        await left.aclose()
         assert await num_kept() == 0
+        await anext(cancelled)
+        reading = asyncio.create_task(collect(cancelled))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading])
+        assert await num_kept() == 0
+        await anext(open_one)
+    assert await num_kept() == 0
 
-    asyncio.run(talk())
-    with pytest.raises(InvalidPriorityError):  # an answer is no reason to try again
+
+def test_our_client_takes_an_answer_for_no_reason_to_try_again(server: ServerProcess) -> None:
+    with pytest.raises(InvalidPriorityError):
         asyncio.run(cut_once(server, print, priority=1, resume_window_s=WINDOW_S))
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that loses its rank, and is drained by the last test that has it."""
-    options = ["--http-port", "0", "--resume-window", str(WINDOW_S), "--drain-timeout", "1"]
-    log = tmp_path_factory.mktemp("alone") / "log"
-    with ServerProcess(*OPTIONS, *options, "--isolate", log=log) as process:
+    folder = tmp_path_factory.mktemp("alone")
+    options = ["--http-port", "0", "--resume-window", str(WINDOW_S), "--isolate"]
+    options += ["--served-model-name", "one", "two", "--disable-log-requests"]
+    options += token_files(folder, ONE, admin=ADMIN)
+    with ServerProcess(*OPTIONS, *options, log=folder / "log") as process:
         yield process
 
 
 def test_a_rank_is_lost_while_no_client_reads(alone: ServerProcess) -> None:
     def about() -> Any:
-        return alone.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
+        return alone.stub.GetServerInfo(pb.GetServerInfoRequest(), **as_client(ONE))
 
     doors = [Grpc(alone), Http(alone)]
     wanted = doors[0].read(doors[0].open("undisturbed", length=800))
@@ -625,17 +629,23 @@ def test_cut_streams_end_with_the_output_of_uncut_ones(server: ServerProcess, co
 
 
 def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess) -> None:
-    """The last test of this server."""
-    doors = [Grpc(alone), Http(alone)]
+    """The last test of this server. What has not finished in time is aborted with an error."""
+    stub, doors = alone.stub, [Grpc(alone), Http(alone)]
+    assert stub.GetModelInfo(pb.GetModelInfoRequest(), **as_client(ONE)).model == "one"
+    unary = stub.Generate.future(long_request(LONG, model="two"), **as_client(ONE))
     read, left = ([(door, door.open(f"{key}-{place}")) for place, door in enumerate(doors)]
                   for key in ("read", "left"))  # fmt: skip
     for door, stream in (*read, *left):
         door.read(stream, 2)
     for door, stream in left:
         door.leave(stream)
-    alone.process.send_signal(signal.SIGTERM)
+    drain = pb.DrainRequest(timeout_ms=1000)
+    assert refused(stub.Drain, drain, metadata=bearer(ONE)).code is Code.PERMISSION_DENIED
+    stub.Drain(drain, **as_client(ADMIN))
     _, over_http = doors
     again = over_http.open("left-1", after=2)  # while it drains
     for door, stream in (*read, (over_http, again)):
         assert door.fault(stream) == "draining"
+    assert refused(lambda timeout: unary.result(timeout)).code is Code.UNAVAILABLE
     assert alone.process.wait(TIMEOUT_S) == 0
+    assert "request '" not in alone.log.read_text()

@@ -58,12 +58,12 @@ def _lives(server: ServerProcess) -> Iterator[None]:
 def patient(server: ServerProcess) -> Iterator[Watcher]:
     """A client that only waits and pings while the other tests run."""
     options = [
-        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_time_ms", 300),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
     ]
     with grpc.insecure_channel(server.target, options) as channel:
-        watcher = Watcher(channel, "liveness", timeout_s=13.0)
+        watcher = Watcher(channel, "liveness", timeout_s=5.0)
         yield watcher
         watcher.close()
 

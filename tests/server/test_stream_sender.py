@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import gc
 import random
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 from support.deltas import delta
@@ -55,24 +51,6 @@ class Connection:
         return [list(message.outputs[0].token_ids) for message in self.messages]
 
 
-def bounded(check: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs a test in an event loop, in which no exception may be lost."""
-
-    @functools.wraps(check)
-    def run(**given: Any) -> None:
-        async def watched() -> None:
-            unheard: list[dict[str, Any]] = []
-            asyncio.get_running_loop().set_exception_handler(lambda _, what: unheard.append(what))
-            await asyncio.wait_for(check(**given), WAIT_S)
-            gc.collect()
-            await asyncio.sleep(0)
-            assert not unheard
-
-        asyncio.run(watched())
-
-    return run
-
-
 def begin(is_fast: bool = True) -> tuple[Mailbox, Connection, asyncio.Task[None]]:
     """A mailbox whose outputs a task sends over a connection."""
     box, connection = Mailbox(merges=True), Connection(is_fast)
@@ -85,7 +63,6 @@ async def _turns(count: int = 8) -> None:
         await asyncio.sleep(0)
 
 
-@bounded
 async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
     box, connection, sending = begin()
     await _turns()
@@ -109,7 +86,6 @@ async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@bounded
 async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
     rng = random.Random(seed)
 
@@ -131,7 +107,6 @@ async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-@bounded
 async def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
     box, connection, sending = begin(is_fast)
     await _turns()
@@ -146,7 +121,6 @@ async def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
     assert connection.token_ids == ([[1], [2]] if is_fast else [[1]])
 
 
-@bounded
 async def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
     async def broken(message: pb.GenerateResponse) -> None:
         raise OSError("no connection")
@@ -169,7 +143,6 @@ async def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
-@bounded
 async def test_a_stream_that_is_left_leaves_nothing(num_tokens: int) -> None:
     box, connection, sending = begin(is_fast=False)
     await _turns()

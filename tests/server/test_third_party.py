@@ -19,14 +19,6 @@ PROMPT, NUM_TOKENS = "Once upon a time", 12
 PATIENCE_S = 60
 
 
-@pytest.fixture(scope="module")
-def answer() -> list[int]:
-    """Token ids of the offline engine."""
-    with LLM(dtype="float32", num_device_blocks_override=256) as llm:
-        (output,) = llm.generate(PROMPT, greedy(NUM_TOKENS), use_tqdm=False)
-    return list(output.outputs[0].token_ids)
-
-
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
@@ -59,7 +51,8 @@ def test_buf_asks_for_health(server: ServerProcess) -> None:
     assert json.loads(_curl(server.target, *words)) == {"status": "SERVING"}
 
 
-def test_buf_reads_a_stream(server: ServerProcess, answer: list[int]) -> None:
+def test_buf_reads_a_stream(server: ServerProcess, llm: LLM) -> None:
+    (offline,) = llm.generate(PROMPT, greedy(NUM_TOKENS), use_tqdm=False)
     request = {
         "prompt": PROMPT,
         "sampling": {"temperature": 0, "maxTokens": NUM_TOKENS, "ignoreEos": True},
@@ -67,6 +60,8 @@ def test_buf_reads_a_stream(server: ServerProcess, answer: list[int]) -> None:
     words = ["-d", json.dumps(request), f"/{SERVICE}/GenerateStream"]
     messages = _json_stream(_curl(server.target, *words))
     outputs = [output for message in messages for output in message.get("outputs", [])]
-    assert [token for output in outputs for token in output.get("tokenIds", [])] == answer
+    assert [token for output in outputs for token in output.get("tokenIds", [])] == [
+        *offline.outputs[0].token_ids
+    ]
     assert messages[-1]["finished"]
     assert outputs[-1]["finishReason"] == "FINISH_REASON_LENGTH"

@@ -13,7 +13,7 @@ import pytest
 
 from tpengine.server.grpc import server as grpc_server
 
-NUM_EVENTS, WAIT_S = 200, 20.0
+NUM_EVENTS, WAIT_S = 200, 60.0
 """The socket holds only a few hundred bytes."""
 
 

@@ -62,7 +62,7 @@ class Footprint:
         return more
 
 
-def assert_settles(server: ServerProcess, before: Footprint, timeout_s: float = 20.0) -> None:
+def assert_settles(server: ServerProcess, before: Footprint, timeout_s: float = 60.0) -> None:
     """Waits until the server holds nothing that it did not hold before."""
     deadline = time.monotonic() + timeout_s
     while more := Footprint.of(server).more_than(before):

@@ -31,13 +31,11 @@ CHAT = {**GREEDY, "messages": [{"role": "user", "content": PROMPT}]}
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, Any]:
+def answers(llm: LLM) -> dict[str, Any]:
     """Texts of the offline engine, for the prompt as it is and as a message; tokens of that one."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    with LLM(dtype="float32", num_device_blocks_override=256) as llm:
-        (text,) = llm.generate(PROMPT, params, use_tqdm=False)
-        messages = [{"role": "user", "content": PROMPT}]
-        (chat,) = llm.chat(messages, params, use_tqdm=False)
+    (text,) = llm.generate(PROMPT, params, use_tqdm=False)
+    (chat,) = llm.chat(CHAT["messages"], params, use_tqdm=False)
     texts = {"text": text.outputs[0].text, "chat": chat.outputs[0].text}
     return {**texts, "num_chat_tokens": len(chat.outputs[0].token_ids)}
 
@@ -98,7 +96,7 @@ def test_openai(server: ServerProcess, answers: dict[str, Any]) -> None:
     assert {one.message.content for one in (first, second, streamed)} == {answers["chat"]}
 
 
-def test_openai_at_once(server: ServerProcess, answers: dict[str, Any]) -> None:
+async def test_openai_at_once(server: ServerProcess, answers: dict[str, Any]) -> None:
     """Eight streams at once; a crowd that finds the queue full, without and with retries: the
     package waits as long as Retry-After says, and asks again."""
 
@@ -113,15 +111,12 @@ def test_openai_at_once(server: ServerProcess, answers: dict[str, Any]) -> None:
         ends = await asyncio.gather(*calls, return_exceptions=True)
         return {type(end).__name__ for end in ends}
 
-    async def talk() -> None:
-        base_url = f"{server.http_address}/v1"
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, max_retries=0) as client:
-            texts = await asyncio.gather(*[stream(client) for _ in range(STREAMS)])
-            assert set(texts) == {answers["chat"]}
-            assert await crowd(client, 0) == {"Completion", "RateLimitError"}
-            assert await crowd(client, 30) == {"Completion"}
-
-    asyncio.run(talk())
+    base_url = f"{server.http_address}/v1"
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, max_retries=0) as client:
+        texts = await asyncio.gather(*[stream(client) for _ in range(STREAMS)])
+        assert set(texts) == {answers["chat"]}
+        assert await crowd(client, 0) == {"Completion", "RateLimitError"}
+        assert await crowd(client, 30) == {"Completion"}
 
 
 @pytest.mark.parametrize(

@@ -214,20 +214,14 @@ def test_an_answer_is_held(door: Door, fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"json": 5}}, "structured_outputs", "must be a JSON object"),
         ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs", "Invalid type: x"),
         ({"structured_outputs": {"regex": "b[a&&b]"}, "max_tokens": 9}, "_outputs", "no text ful"),
-        (
-            {"structured_outputs": {"regex": "(a{1000}){1000}"}, "max_tokens": 9},
-            "structured_outputs",
-            "(limit step_lexer_fuel of llguidance)",
-        ),
+        ({"structured_outputs": {"regex": "(a{1000}){1000}"}, "max_tokens": 9},
+         "structured_outputs", "(limit step_lexer_fuel of llguidance)"),
         ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs", "at most 262144"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "structured_outputs",
-            "and response_format are given",
-        ),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "structured_outputs", "and response_format are given"),
     ],
     ids=lambda one: str(one)[:50],
-)
+)  # fmt: skip
 def test_a_constraint_that_cannot_be_held(
     door: Door, fields: dict[str, Any], param: str, told: str
 ) -> None:
