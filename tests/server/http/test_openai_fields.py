@@ -26,7 +26,6 @@ from tpengine.server.auth import Client
 from tpengine.server.http.calls import HttpCall
 from tpengine.server.http.fields import NO_EFFECT, REFUSED
 from tpengine.server.http.read import READ_BY_BOTH, READ_BY_CHAT, READ_BY_COMPLETION, BodyReader
-from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 
 CHAT, TEXT = "chat/completions", "completions"
@@ -53,7 +52,7 @@ def read(state: ServerState, path: str, body: dict[str, Any]) -> Any:
     call = HttpCall("it", Client("me"), None, body)
 
     async def one() -> Any:
-        asked = await BodyReader(call, path == CHAT, state, Limits()).read()
+        asked = await BodyReader(call, path == CHAT, state).read()
         for request in asked[0]:
             state.loaded_engine().llm_engine.check_request(request)
         return asked

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from starlette.applications import Starlette
@@ -35,11 +36,10 @@ from tpengine.server.state import METRICS_TYPE, ServerState
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", *FILES})
 """They need no token, and answer while the model loads."""
+_post = partial(Route, methods=["POST"])
 
 
-def make_app(
-    state: ServerState, authenticator: Authenticator, cors_origins: Sequence[str] = ()
-) -> Starlette:
+def make_app(state: ServerState, auth: Authenticator, origins: Sequence[str] = ()) -> Starlette:
     """The application; the arguments are those of `HttpServer`."""
     routes = [*_server_routes(state), *_text_routes(state)]
     if state.adapter_folder is not None:
@@ -49,11 +49,11 @@ def make_app(
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.state.server, app.state.turns = state, ParseTurns()
-    app.add_middleware(_Entrance, authenticator=authenticator, calls=state.calls)
-    if cors_origins:  # outermost: a browser's question has no token, and a page reads refusals too
+    app.add_middleware(_Entrance, authenticator=auth, calls=state.calls)
+    if origins:  # outermost: a browser's question has no token, and a page reads refusals too
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(cors_origins),
+            allow_origins=list(origins),
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_KEY, RESUME_WINDOW_KEY, "retry-after"],
@@ -94,9 +94,8 @@ class _Entrance:
             if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, answer)
                 return
-            client = self._authenticator.identify(
-                headers.getlist("authorization"), state["certificate"], state["host"]
-            )
+            tokens, certificate = headers.getlist("authorization"), state["certificate"]
+            client = self._authenticator.identify(tokens, certificate, state["host"])
             state["client"] = client
             with self._calls.counted(client.account):
                 await self._app(scope, receive, answer)
@@ -153,14 +152,8 @@ def _server_routes(state: ServerState) -> list[Route]:
         state.check_open(name)
         return JSONResponse(card(name))
 
-    return [
-        Route("/health", health),
-        Route("/ready", ready),
-        Route("/version", version),
-        Route("/metrics", metrics),
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", model),
-    ]
+    routes = [Route(f"/{answer.__name__}", answer) for answer in (health, ready, version, metrics)]
+    return [*routes, Route("/v1/models", models), Route("/v1/models/{name:path}", model)]
 
 
 def _adapter_routes(state: ServerState) -> list[Route]:
@@ -181,10 +174,7 @@ def _adapter_routes(state: ServerState) -> list[Route]:
         state.unload_adapter(name)
         return Response(f"LoRA adapter {name!r} is unloaded", media_type="text/plain")
 
-    return [
-        Route("/v1/load_lora_adapter", load, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
-    ]
+    return [_post("/v1/load_lora_adapter", load), _post("/v1/unload_lora_adapter", unload)]
 
 
 async def _read_admin(request: Request) -> Fields:
@@ -200,7 +190,7 @@ def _text_routes(state: ServerState) -> list[Route]:
         call = await read_call(request)
         is_chat = "messages" in call.body
         with naming_field(is_chat):
-            token_ids = await BodyReader(call, is_chat, state, state.limits).tokenize()
+            token_ids = await BodyReader(call, is_chat, state).tokenize()
         length = state.loaded_engine().model_config.max_model_len
         fields = {"count": len(token_ids), "max_model_len": length}
         return JSONResponse({**fields, "tokens": token_ids, "token_strs": None})
@@ -216,7 +206,4 @@ def _text_routes(state: ServerState) -> list[Route]:
         check_token_ids("tokens", token_ids, engine.model_config.vocab_size)
         return JSONResponse({"prompt": await engine.detokenize(token_ids, False)})
 
-    return [
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-    ]
+    return [_post("/tokenize", tokenize), _post("/detokenize", detokenize)]

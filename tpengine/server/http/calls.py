@@ -109,20 +109,14 @@ def read_resumption(request: Request, call: HttpCall, kept: KeptStreams) -> Resu
         return None
     key = request.headers.get(KEY_HEADER)
     if key is None or call.body.get("stream") is not True:
-        raise HttpError(
-            f"{RESUME_WINDOW_KEY} and {POSITION_HEADER} are for streams with a key; send "
-            f'{KEY_HEADER} and "stream": true, or neither of the two',
-            400,
-            "not_resumable",
-        )
+        text = f"{RESUME_WINDOW_KEY} and {POSITION_HEADER} are for streams with a key"
+        hint = f'send {KEY_HEADER} and "stream": true, or neither of the two'
+        raise HttpError(f"{text}; {hint}", 400, "not_resumable")
     check_request_id(key, KEY_HEADER)
     position = position or "0"
     if not position.isdecimal() or len(position) > _MAX_DIGITS:
-        raise HttpError(
-            f"{POSITION_HEADER} must be the id of an event of this stream, got {position[:20]!r}",
-            400,
-            "invalid_event_id",
-        )
+        text = f"{POSITION_HEADER} must be the id of an event of this stream, got {position[:20]!r}"
+        raise HttpError(text, 400, "invalid_event_id")
     window_s = kept.granted_s(RESUME_WINDOW_KEY, asked or "0")
     if not window_s and not int(position):
         return None
@@ -140,19 +134,13 @@ def _check_form(request: Request) -> None:
     """
     kind = request.headers.get("content-type", "")
     if _JSON.match(kind) is None:
-        raise HttpError(
-            f"the content type must be application/json, got {kind[:80]!r}; send the header "
-            "'content-type: application/json'",
-            415,
-            "unsupported_media_type",
-        )
+        hint = "send the header 'content-type: application/json'"
+        text = f"the content type must be application/json, got {kind[:80]!r}; {hint}"
+        raise HttpError(text, 415, "unsupported_media_type")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise HttpError(
-            f"content-encoding {encoding[:20]!r} is not read here; send the body uncompressed",
-            415,
-            "unsupported_media_type",
-        )
+        text = f"content-encoding {encoding[:20]!r} is not read here; send the body uncompressed"
+        raise HttpError(text, 415, "unsupported_media_type")
 
 
 async def _read_body(request: Request, most: int, timeout_s: float) -> bytes:
@@ -174,12 +162,9 @@ async def _read_body(request: Request, most: int, timeout_s: float) -> bytes:
                 if len(body) > most:
                     _refuse_size(f"more than {most}", most)
     except TimeoutError:
-        raise HttpError(
-            f"{len(body)} bytes of the body came within {timeout_s:g} s, and not the rest; "
-            "send it faster",
-            408,
-            "body_timeout",
-        ) from None
+        came = f"{len(body)} bytes of the body came within {timeout_s:g} s"
+        text = f"{came}, and not the rest; send it faster"
+        raise HttpError(text, 408, "body_timeout") from None
     return bytes(body)
 
 

@@ -45,12 +45,11 @@ from tpengine.server.kept_streams import KeptStream
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import Write, send_stream, write_within
 
+Boxes = list[Mailbox]
+Writers = list[AnswerWriter]
 PATHS = ("/v1/completions", "/v1/chat/completions")
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
+_STREAM_HEADERS = [_STREAM_TYPE, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 def openai_routes(state: ServerState) -> list[Route]:
@@ -60,7 +59,11 @@ def openai_routes(state: ServerState) -> list[Route]:
         state: of the server; has the engine once it is loaded, and the limits.
     """
 
-    limits = state.limits
+    def common(request: Request) -> dict[str, Any]:
+        # The parts of a stream go without the layers that Starlette puts around `send`.
+        call = request.state
+        write_s = state.limits.write_s
+        return {"request_id": call.request_id, "send_body": call.send, "write_s": write_s}
 
     async def answer(request: Request, is_chat: bool) -> Any:
         call = await read_call(request)
@@ -68,16 +71,12 @@ def openai_routes(state: ServerState) -> list[Route]:
         if asked is not None and (stream := state.kept.find(asked)) is not None:
             return resumed(request, stream, asked.after)
         with naming_field(is_chat):
-            requests, style = await BodyReader(call, is_chat, state, limits).read()
+            requests, style = await BodyReader(call, is_chat, state).read()
         request.state.request_id = call.request_id
         adapter = requests[0].lora_request
         model = state.model if adapter is None else adapter.lora_name
         head = style.head(call.request_id, int(time.time()), model)
-        # The parts of a stream go without the layers that Starlette puts around `send`.
-        common = {"request_id": call.request_id, "send_body": request.state.send}
-        answer = Answer(
-            **common, write_s=limits.write_s, state=state, requests=requests, style=style, head=head
-        )
+        answer = Answer(**common(request), state=state, requests=requests, style=style, head=head)
         if asked is None:
             return answer
         ids = [asked.engine_id(str(req.request_id)) for req in requests]
@@ -88,13 +87,10 @@ def openai_routes(state: ServerState) -> list[Route]:
 
     def resumed(request: Request, stream: KeptStream, after: int) -> KeptAnswer:
         request.state.request_id = stream.request_id
-        common = {"request_id": stream.request_id, "send_body": request.state.send}
-        return KeptAnswer(**common, write_s=limits.write_s, stream=stream, after=after)
+        return KeptAnswer(**common(request), stream=stream, after=after)
 
-    return [
-        Route(path, partial(answer, is_chat=is_chat), methods=["POST"])
-        for path, is_chat in zip(PATHS, (False, True), strict=True)
-    ]
+    kinds = zip(PATHS, (False, True), strict=True)
+    return [Route(path, partial(answer, is_chat=kind), methods=["POST"]) for path, kind in kinds]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,10 +191,10 @@ class Answer(_EventStream):
             boxes, writers = await self._open(stack)
             await keep((await self._write_stream(boxes, writers, keep)).encode())
 
-    async def _open(self, stack: AsyncExitStack) -> tuple[list[Mailbox], list[AnswerWriter]]:
+    async def _open(self, stack: AsyncExitStack) -> tuple[Boxes, Writers]:
         """Submits all requests; leaving the stack ends them."""
         tokenizer = self.state.loaded_engine().llm_engine.tokenizer
-        writers, boxes = [], []
+        writers, boxes = Writers(), Boxes()
         stack.enter_context(naming_field(self.style.is_chat, self.style.constraint))
         for place, request in enumerate(self.requests):
             first = place * request.params.n
@@ -215,9 +211,7 @@ class Answer(_EventStream):
                 answer = await self._whole(boxes, writers)
                 await answer(scope, receive, send)
 
-    async def _send_stream(
-        self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter], send: Send
-    ) -> None:
+    async def _send_stream(self, boxes: Boxes, writers: Writers, send: Send) -> None:
         """Sends the chunks of all requests as they come. The head of the answer waits for the first
         one, so that an error before it gets its status."""
         beginning = asyncio.Lock()
@@ -231,9 +225,7 @@ class Answer(_EventStream):
 
         await self._send_last(await self._write_stream(boxes, writers, write))
 
-    async def _write_stream(
-        self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter], write: Write[bytes]
-    ) -> str:
+    async def _write_stream(self, boxes: Boxes, writers: Writers, write: Write[bytes]) -> str:
         """Writes the chunks of all requests as they come; returns what follows them."""
         pairs = zip(boxes, writers, strict=True)
         await _run_all([send_stream(box, writer, write, self.write_s) for box, writer in pairs])
@@ -242,7 +234,7 @@ class Answer(_EventStream):
             end = f'data: {self.head}],"usage":{usage(writers)}}}\n\n{end}'
         return end
 
-    async def _whole(self, boxes: Sequence[Mailbox], writers: Sequence[AnswerWriter]) -> Response:
+    async def _whole(self, boxes: Boxes, writers: Writers) -> Response:
         choices, extra = [], ""
         for box, writer in zip(boxes, writers, strict=True):
             some, extra = await writer.write_whole(await box.take())

@@ -16,25 +16,16 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.options import parameters
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.server import limits
 from tpengine.server.http.calls import HttpCall
 from tpengine.server.http.fields import FieldError, Fields, read_bias, read_constraint
 from tpengine.server.http.tools import Tools, read_calls, read_tools, template_text
 from tpengine.server.http.write import Style
-from tpengine.server.limits import (
-    Limits,
-    at_most,
-    check_conversation,
-    check_request_id,
-    check_sampling,
-    most_tokens_of_text,
-)
 from tpengine.server.state import ServerState
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat completion may fill the model's length."""
-_PARAMETERS = [
-    name for name, declared in parameters(SamplingParams).items() if "http" in declared.doors
-]
+_PARAMETERS = [name for name, spec in parameters(SamplingParams).items() if "http" in spec.doors]
 READ_BY_COMPLETION = ("prompt", "echo")
 READ_BY_CHAT = (
     "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
@@ -73,11 +64,11 @@ class BodyReader:
         is_chat: whether it is a call of /v1/chat/completions.
     """
 
-    def __init__(self, call: HttpCall, is_chat: bool, state: ServerState, limits: Limits) -> None:
+    def __init__(self, call: HttpCall, is_chat: bool, state: ServerState) -> None:
         self._call = call
         self._is_chat = is_chat
         self._state = state
-        self._limits = limits
+        self._limits = state.limits
         self._engine = state.loaded_engine()
         self._max_model_len = self._engine.model_config.max_model_len
         self._tokenizer = self._engine.llm_engine.tokenizer
@@ -97,7 +88,7 @@ class BodyReader:
             raise fields.error(others, f"is a field of /v1/{path}completions, which this is not")
         if "request_id" in fields.left:
             self._call.request_id = fields.take("request_id", str, "")
-            check_request_id(self._call.request_id)
+            limits.check_request_id(self._call.request_id)
         priority = fields.take("priority", int, 0)
         special = fields.take("add_special_tokens", bool, not self._is_chat)
         style = self._read_style()
@@ -109,31 +100,23 @@ class BodyReader:
             tools.apply(params)
         given_form = self._call.body.get("structured_outputs")
         form = "structured_outputs" if given_form else "response_format"
-        constraint = form if tools is None else "tools"
-        style = dataclasses.replace(
-            style, logprobs=params.logprobs, tools=tools, constraint=constraint
-        )
+        if tools is not None:
+            form = "tools"
+        style = dataclasses.replace(style, logprobs=params.logprobs, tools=tools, constraint=form)
         prompts: list[Any]
         prompts = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
         fields.end((*READ_BY_BOTH, *(READ_BY_CHAT if self._is_chat else READ_BY_COMPLETION)))
-        with naming_field(self._is_chat, constraint):
+        with naming_field(self._is_chat, form):
             self._check_sampling(params, prompts)
         if not self._is_chat:
             prompts = [await self._prompt(raw, params, special, style.echo) for raw in prompts]
-        own_id = self._call.request_id
-        requests = [
-            GenerateRequest(
-                **prompt,
-                params=params,
-                request_id=own_id if len(prompts) == 1 else f"{own_id}-{place}",
-                priority=priority,
-                owner=self._call.client.owner,
-                deadline=self._call.deadline,
-                lora_request=adapter,
-            )
-            for place, prompt in enumerate(prompts)
-        ]
-        return requests, style
+        call, own_id = self._call, self._call.request_id
+        ids = [own_id] if len(prompts) == 1 else [f"{own_id}-{i}" for i in range(len(prompts))]
+        common: dict[str, Any]
+        common = {"params": params, "priority": priority, "lora_request": adapter}
+        common |= {"owner": call.client.owner, "deadline": call.deadline}
+        pairs = zip(prompts, ids, strict=True)
+        return [GenerateRequest(**prompt, **common, request_id=i) for prompt, i in pairs], style
 
     async def tokenize(self) -> list[int]:
         """The ids of the prompt or the conversation in a body of /tokenize.
@@ -157,10 +140,10 @@ class BodyReader:
 
     def _check_sampling(self, params: SamplingParams, prompts: Sequence[Any]) -> None:
         most = self._max_model_len
-        sizes: dict[type, Callable[[Any], int]] = {list: len, str: most_tokens_of_text}
+        sizes: dict[type, Callable[[Any], int]] = {list: len, str: limits.most_tokens_of_text}
         longest = max(sizes.get(type(prompt), lambda _: most)(prompt) for prompt in prompts)
         longest = min(longest, params.truncate_prompt_tokens or longest, most)
-        check_sampling(params, self._limits, most, longest)
+        limits.check_sampling(params, self._limits, most, longest)
 
     def _read_style(self) -> Style:
         fields = self._fields
@@ -199,7 +182,7 @@ class BodyReader:
         values["structured_outputs"] = constraint
         for name, bound in self._limits.max_entries().items():
             if isinstance(values.get(name), (list, dict)):
-                at_most(f"the number of entries of {name}", len(values[name]), bound, name)
+                limits.at_most(f"the number of entries of {name}", len(values[name]), bound, name)
         if "logit_bias" in values:
             values["logit_bias"] = read_bias(values["logit_bias"])
         if values.get("logprobs") is False:
@@ -294,9 +277,10 @@ class BodyReader:
     def _read_messages(self, template: str) -> list[dict[str, Any]]:
         """Messages, whose contents the engine checks."""
         items = self._fields.take("messages", list, [])
-        check_conversation((), len(items), self._limits)
+        limits.check_conversation((), len(items), self._limits)
         messages = [_read_message(f"messages[{place}]", item) for place, item in enumerate(items)]
-        check_conversation((message["role"] for message in messages), len(items), self._limits)
+        roles = (message["role"] for message in messages)
+        limits.check_conversation(roles, len(items), self._limits)
         self._state.check_text("messages", (text for item in items for text in _texts(item)))
         for place, message in enumerate(messages):
             if message["role"] == "developer" and "developer" not in template:
