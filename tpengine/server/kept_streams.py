@@ -247,10 +247,8 @@ class KeptStreams:
         except ValueError:
             asked_s = math.nan
         if not asked_s >= 0:
-            raise errors.MalformedRequestError(
-                f"{name} must be a number of seconds of at least 0, got {str(asked)[:20]!r}",
-                field=name,
-            )
+            text = f"{name} must be a number of seconds of at least 0, got {str(asked)[:20]!r}"
+            raise errors.MalformedRequestError(text, field=name)
         return min(asked_s, self._limits.resume_window_s)
 
     def find(self, asked: Resumption) -> KeptStream | None:
@@ -302,13 +300,10 @@ class KeptStreams:
 
     def of_request(self, client: Client, request_id: str) -> list[KeptStream]:
         """The streams of a request that a client may abort."""
-        is_admin = "admin" in client.may
-        return [
-            stream
-            for stream in self._streams.values()
-            if stream.request_id == request_id
-            and (is_admin or stream.asked.account == client.account)
-        ]
+        streams = [stream for stream in self._streams.values() if stream.request_id == request_id]
+        if "admin" in client.may:
+            return streams
+        return [stream for stream in streams if stream.asked.account == client.account]
 
     def drop(self, stream: KeptStream) -> None:
         """Forgets a stream, and ends its request."""

@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
@@ -23,7 +24,7 @@ from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
 from tpengine.host import allow_open_files, call_on_end_signals, kept_end_handlers
 from tpengine.logger import init_logger
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.sampling_params import SamplingParams
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc.server import GrpcServer, batch_wake_ups
 from tpengine.server.limits import default_message_bytes
@@ -47,14 +48,12 @@ _RANKS_S = 8.0
 _AT_ONCE_S = 1.0
 """Time for everything after a second signal."""
 _EXIT_S = 10.0
+Phases = dict[str, float]
 _MAX_OPEN_FILES, _FEW_FILES = 1 << 20, 256
 
 
 def run_server(
-    args: ServerArgs,
-    authenticator: Authenticator,
-    engine_args: AsyncEngineArgs,
-    phases: Mapping[str, float],
+    args: ServerArgs, auth: Authenticator, engine_args: AsyncEngineArgs, phases: Phases
 ) -> int:
     """Serves until a signal, Drain or the engine's death; returns the exit code.
 
@@ -66,7 +65,7 @@ def run_server(
     """
 
     async def serve() -> int:  # grpc must be created in the loop that serves it
-        return await _Server(args, authenticator, engine_args, phases).run()
+        return await _Server(args, auth, engine_args, phases).run()
 
     with kept_end_handlers(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(serve())
@@ -88,11 +87,7 @@ class _Server:
     """One run of the server."""
 
     def __init__(
-        self,
-        args: ServerArgs,
-        authenticator: Authenticator,
-        engine_args: AsyncEngineArgs,
-        phases: Mapping[str, float],
+        self, args: ServerArgs, auth: Authenticator, engine_args: AsyncEngineArgs, phases: Phases
     ) -> None:
         self._args = args
         self._engine_args, self._start = engine_args, EngineStart(engine_args)
@@ -107,14 +102,14 @@ class _Server:
         limits = args.limits().within_files(max_files)
         adapters = args.adapters(), args.lora_folder
         self._state = ServerState(engine_args.served_names, args.drain_timeout, *adapters, limits)
-        self._state.salts_prefixes = args.salts_prefixes(authenticator)
-        self._phases = dict(phases)
+        self._state.salts_prefixes = args.salts_prefixes(auth)
+        self._phases = phases
         self._phase = ""
         self._first_signal: signal.Signals | None = None
         self._closing_at_once: asyncio.Task[NoReturn] | None = None  # since the second signal
-        self._authenticator = authenticator
+        self._authenticator = auth
         batch_wake_ups(asyncio.get_running_loop())
-        self._grpc = GrpcServer(self._state, authenticator)
+        self._grpc = GrpcServer(self._state, auth)
         self._http = self._make_http()
 
     async def run(self) -> int:
@@ -190,16 +185,12 @@ class _Server:
                 why = f"{self._state.why} during start-up: nothing runs yet"
                 await self._exit_without_engine(EXIT_OK, why)
             if left_s <= 0:
-                await self._exit_without_engine(
-                    EXIT_FAILED,
-                    f"not ready within startup_timeout = {self._args.startup_timeout:g} s: still "
-                    f"in phase {self._phase!r}; raise it, or see above for what takes so long",
-                )
-            await asyncio.wait(
-                {starting, asked_to_close},
-                timeout=min(left_s, _POLL_S),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+                limit = f"startup_timeout = {self._args.startup_timeout:g} s"
+                why = f"in phase {self._phase!r}; raise it, or see above for what takes so long"
+                why = f"not ready within {limit}: still {why}"
+                await self._exit_without_engine(EXIT_FAILED, why)
+            wait_s, first = min(left_s, _POLL_S), asyncio.FIRST_COMPLETED
+            await asyncio.wait({starting, asked_to_close}, timeout=wait_s, return_when=first)
             self._catch_signals()
         asked_to_close.cancel()
 
@@ -212,23 +203,15 @@ class _Server:
         with self._timed("engine"):
             folder, _, _ = await asyncio.to_thread(self._engine_args.read_model)
             self._state.sampling = sampling_defaults(folder, read_generation_config(folder))[0]
-            engine = await asyncio.to_thread(
-                AsyncLLMEngine,
-                self._start.build,
-                self._state.limits.queue,
-                # Later than `_wait_for_start`, whose error names the option.
-                start_timeout_s=self._args.startup_timeout + _EXIT_S,
-                log_requests=self._log_requests,
-            )
+            # Later than `_wait_for_start`, whose error names the option.
+            limit_s = self._args.startup_timeout + _EXIT_S
+            make = partial(AsyncLLMEngine, start_timeout_s=limit_s, log_requests=self._log_requests)
+            engine = await asyncio.to_thread(make, self._start.build, self._state.limits.queue)
             for adapter in self._state.adapters.values():
                 await asyncio.to_thread(engine.llm_engine.add_lora, adapter)
         with self._timed("first token"):
             params = SamplingParams(
-                max_tokens=1,
-                temperature=0.0,
-                detokenize=False,
-                ignore_eos=True,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+                max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True
             )
             request = GenerateRequest(prompt_token_ids=[0], params=params, request_id="start-up")
             async for _ in engine.serve(request):
@@ -314,13 +297,9 @@ class _Server:
         end = time.monotonic()
         if code == EXIT_OK:
             end += state.drain_timeout_s
-            logger.info(
-                "%s: no new requests; %s, %.1f s to finish",
-                state.why,
-                counted(state.num_open_calls, "open call"),
-                state.drain_timeout_s,
-            )
-            num_cut = await engine.drain(state.drain_timeout_s)
+            calls, left_s = counted(state.num_open_calls, "open call"), state.drain_timeout_s
+            logger.info("%s: no new requests; %s, %.1f s to finish", state.why, calls, left_s)
+            num_cut = await engine.drain(left_s)
             if num_cut:
                 logger.warning("aborted %s that had not finished", counted(num_cut, "request"))
             if not engine.health().alive:
@@ -386,9 +365,8 @@ def open_metrics_port(port: int, collector: Any) -> tuple[int, Callable[[], None
     try:
         server, thread = start_http_server(port, "127.0.0.1", registry)
     except OSError as error:
-        raise ConfigError(
-            f"metrics_port = {port} cannot be had: {error}; choose another"
-        ) from error
+        text = f"metrics_port = {port} cannot be had: {error}; choose another"
+        raise ConfigError(text) from error
     answer: Any = server.get_app()
     # The plain text format for all: in OpenMetrics names would lose their colon.
     server.set_app(lambda environ, start: answer(environ | {"HTTP_ACCEPT": ""}, start))

@@ -36,6 +36,7 @@ _OWN_FILES = 256
 _LEAST_CONNECTIONS = 16
 _FRAME_TOKENS = 16
 _MAX_TIMEOUT_DIGITS = 12
+_SPECS = parameters(SamplingParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +124,19 @@ class Limits:
             max_files: files and connections that this process may open.
         """
         most = max(_LEAST_CONNECTIONS, (max_files - _OWN_FILES) // _NUM_DOORS)
-        return replace(
-            self,
-            max_connections=min(self.max_connections, most),
-            max_host_connections=min(self.max_host_connections, 3 * most // 4),
-        )
+        most_of_host = min(self.max_host_connections, 3 * most // 4)
+        most = min(self.max_connections, most)
+        return replace(self, max_connections=most, max_host_connections=most_of_host)
 
     def max_entries(self) -> dict[str, int]:
         """Most entries of each sampling parameter that is a list or a map."""
         return {name: getattr(self, bound) for name, bound in _BOUNDS}
 
 
-_BOUNDS = [
-    (name, declared.max_entries)
-    for name, declared in parameters(SamplingParams).items()
-    if declared.max_entries
-]
+_BOUNDS = [(name, spec.max_entries) for name, spec in _SPECS.items() if spec.max_entries]
+
+
+WhenOver = Callable[[Callable[[object], None]], object]
 
 
 class OpenCalls:
@@ -155,15 +153,11 @@ class OpenCalls:
         if self._num < self._limits.places:
             return None
         most = max(self._of_client.values(), default=0)
-        return (
-            f"all {self._limits.places} places for calls are taken, by "
-            f"{counted(len(self._of_client), 'client')}; one of them has {most}"
-        )
+        clients = f"{counted(len(self._of_client), 'client')}; one of them has {most}"
+        return f"all {self._limits.places} places for calls are taken, by {clients}"
 
     @contextmanager
-    def counted(
-        self, client: str, when_over: Callable[[Callable[[object], None]], object] | None = None
-    ) -> Iterator[None]:
+    def counted(self, client: str, when_over: WhenOver | None = None) -> Iterator[None]:
         """Counts a call while it is open.
 
         Args:
@@ -181,9 +175,8 @@ class OpenCalls:
                 "(--max-client-requests); read or end some, and try again"
             )
         if self._num >= self._limits.places:
-            raise errors.QueueFullError(
-                f"{self._num} calls are open at this server, and no more may be; try again later"
-            )
+            text = f"{self._num} calls are open at this server, and no more may be; try again later"
+            raise errors.QueueFullError(text)
         self._num += 1
         self._of_client[client] += 1
         if when_over is not None:
@@ -285,11 +278,9 @@ def read_timeout(value: str) -> float:
         MalformedRequestError: it is not a number of milliseconds.
     """
     if not value.isdecimal() or len(value) > _MAX_TIMEOUT_DIGITS:
-        raise errors.MalformedRequestError(
-            f"{TIMEOUT_KEY} must be a number of milliseconds of at most {_MAX_TIMEOUT_DIGITS} "
-            f"digits, got {value[:20]!r}",
-            field=TIMEOUT_KEY,
-        )
+        what = f"a number of milliseconds of at most {_MAX_TIMEOUT_DIGITS} digits"
+        text = f"{TIMEOUT_KEY} must be {what}, got {value[:20]!r}"
+        raise errors.MalformedRequestError(text, field=TIMEOUT_KEY)
     return int(value) / 1e3
 
 
@@ -304,11 +295,9 @@ def check_request_id(request_id: str, name: str = "request_id") -> None:
     """
     fits = 0 < len(request_id) <= MAX_REQUEST_ID
     if not fits or not all("!" <= char <= "~" for char in request_id):
-        raise errors.InvalidPromptError.of_field(
-            name,
-            f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
-            f"got {len(request_id)} characters; choose another, or leave it out",
-        )
+        must = f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces"
+        got = f"got {len(request_id)} characters; choose another, or leave it out"
+        raise errors.InvalidPromptError.of_field(name, f"{must}, {got}")
 
 
 def check_conversation(roles: Iterable[str], count: int, limits: Limits) -> None:
@@ -322,16 +311,13 @@ def check_conversation(roles: Iterable[str], count: int, limits: Limits) -> None
         InvalidPromptError: it has too many messages, or a role is too long.
     """
     if count > limits.max_chat_messages:
-        raise errors.InvalidPromptError.of_field(
-            "messages", f"must be at most {limits.max_chat_messages}, got {count}; drop the oldest"
-        )
+        text = f"must be at most {limits.max_chat_messages}, got {count}; drop the oldest"
+        raise errors.InvalidPromptError.of_field("messages", text)
     longest = max((len(role.encode()) for role in roles), default=0)
     if longest > MAX_ROLE_BYTES:
-        raise errors.InvalidPromptError(
-            f"the role of a message in messages has {longest} bytes, and may have at most "
-            f"{MAX_ROLE_BYTES}",
-            field="messages",
-        )
+        text = f"has {longest} bytes, and may have at most {MAX_ROLE_BYTES}"
+        text = f"the role of a message in messages {text}"
+        raise errors.InvalidPromptError(text, field="messages")
 
 
 def max_text_bytes(tokenizer: Tokenizer | None, max_model_len: int) -> int | None:
@@ -361,23 +347,19 @@ def check_num_ids(name: str, count: int, max_model_len: int) -> None:
         InvalidPromptError: there are more than a few outputs can have.
     """
     if count > _SLACK * max_model_len:
-        raise errors.InvalidPromptError.of_field(
-            name,
-            f"are {count}, more than {_SLACK} times max_model_len = {max_model_len}; "
-            "send them in parts",
-        )
+        limit = f"{_SLACK} times max_model_len = {max_model_len}"
+        text = f"are {count}, more than {limit}; send them in parts"
+        raise errors.InvalidPromptError.of_field(name, text)
 
 
-def check_sampling(
-    params: SamplingParams, limits: Limits, max_model_len: int, max_prompt_len: int
-) -> None:
+def check_sampling(params: SamplingParams, limits: Limits, max_len: int, prompt_len: int) -> None:
     """Bounds what costs memory or time in the engine.
 
     The door has bounded the lists' lengths (`Limits.max_entries`) before it built `params`.
 
     Args:
-        max_model_len: most tokens of a sequence.
-        max_prompt_len: most tokens that the prompt can have.
+        max_len: most tokens of a sequence.
+        prompt_len: most tokens that the prompt can have.
 
     Raises:
         InvalidSamplingParamsError: a value exceeds its bound.
@@ -389,10 +371,10 @@ def check_sampling(
         for text in texts:
             size = len(text.encode())
             at_most(f"the UTF-8 bytes of a string in {name}", size, limits.max_stop_bytes, name)
-    for unit, name, size in (
-        ("UTF-8 bytes", "bad_words", sum(len(word.encode()) for word in params.bad_words)),
-        ("ids", "bad_words_token_ids", sum(map(len, params.bad_words_token_ids))),
-    ):
+    num_bytes = sum(len(word.encode()) for word in params.bad_words)
+    num_ids = sum(map(len, params.bad_words_token_ids))
+    sizes = (("UTF-8 bytes", "bad_words", num_bytes), ("ids", "bad_words_token_ids", num_ids))
+    for unit, name, size in sizes:
         at_most(f"the {unit} of {name}, all together,", size, limits.max_word_ids, name)
     if params.structured_outputs is not None:
         size = params.structured_outputs.num_bytes * num_sequences
@@ -401,27 +383,22 @@ def check_sampling(
     for name in ("logit_bias", "allowed_token_ids"):
         count = len(getattr(params, name) or ())
         if count * num_sequences > limits.max_rule_entries:
-            raise errors.InvalidSamplingParamsError.of_field(
-                name,
-                f"has {count} entries for each of {num_sequences} sequences, together "
-                f"{count * num_sequences}, and {limits.max_rule_entries} is the limit; give fewer, "
-                "or ask for fewer sequences",
-            )
-    max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
-    num_tokens = min(max_tokens, max_model_len) * num_sequences
-    for name, length in (("logprobs", num_tokens), ("prompt_logprobs", max_prompt_len)):
+            total = f"together {count * num_sequences}, and {limits.max_rule_entries} is the limit"
+            text = f"has {count} entries for each of {num_sequences} sequences, {total}"
+            hint = "give fewer, or ask for fewer sequences"
+            raise errors.InvalidSamplingParamsError.of_field(name, f"{text}; {hint}")
+    max_tokens = max_len if params.max_tokens is None else params.max_tokens
+    num_tokens = min(max_tokens, max_len) * num_sequences
+    for name, length in (("logprobs", num_tokens), ("prompt_logprobs", prompt_len)):
         count = getattr(params, name)
         if count == WHOLE_VOCABULARY:
-            raise errors.InvalidSamplingParamsError.of_field(
-                name, f"= {count}, the whole vocabulary, is for Python callers only; give a number"
-            )
+            text = f"= {count}, the whole vocabulary, is for Python callers only; give a number"
+            raise errors.InvalidSamplingParamsError.of_field(name, text)
         if count is not None and (count + 1) * length > limits.max_logprob_entries:
-            raise errors.InvalidSamplingParamsError.of_field(
-                name,
-                f"= {count} of up to {length} tokens is more than the "
-                f"{limits.max_logprob_entries} candidates that a request may hold; ask for fewer, "
-                "or for fewer tokens",
-            )
+            most = f"the {limits.max_logprob_entries} candidates that a request may hold"
+            text = f"= {count} of up to {length} tokens is more than {most}"
+            hint = "ask for fewer, or for fewer tokens"
+            raise errors.InvalidSamplingParamsError.of_field(name, f"{text}; {hint}")
 
 
 def at_most(what: str, count: int, bound: int, field: str) -> None:
