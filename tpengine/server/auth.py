@@ -127,9 +127,8 @@ def certificate_name(tls: ssl.SSLObject) -> str | None:
     if der is None:
         return None
     cert: Any = tls.getpeercert() or {}
-    common = [
-        value for part in cert.get("subject", ()) for kind, value in part if kind == "commonName"
-    ]
+    pairs = (pair for part in cert.get("subject", ()) for pair in part)
+    common = [value for kind, value in pairs if kind == "commonName"]
     others = [value for _, value in cert.get("subjectAltName", ())]
     return name_of(common, others, ssl.DER_cert_to_PEM_cert(der).encode())
 
@@ -153,6 +152,7 @@ MIN_TOKEN_LENGTH = 16
 """Minimum length in characters; a shorter token can be guessed."""
 MAX_WEIGHT = 1000.0
 ANONYMOUS = "anonymous"
+_FORM = "'authorization: Bearer TOKEN'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +184,9 @@ class Client:
             PermissionDeniedError: the client did not send the admin token.
         """
         if "admin" not in self.may:
-            raise PermissionDeniedError(
-                f"{what} needs the admin token, which the server takes from --admin-token-file or "
-                "TPENGINE_ADMIN_TOKEN; send 'authorization: Bearer TOKEN'"
-            )
+            sources = "--admin-token-file or TPENGINE_ADMIN_TOKEN"
+            text = f"{what} needs the admin token, which the server takes from {sources}"
+            raise PermissionDeniedError(f"{text}; send {_FORM}")
 
 
 class Authenticator:
@@ -215,16 +214,14 @@ class Authenticator:
         """Whether a token has another weight than 1."""
         return any(weight != 1 for weight in self._weights.values())
 
-    def identify(
-        self, headers: Sequence[str], certificate: str | None, address: str = ""
-    ) -> Client:
+    def identify(self, headers: Sequence[str], cert: str | None, address: str = "") -> Client:
         """The client that sent these credentials.
 
         Compares with every token in constant time: the time that a refusal takes tells nothing.
 
         Args:
             headers: all values of `authorization`.
-            certificate: the name in the client's certificate, which TLS has verified.
+            cert: the name in the client's certificate, which TLS has verified.
             address: of the client's machine, by which clients without a name share the engine.
 
         Raises:
@@ -232,29 +229,22 @@ class Authenticator:
         """
         if not headers or not (self._ordinary or self._admin):
             if self.wants_token:
-                raise UnauthenticatedError(
-                    "this server needs a token; send 'authorization: Bearer TOKEN'"
-                )
-            if certificate is None:
+                raise UnauthenticatedError(f"this server needs a token; send {_FORM}")
+            if cert is None:
                 return Client(ANONYMOUS, account=f"address {_digest(address).hex()[:12]}")
-            account = f"certificate {_digest(certificate).hex()[:12]}"
-            return Client(f"certificate {certificate}", account=account)
+            account = f"certificate {_digest(cert).hex()[:12]}"
+            return Client(f"certificate {cert}", account=account)
         scheme, _, token = headers[0].partition(" ")
         digest = _digest(token.strip())
         # Each is compared with all: the time must not depend on the place of a match.
         is_ordinary = sum(hmac.compare_digest(token, digest) for token in self._ordinary) > 0
         is_admin = sum(hmac.compare_digest(token, digest) for token in self._admin) > 0
         if len(headers) > 1 or scheme.lower() != "bearer" or not (is_ordinary or is_admin):
-            raise UnauthenticatedError(
-                "the token is not one that this server knows; send one "
-                "'authorization: Bearer TOKEN'"
-            )
-        return Client(
-            name := f"token {digest.hex()[:12]}",
-            frozenset({"serve", "admin"} if is_admin else {"serve"}),
-            account=name,
-            weight=self._weights.get(digest, 1.0),
-        )
+            text = f"the token is not one that this server knows; send one {_FORM}"
+            raise UnauthenticatedError(text)
+        name = f"token {digest.hex()[:12]}"
+        rights = frozenset({"serve", "admin"} if is_admin else {"serve"})
+        return Client(name, rights, name, self._weights.get(digest, 1.0))
 
 
 def read_tokens(file: str | None, variable: str | None, what: str) -> dict[str, float]:
@@ -282,11 +272,9 @@ def read_tokens(file: str | None, variable: str | None, what: str) -> dict[str, 
             raise ConfigError(f"{what} {file} cannot be read: {error}") from error
         if mode & 0o077:
             logger.warning("%s %s can be read by others: chmod 600", what, file)
-        entries += [
-            (f"{what}, file {file}, line {number},", line)
-            for number, line in enumerate(lines, start=1)
-            if line.strip() and not line.startswith("#")
-        ]
+        for number, line in enumerate(lines, start=1):
+            if line.strip() and not line.startswith("#"):
+                entries.append((f"{what}, file {file}, line {number},", line))
         if not entries:
             raise ConfigError(f"{what} {file} holds no token; write one per line")
     tokens: dict[str, float] = {}

@@ -7,7 +7,7 @@ import importlib.util
 import ipaddress
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from tpengine.errors import ConfigError
 from tpengine.inputs import LoRARequest
 from tpengine.options import Options, each, option
 from tpengine.server.auth import Authenticator, TlsFiles, read_tokens
-from tpengine.server.limits import DEFAULT_MESSAGE_BYTES, Limits
+from tpengine.server.limits import Limits
 
 MAX_PORT = 65535
 MAX_MESSAGE_MIB = 1024
@@ -116,9 +116,8 @@ class ServerArgs(Options):
         for name in ("port", "http_port", "metrics_port"):
             number = getattr(self, name)
             if number and taken.setdefault(number, name) != name:  # None: no port; 0: any free one
-                raise ConfigError(
-                    f"{name} and {taken[number]} are both {number}; give each its own number"
-                )
+                both = f"{name} and {taken[number]}"
+                raise ConfigError(f"{both} are both {number}; give each its own number")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
@@ -138,10 +137,8 @@ class ServerArgs(Options):
             raise ConfigError(f"lora_folder = {self.lora_folder!r} is no folder; make it first")
         missing = [name for name in _HTTP_PACKAGES if importlib.util.find_spec(name) is None]
         if self.http_port is not None and missing:
-            raise ConfigError(
-                f"http_port needs packages that are missing: {', '.join(missing)}; "
-                "install tpengine with its extra http"
-            )
+            needed = f"needs packages that are missing: {', '.join(missing)}"
+            raise ConfigError(f"http_port {needed}; install tpengine with its extra http")
 
     def check_exposure(self, authenticator: Authenticator) -> None:
         """Refuses an address that other machines reach, if clients need neither TLS nor a token;
@@ -209,9 +206,8 @@ class ServerArgs(Options):
         """
         parts = [module.partition("=") for module in each(self.lora_modules)]
         if len({name for name, _, _ in parts}) < len(parts) or not all(map(all, parts)):
-            raise ConfigError(
-                f"lora_modules must be NAME=PATH, each name once; got {self.lora_modules!r}"
-            )
+            must = "must be NAME=PATH, each name once"
+            raise ConfigError(f"lora_modules {must}; got {self.lora_modules!r}")
         return [LoRARequest(name, at, path) for at, (name, _, path) in enumerate(parts, start=1)]
 
     def limits(self) -> Limits:
@@ -220,15 +216,11 @@ class ServerArgs(Options):
         Raises:
             ConfigError: a limit of the queue is below 1.
         """
-        return Limits(
-            max_client_requests=self.max_client_requests or self._places() - _PLACES_OF_OTHERS,
-            write_s=self.write_timeout,
-            resume_window_s=self.resume_window,
-            max_message_bytes=DEFAULT_MESSAGE_BYTES
-            if self.max_message_mib is None
-            else int(self.max_message_mib * (1 << 20)),
-            queue=self._queue(),
-        )
+        limits = Limits(write_s=self.write_timeout, resume_window_s=self.resume_window)
+        if self.max_message_mib is not None:
+            limits = replace(limits, max_message_bytes=int(self.max_message_mib * (1 << 20)))
+        most = self.max_client_requests or self._places() - _PLACES_OF_OTHERS
+        return replace(limits, max_client_requests=most, queue=self._queue())
 
     def _queue(self) -> QueueLimits:
         return QueueLimits(self.max_queued_requests, self.max_queued_tokens)
@@ -242,16 +234,12 @@ class ServerArgs(Options):
         Raises:
             ConfigError: a token file cannot be used.
         """
-        return Authenticator(
-            # Of a token that both have, the file's weight holds.
-            read_tokens(None, self.api_key, "--api-key")
-            | read_tokens(self.token_file, envs.tokens(), "--token-file (or TPENGINE_TOKENS)"),
-            read_tokens(
-                self.admin_token_file,
-                envs.admin_token(),
-                "--admin-token-file (or TPENGINE_ADMIN_TOKEN)",
-            ),
-        )
+        keys = read_tokens(None, self.api_key, "--api-key")
+        source = "--token-file (or TPENGINE_TOKENS)"
+        keys |= read_tokens(self.token_file, envs.tokens(), source)  # whose weights hold
+        source = "--admin-token-file (or TPENGINE_ADMIN_TOKEN)"
+        admin_keys = read_tokens(self.admin_token_file, envs.admin_token(), source)
+        return Authenticator(keys, admin_keys)
 
     def cors_origins(self) -> list[str]:
         """The origins of `cors_origin`."""
@@ -277,9 +265,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_port(
-    host: str, port: int, option: str = "--port"
-) -> list[tuple[socket.AddressFamily, Any]]:
+def check_port(host: str, port: int, option: str = "--port") -> list[tuple[int, Any]]:
     """Binds a port and releases it. gRPC's own error does not contain the system's reason.
     Returns family and address of each that can be bound.
 
@@ -294,23 +280,20 @@ def check_port(
     try:
         all_found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"host = {host!r} is neither an address nor a known name: {error}"
-        ) from error
+        text = f"host = {host!r} is neither an address nor a known name: {error}"
+        raise ConfigError(text) from error
     endpoints = dict.fromkeys((family, address) for family, *_, address in all_found)
     errors = [_bind_error(family, address) for family, address in endpoints]
     # A name may have addresses that this machine lacks (::1 without IPv6); no address may be taken.
     absent = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
     refused = [error for error in errors if error is not None and error.errno not in absent]
     if refused:
-        raise ConfigError(
-            f"cannot listen on {host}, port {port}: {refused[0].strerror}; another process has the "
-            f"port, or this user may not have it; choose another with {option}"
-        )
+        why = f"{refused[0].strerror}; another process has the port, or this user may not have it"
+        text = f"cannot listen on {host}, port {port}: {why}; choose another with {option}"
+        raise ConfigError(text)
     if None not in errors:
-        raise ConfigError(
-            f"cannot listen on {host}: it is not one of this machine; choose another with --host"
-        )
+        text = f"{host}: it is not one of this machine; choose another with --host"
+        raise ConfigError(f"cannot listen on {text}")
     return [endpoint for endpoint, error in zip(endpoints, errors, strict=True) if error is None]
 
 

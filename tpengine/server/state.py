@@ -20,6 +20,7 @@ from tpengine.inputs import LoRARequest
 from tpengine.server.kept_streams import KeptStreams
 from tpengine.server.limits import Limits, OpenCalls, max_text_bytes
 
+_LAST_WORDS = "the server ends, and the time that running requests had is up; ask another"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of `ServerState.metrics_text`."""
 
@@ -76,9 +77,7 @@ class ServerState:
         self.state = State.LOADING
         self.closing = asyncio.Event()
         self.why = ""
-        self.last_words = (
-            "the server ends, and the time that running requests had is up; ask another"
-        )
+        self.last_words = _LAST_WORDS
         self.num_open_calls = 0
         self.max_message_bytes = self.limits.max_message_bytes
         self.salts_prefixes = False
@@ -98,9 +97,8 @@ class ServerState:
 
     def serve(self, engine: AsyncLLMEngine) -> None:
         """Begins to serve with an engine that is ready."""
-        self._max_text_bytes = max_text_bytes(
-            engine.llm_engine.tokenizer, engine.model_config.max_model_len
-        )
+        max_model_len = engine.model_config.max_model_len
+        self._max_text_bytes = max_text_bytes(engine.llm_engine.tokenizer, max_model_len)
         self.engine = engine
         if self.state is State.LOADING:
             self.state = State.RUNNING
@@ -141,9 +139,8 @@ class ServerState:
             EngineLoadingError: it is not loaded yet.
         """
         if self.engine is None:
-            raise errors.EngineLoadingError(
-                "the server loads its model; watch /ready, or grpc.health.v1 under 'readiness'"
-            )
+            hint = "watch /ready, or grpc.health.v1 under 'readiness'"
+            raise errors.EngineLoadingError(f"the server loads its model; {hint}")
         return self.engine
 
     def check_open(self, model: str | None) -> LoRARequest | None:
@@ -158,9 +155,8 @@ class ServerState:
             ModelNotFoundError: another model is served.
         """
         if self.state is State.DRAINING:
-            raise errors.EngineDrainingError(
-                "the server ends and takes no new requests; ask another"
-            )
+            text = "the server ends and takes no new requests; ask another"
+            raise errors.EngineDrainingError(text)
         if model is None or model in self.names:
             return None
         if model not in self.adapters:
@@ -191,11 +187,9 @@ class ServerState:
 
     def _check_free(self, name: str) -> None:
         if not name or name in (*self.names, *self.adapters):
-            raise errors.InvalidAdapterError.of_field(
-                "lora_name",
-                f"= {name!r:.200} is empty or taken; choose another, or unload the "
-                "adapter of this name",
-            )
+            hint = "choose another, or unload the adapter of this name"
+            text = f"= {name!r:.200} is empty or taken; {hint}"
+            raise errors.InvalidAdapterError.of_field("lora_name", text)
 
     def _adapter_path(self, path: str) -> str:
         """The path of an adapter, without links; see `load_adapter`."""
@@ -207,11 +201,8 @@ class ServerState:
         except (OSError, RuntimeError, ValueError):  # a loop of links; no path at all
             is_inside = False
         if not is_inside:
-            raise errors.InvalidAdapterError.of_field(
-                "lora_path",
-                f"= {path!r:.200} is not in the folder of adapters (--lora-folder); name "
-                "a folder in it",
-            )
+            text = f"= {path!r:.200} is not in the folder of adapters (--lora-folder)"
+            raise errors.InvalidAdapterError.of_field("lora_path", f"{text}; name a folder in it")
         return str(folder)
 
     def unload_adapter(self, name: str) -> None:
@@ -237,11 +228,9 @@ class ServerState:
         length = sum(len(text.encode()) for text in texts)
         if self._max_text_bytes is not None and length > self._max_text_bytes:
             max_model_len = self.loaded_engine().model_config.max_model_len
-            raise errors.RequestIgnoredError.of_field(
-                name,
-                f"has {length} bytes, more than {self._max_text_bytes}, which is more than "
-                f"max_model_len = {max_model_len} tokens; shorten it",
-            )
+            limit = f"{self._max_text_bytes}, which is more than max_model_len = {max_model_len}"
+            text = f"has {length} bytes, more than {limit} tokens; shorten it"
+            raise errors.RequestIgnoredError.of_field(name, text)
 
     def check_num_tokens(self, num_prompt_tokens: int) -> None:
         """Refuses a prompt of ids that is too long, before any of them is looked at.

@@ -11,26 +11,20 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto.parameter_fields import entries_of, read_parameters
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.sampling_params import RequestOutputKind as Kind
+from tpengine.sampling_params import SamplingParams
+from tpengine.server import limits as bounds
 from tpengine.server.kept_streams import KeptStreams, Resumption
-from tpengine.server.limits import (
-    Limits,
-    at_most,
-    check_conversation,
-    check_request_id,
-    check_sampling,
-    last_ids,
-    most_tokens_of_text,
-)
+from tpengine.server.limits import Limits
 from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
+
+Message = pb.GenerateRequest
+Response = pb.GenerateResponse
+Defaults = Mapping[str, Any]
 
 
 def read_generate_request(
-    message: pb.GenerateRequest,
-    kind: RequestOutputKind,
-    limits: Limits,
-    max_model_len: int,
-    defaults: Mapping[str, Any],
+    message: Message, kind: Kind, limits: Limits, max_model_len: int, defaults: Defaults
 ) -> GenerateRequest:
     """The engine's form of a message; id, owner and deadline, which belong to the call, are unset.
 
@@ -42,19 +36,18 @@ def read_generate_request(
     """
     field = message.WhichOneof("input")
     if field is None:
-        raise errors.InvalidPromptError(
-            "a request needs prompt, prompt_token_ids or messages; got none of them"
-        )
+        text = "a request needs prompt, prompt_token_ids or messages; got none of them"
+        raise errors.InvalidPromptError(text)
     _check_lengths(message.sampling, limits)
     params = read_sampling_params(message.sampling, kind, defaults)
     most = min(params.truncate_prompt_tokens or max_model_len, max_model_len)
-    check_sampling(params, limits, max_model_len, _max_prompt_len(message, most))
+    bounds.check_sampling(params, limits, max_model_len, _max_prompt_len(message, most))
     max_queue_s = None
     if message.HasField("max_queue_ms"):
         max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
     token_ids = None
     if field == "prompt_token_ids":
-        token_ids = last_ids(message.prompt_token_ids.ids, params.truncate_prompt_tokens)
+        token_ids = bounds.last_ids(message.prompt_token_ids.ids, params.truncate_prompt_tokens)
     return GenerateRequest(
         prompt=message.prompt if field == "prompt" else None,
         prompt_token_ids=token_ids,
@@ -66,9 +59,7 @@ def read_generate_request(
     )
 
 
-def read_resumption(
-    message: pb.GenerateRequest, account: str, kept: KeptStreams
-) -> Resumption | None:
+def read_resumption(message: Message, account: str, kept: KeptStreams) -> Resumption | None:
     """What a call of GenerateStream asks of kept streams; None: nothing, or the server keeps none.
 
     Args:
@@ -79,17 +70,15 @@ def read_resumption(
     """
     window_s = kept.granted_s("resume_window_s", message.resume_window_s)
     if message.resume_from < 0:
-        raise errors.InvalidPromptError(
-            f"resume_from must be at least 0, got {message.resume_from}", field="resume_from"
-        )
+        text = f"must be at least 0, got {message.resume_from}"
+        raise errors.InvalidPromptError.of_field("resume_from", text)
     if not window_s and not message.resume_from:
         return None
     if not message.HasField("request_id"):
-        raise errors.InvalidPromptError.of_field(
-            "request_id", "is missing; resume_window_s and resume_from need the client's own"
-        )
-    check_request_id(message.request_id)
-    plain = pb.GenerateRequest()
+        text = "is missing; resume_window_s and resume_from need the client's own"
+        raise errors.InvalidPromptError.of_field("request_id", text)
+    bounds.check_request_id(message.request_id)
+    plain = Message()
     plain.CopyFrom(message)
     plain.ClearField("resume_window_s")
     plain.ClearField("resume_from")
@@ -102,18 +91,18 @@ def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:
     """Bounds the lists before they are copied: a message has room for millions of entries."""
     for name, bound in limits.max_entries().items():
         count = len(entries_of(getattr(sampling, name)))
-        at_most(f"the number of entries of {name}", count, bound, name)
+        bounds.at_most(f"the number of entries of {name}", count, bound, name)
     for word in sampling.bad_words_token_ids:
         name = "bad_words_token_ids"
-        at_most(f"the ids of one of {name}", len(word.ids), limits.max_stop_bytes, name)
+        bounds.at_most(f"the ids of one of {name}", len(word.ids), limits.max_stop_bytes, name)
 
 
-def _max_prompt_len(message: pb.GenerateRequest, most: int) -> int:
+def _max_prompt_len(message: Message, most: int) -> int:
     """Most tokens that the prompt can have; `most` is the bound of every prompt."""
     if message.HasField("prompt_token_ids"):
         return min(len(message.prompt_token_ids.ids), most)
     if message.HasField("prompt"):
-        return min(most_tokens_of_text(message.prompt), most)
+        return min(bounds.most_tokens_of_text(message.prompt), most)
     return most
 
 
@@ -124,7 +113,7 @@ def read_conversation(message: pb.Conversation, limits: Limits) -> list[dict[str
         InvalidPromptError: there are too many, or a role is too long.
     """
     roles = (turn.role for turn in message.messages)
-    check_conversation(roles, len(message.messages), limits)
+    bounds.check_conversation(roles, len(message.messages), limits)
     return [{field.name: text for field, text in turn.ListFields()} for turn in message.messages]
 
 
@@ -145,7 +134,7 @@ def read_seconds(name: str, milliseconds: int) -> float:
 
 
 def read_sampling_params(
-    message: pb.SamplingParams, kind: RequestOutputKind, defaults: Mapping[str, Any]
+    message: pb.SamplingParams, kind: Kind, defaults: Defaults
 ) -> SamplingParams:
     """`SamplingParams` of the fields that are set, explicit zeros included, and of `defaults`.
 
@@ -161,13 +150,13 @@ class ResponseWriter:
 
     def __init__(self) -> None:
         self._turns = CandidateTurns()
-        self._tokens: pb.GenerateResponse | None = None
+        self._tokens: Response | None = None
 
-    def write_tokens(self, output: RequestOutput) -> pb.GenerateResponse:
+    def write_tokens(self, output: RequestOutput) -> Response:
         """The message of a delta that `has_only_tokens`, in a third of the time of `write`. The
         next call changes this message: serialize it first."""
         if self._tokens is None:
-            self._tokens = pb.GenerateResponse(request_id=output.request_id, finished=False)
+            self._tokens = Response(request_id=output.request_id, finished=False)
             self._tokens.outputs.add()
         completion, written = output.outputs[0], self._tokens.outputs[0]
         written.index = completion.index
@@ -175,12 +164,12 @@ class ResponseWriter:
         written.token_ids[:] = completion.token_ids
         return self._tokens
 
-    async def write(self, output: RequestOutput) -> pb.GenerateResponse:
+    async def write(self, output: RequestOutput) -> Response:
         """The message of an output: all of the answer, or what is new of it.
 
         Yields to the event loop while it converts an output with many candidates.
         """
-        message = pb.GenerateResponse(request_id=output.request_id, finished=output.finished)
+        message = Response(request_id=output.request_id, finished=output.finished)
         for completion in output.outputs:
             written = _write_completion(message, completion)
             await self._add_logprobs(written.logprobs, of_output(completion))
@@ -194,15 +183,11 @@ class ResponseWriter:
             written.append(_write_logprobs(token_id, candidates))
 
 
-def _write_completion(
-    message: pb.GenerateResponse, output: CompletionOutput
-) -> pb.CompletionOutput:
+def _write_completion(message: Response, output: CompletionOutput) -> pb.CompletionOutput:
     """Adds a completion without its log probabilities."""
+    total = output.cumulative_logprob
     completion = message.outputs.add(
-        index=output.index,
-        text=output.text,
-        token_ids=output.token_ids,
-        cumulative_logprob=output.cumulative_logprob,
+        index=output.index, text=output.text, token_ids=output.token_ids, cumulative_logprob=total
     )
     if output.finish_reason is not None:
         completion.finish_reason = getattr(pb, f"FINISH_REASON_{output.finish_reason.upper()}")
@@ -221,28 +206,21 @@ def _write_logprobs(token_id: int, candidates: Mapping[int, Logprob]) -> pb.Toke
 
     message = pb.TokenLogprobs()
     for candidate, entry in sorted(candidates.items(), key=place):
+        text = entry.decoded_token
         message.candidates.add(
-            token_id=candidate,
-            logprob=entry.logprob,
-            rank=entry.rank,
-            decoded_token=entry.decoded_token,
+            token_id=candidate, logprob=entry.logprob, rank=entry.rank, decoded_token=text
         )
     return message
 
 
 def _write_usage(output: RequestOutput) -> pb.Usage:
-    usage = pb.Usage(
-        num_prompt_tokens=len(output.prompt_token_ids),
-        num_output_tokens=output.num_output_tokens,
-        num_cached_tokens=output.num_cached_tokens,
-    )
+    usage = pb.Usage(num_prompt_tokens=len(output.prompt_token_ids))
+    usage.num_output_tokens = output.num_output_tokens
+    usage.num_cached_tokens = output.num_cached_tokens
     if (moments := output.metrics) is not None:
         usage.num_preemptions = moments.num_preemptions
-        for name, moment in (
-            ("queue_s", moments.first_scheduled_time),
-            ("first_token_s", moments.first_token_time),
-            ("total_s", moments.finished_time),
-        ):
+        ends = (moments.first_scheduled_time, moments.first_token_time, moments.finished_time)
+        for name, moment in zip(("queue_s", "first_token_s", "total_s"), ends, strict=True):
             if moment is not None:
                 setattr(usage, name, moment - moments.arrival_time)
     return usage

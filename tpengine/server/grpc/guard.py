@@ -8,7 +8,7 @@ import functools
 import inspect
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -71,9 +71,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._untrusted = UntrustedCalls(state.limits)
         self._wrapped: dict[str, Any] = {}
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
-    ) -> Any:
+    async def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """Returns the wrapped method; None for one that does not exist."""
         if details.method in self._wrapped:
             return self._wrapped[details.method]
@@ -127,9 +125,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except Exception as error:
             await _refuse(context, error, call)
 
-    async def _receive_all(
-        self, requests: AsyncIterator[bytes], handler: Any
-    ) -> AsyncIterator[Any]:
+    async def _receive_all(self, requests: Any, handler: Any) -> AsyncIterator[Any]:
         """The messages of a call as they arrive.
 
         Raises:
@@ -142,10 +138,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                raise errors.MalformedRequestError(
-                    f"no message came for {self._limits.message_s:g} s; open a new call for the "
-                    "next one"
-                ) from None
+                text = f"no message came for {self._limits.message_s:g} s"
+                text += "; open a new call for the next one"
+                raise errors.MalformedRequestError(text) from None
             yield self._read(handler, data)
 
     async def _receive(self, context: Any, is_health: bool) -> bytes:
@@ -159,19 +154,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         why = f"no request message came within {limits.message_s:g} s"
         if is_health:
             in_time = self._untrusted.message_of(address_of(context))
-            why = (
-                f"no request message came within {limits.health_message_s:g} s, or before "
-                f"{limits.max_host_health_calls} later calls from your address"
-            )
+            later = f"{limits.max_host_health_calls} later calls from your address"
+            why = f"no request message came within {limits.health_message_s:g} s, or before {later}"
         try:
             async with in_time:
                 data = await context.read()
         except TimeoutError:
             raise errors.MalformedRequestError(f"{why}; send it with the call") from None
         if data is grpc.aio.EOF:
-            raise errors.MalformedRequestError(
-                "the call ended without its request message; send one"
-            )
+            text = "the call ended without its request message; send one"
+            raise errors.MalformedRequestError(text)
         return bytes(data)
 
     def _read(self, handler: Any, data: bytes) -> Any:
@@ -183,10 +175,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """
         most = self._state.max_message_bytes
         if len(data) > most:
-            raise errors.MessageTooLargeError(
-                f"the message has {len(data)} bytes, and may have at most {most} "
-                "(--max-message-mib); send less"
-            )
+            limit = f"and may have at most {most} (--max-message-mib); send less"
+            raise errors.MessageTooLargeError(f"the message has {len(data)} bytes, {limit}")
         read = handler.request_deserializer
         kind = getattr(getattr(read, "__self__", None), "DESCRIPTOR", None)
         if kind is not None:

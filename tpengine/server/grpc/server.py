@@ -178,11 +178,8 @@ def _credentials(files: TlsFiles) -> grpc.ServerCredentials:
         changed = reloader.reload()
         return None if changed is None else configuration(changed)
 
-    return grpc.dynamic_ssl_server_credentials(
-        configuration(reloader.contents),
-        fetch,
-        require_client_authentication=files.client_authority is not None,
-    )
+    first, is_mutual = configuration(reloader.contents), files.client_authority is not None
+    return grpc.dynamic_ssl_server_credentials(first, fetch, is_mutual)
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -205,10 +202,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def set(self, *, alive: bool, ready: bool) -> None:
         """Sets the status of all names; watchers get a change."""
-        status = dict.fromkeys(
-            _NAMES_OF_READINESS, _Status.SERVING if ready else _Status.NOT_SERVING
-        )
-        status[LIVENESS] = _Status.SERVING if alive else _Status.NOT_SERVING
+        words = (_Status.NOT_SERVING, _Status.SERVING)
+        status = dict.fromkeys(_NAMES_OF_READINESS, words[ready]) | {LIVENESS: words[alive]}
         if status != self._status:
             self._status = status
             self._wake()
@@ -225,16 +220,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Answers for one name; NOT_FOUND for an unknown one."""
         if request.service not in self._status:
-            raise ModelNotFoundError(
-                f"health knows the names {sorted(self._status)}, not {request.service!r}"
-            )
+            text = f"health knows the names {sorted(self._status)}, not {request.service!r}"
+            raise ModelNotFoundError(text)
         return _Status(status=self._status[request.service])
 
     async def List(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Answers for all names."""
-        return health_pb2.HealthListResponse(
-            statuses={name: _Status(status=status) for name, status in self._status.items()}
-        )
+        statuses = {name: _Status(status=status) for name, status in self._status.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Answers at once and at every change; SERVICE_UNKNOWN for an unknown name."""

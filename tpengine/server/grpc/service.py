@@ -54,22 +54,18 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError, RequestAbortedError
 from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
-from tpengine.sampling_params import RequestOutputKind
-from tpengine.server.grpc.generation_messages import (
-    ResponseWriter,
-    adds_prompt,
-    read_conversation,
-    read_generate_request,
-    read_resumption,
-    read_seconds,
-)
+from tpengine.sampling_params import RequestOutputKind as Kind
+from tpengine.server.grpc import generation_messages as convert
+from tpengine.server.grpc.generation_messages import ResponseWriter
 from tpengine.server.grpc.guard import CALL, Call
 from tpengine.server.kept_streams import KeptStream, Resumption
 from tpengine.server.limits import check_num_ids, check_request_id
 from tpengine.server.state import ServerState, State
 from tpengine.server.stream_sender import send_stream, write_within
 
-_DELTA, _FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+_DELTA, _FINAL = Kind.DELTA, Kind.FINAL_ONLY
+Message = pb.GenerateRequest
+_MODEL_FIELDS = ("architecture", "dtype", "quantization", "max_model_len", "vocab_size")
 _LEDGER_FIELDS = [field.name for field in pb.MemoryLedger.DESCRIPTOR.fields]
 
 
@@ -87,24 +83,21 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         """Completes one prompt; one answer."""
         for name in ("resume_window_s", "resume_from"):
             if request.HasField(name):
-                raise InvalidPromptError.of_field(
-                    name, "is for GenerateStream; leave it out, or stream"
-                )
+                text = "is for GenerateStream; leave it out, or stream"
+                raise InvalidPromptError.of_field(name, text)
         async with self._open(request, context, _FINAL) as mailbox:
             return await ResponseWriter().write(await mailbox.take())
 
     async def GenerateStream(self, request: Any, context: Any) -> None:  # noqa: N802
         """Completes one prompt; each message has what is new."""
-        asked = read_resumption(request, CALL.get().client.account, self._state.kept)
+        asked = convert.read_resumption(request, CALL.get().client.account, self._state.kept)
         if asked is not None:
             await self._send_kept(request, context, asked)
             return
         async with self._open(request, context, _DELTA) as mailbox:
             await send_stream(mailbox, ResponseWriter(), context.write, self._state.limits.write_s)
 
-    async def _send_kept(
-        self, message: pb.GenerateRequest, context: Any, asked: Resumption
-    ) -> None:
+    async def _send_kept(self, message: Message, context: Any, asked: Resumption) -> None:
         """Begins a kept stream or finds it, and sends what its client does not have."""
         stream = self._state.kept.find(asked)
         if stream is None:
@@ -114,9 +107,8 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             produce = partial(self._produce, request)
             stream = self._state.kept.open(asked, own_id, [engine_id], produce)
         window_s = f"{stream.asked.window_s:g}"
-        await context.send_initial_metadata(
-            ((REQUEST_ID_KEY, stream.request_id), (RESUME_WINDOW_KEY, window_s))
-        )
+        metadata = ((REQUEST_ID_KEY, stream.request_id), (RESUME_WINDOW_KEY, window_s))
+        await context.send_initial_metadata(metadata)
 
         async def write(message: bytes) -> None:
             response = pb.GenerateResponse.FromString(message)
@@ -136,26 +128,22 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             await send_stream(mailbox, ResponseWriter(), keep, self._state.limits.write_s)
 
     @asynccontextmanager
-    async def _open(
-        self, message: pb.GenerateRequest, context: Any, kind: RequestOutputKind
-    ) -> AsyncIterator[Mailbox]:
+    async def _open(self, message: Message, context: Any, kind: Kind) -> AsyncIterator[Mailbox]:
         """Submits a request; its outputs arrive in the mailbox."""
         request = self._read(message, kind)
         request_id = message.request_id if message.HasField("request_id") else None
         async with open_request(self._state, context, request, request_id) as mailbox:
             yield mailbox
 
-    def _read(self, message: pb.GenerateRequest, kind: RequestOutputKind) -> GenerateRequest:
+    def _read(self, message: Message, kind: Kind) -> GenerateRequest:
         """The engine's form of a message, without what belongs to the call."""
         engine = self._state.loaded_engine()
         adapter = self._state.check_open(message.model if message.HasField("model") else None)
         self._check_text(message)
         if not message.sampling.HasField("truncate_prompt_tokens"):
             self._state.check_num_tokens(len(message.prompt_token_ids.ids))
-        max_model_len = engine.model_config.max_model_len
-        request = read_generate_request(
-            message, kind, self._state.limits, max_model_len, self._state.sampling
-        )
+        limits = self._state.limits, engine.model_config.max_model_len
+        request = convert.read_generate_request(message, kind, *limits, self._state.sampling)
         return dataclasses.replace(request, lora_request=adapter)
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -171,8 +159,9 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
             token_ids = await engine.tokenize(request.text, special)
         elif field == "messages":
-            messages = read_conversation(request.messages, self._state.limits)
-            token_ids = await engine.chat_token_ids(messages, adds_prompt(request.messages))
+            messages = convert.read_conversation(request.messages, self._state.limits)
+            adds_prompt = convert.adds_prompt(request.messages)
+            token_ids = await engine.chat_token_ids(messages, adds_prompt)
         else:
             raise InvalidPromptError("Tokenize needs text or messages; got neither")
         return pb.TokenizeResponse(token_ids=token_ids)
@@ -189,12 +178,8 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         engine = self._state.loaded_engine()
         model, tokenizer = engine.model_config, engine.llm_engine.get_tokenizer()
         return pb.GetModelInfoResponse(
+            **{name: getattr(model, name) for name in _MODEL_FIELDS},
             model=self._state.model,
-            architecture=model.architecture,
-            dtype=model.dtype,
-            quantization=model.quantization,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
             num_layers=model.num_layers,
             end_token_ids=sorted(model.end_token_ids),
             has_tokenizer=tokenizer is not None,
@@ -204,12 +189,9 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         """The engine, its ranks and the limits; while it loads, the limits only."""
         state = self._state
-        message = pb.GetServerInfoResponse(
-            version=tpengine.__version__,
-            state=_state(state.state.value),
-            uptime_s=state.uptime_s,
-            limits=_write_limits(state),
-        )
+        message = pb.GetServerInfoResponse(version=tpengine.__version__, uptime_s=state.uptime_s)
+        message.state = _state(state.state.value)
+        message.limits.CopyFrom(_write_limits(state))
         if state.engine is None:
             return message
         model = state.engine.llm_engine.get_model_config()
@@ -261,11 +243,11 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         CALL.get().client.require_admin("Drain")
         timeout_s = None
         if request.HasField("timeout_ms"):
-            timeout_s = read_seconds("timeout_ms", request.timeout_ms)
+            timeout_s = convert.read_seconds("timeout_ms", request.timeout_ms)
         self._state.ask_to_close("Drain", timeout_s)
         return pb.DrainResponse(num_open_calls=self._state.num_open_calls)
 
-    def _check_text(self, message: pb.GenerateRequest | pb.TokenizeRequest) -> None:
+    def _check_text(self, message: Message | pb.TokenizeRequest) -> None:
         field = message.WhichOneof("input")
         if field == "messages":
             texts = (text for m in message.messages.messages for text in (m.role, m.content))
@@ -296,9 +278,8 @@ async def open_request(
 
 
 def _of_call(request: GenerateRequest, call: Call, request_id: str) -> GenerateRequest:
-    return dataclasses.replace(
-        request, request_id=request_id, owner=call.client.owner, deadline=call.deadline
-    )
+    owner, deadline = call.client.owner, call.deadline
+    return dataclasses.replace(request, request_id=request_id, owner=owner, deadline=deadline)
 
 
 async def abort_requests(state: ServerState, request_ids: Sequence[str]) -> bool:
