@@ -23,13 +23,16 @@ from tpengine.errors import counted
 from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PromptInputs
 from tpengine.messages import SamplingRules
 from tpengine.outputs import CompletionOutput, RequestOutput
-from tpengine.sampling_params import WHOLE_VOCABULARY, LogitsProcessor, SamplingParams
+from tpengine.sampling_params import WHOLE_VOCABULARY, LogitsProcessor
+from tpengine.sampling_params import SamplingParams as Params
 from tpengine.scheduling.sequence import CheckedRequest
 
 _MAX_PICKLED_BYTES = 1 << 20
 """Of a request's logits processors. So a step can hold those of 256 new sequences."""
-_RULES = SamplingRules.__dataclass_fields__.keys() & SamplingParams.__dataclass_fields__.keys()
+_RULES = SamplingRules.__dataclass_fields__.keys() & Params.__dataclass_fields__.keys()
 """Parameters that ranks get under the same name."""
+_wrong_params = errors.InvalidSamplingParamsError.of_field
+_wrong_prompt = errors.InvalidPromptError.of_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class GenerateRequest:
     prompt_token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     chat_options: Mapping[str, Any] = field(default_factory=dict)
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: Params = field(default_factory=Params)
     request_id: str | None = None
     arrival_time: float | None = None
     priority: int = 0
@@ -69,14 +72,10 @@ class GenerateRequest:
     lora_request: LoRARequest | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.params, SamplingParams):
-            raise errors.InvalidSamplingParamsError.of_field(
-                "params", f"must be SamplingParams, got {self.params!r:.80}"
-            )
+        if not isinstance(self.params, Params):
+            raise _wrong_params("params", f"must be SamplingParams, got {self.params!r:.80}")
         if not isinstance(self.arrival_time, float | int | None):
-            raise errors.InvalidPromptError.of_field(
-                "arrival_time", f"is in seconds, got {self.arrival_time!r:.80}"
-            )
+            raise _wrong_prompt("arrival_time", f"is in seconds, got {self.arrival_time!r:.80}")
 
 
 def check_request_id(request_id: object, find: Callable[[str], object]) -> None:
@@ -90,14 +89,10 @@ def check_request_id(request_id: object, find: Callable[[str], object]) -> None:
         DuplicateRequestError: an unfinished request has it.
     """
     if not isinstance(request_id, str) or not request_id:
-        raise errors.InvalidPromptError.of_field(
-            "request_id", f"must be a non-empty string, got {request_id!r}"
-        )
+        raise _wrong_prompt("request_id", f"must be a non-empty string, got {request_id!r}")
     if find(request_id):
-        raise errors.DuplicateRequestError(
-            f"request id {request_id!r} belongs to an unfinished request; choose another",
-            field="request_id",
-        )
+        text = f"request id {request_id!r} belongs to an unfinished request; choose another"
+        raise errors.DuplicateRequestError(text, field="request_id")
 
 
 def as_request_ids(value: str | Iterable[str]) -> list[str]:
@@ -108,9 +103,8 @@ def as_request_ids(value: str | Iterable[str]) -> list[str]:
     """
     ids: list[Any] = list(value) if is_list(value) else [value]
     if not all(isinstance(request_id, str) for request_id in ids):
-        raise errors.InvalidPromptError(
-            f"a request_id must be a string, or a list of such, got {value!r}", field="request_id"
-        )
+        text = f"a request_id must be a string, or a list of such, got {value!r}"
+        raise errors.InvalidPromptError(text, field="request_id")
     return ids
 
 
@@ -129,24 +123,15 @@ def check_request(
     model, is_local = config.model, config.parallel.ranks is None
     params = read_sampling_params(request.params, model, tokenizer)
     _check_priority(request.priority, config.scheduler)
-    end_token_ids = _end_token_ids(params, model, tokenizer)
+    end_token_ids = _end_ids(params, model, tokenizer)
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
     adapter = adapters.check(request.lora_request)
     text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
     is_chat = request.messages is not None
     rules = sampling_rules(params, model, tokenizer, is_local=is_local)
     rules = replace(rules, grammar=read_grammar(params, text, is_chat, model, tokenizer))
-    return CheckedRequest(
-        text,
-        token_ids,
-        params,
-        rules,
-        request.priority,
-        end_token_ids,
-        candidates,
-        adapter,
-        request.owner,
-    )
+    sampled = (text, token_ids, params, rules, request.priority)
+    return CheckedRequest(*sampled, end_token_ids, candidates, adapter, request.owner)
 
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> list[int]:
@@ -161,11 +146,9 @@ def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> lis
     token_ids = list(token_ids)
     for position, token_id in enumerate(token_ids):
         if not _is_int(token_id) or not 0 <= token_id < vocab_size:
-            raise errors.InvalidPromptError(
-                f"{name}[{position}] = {token_id!r} is no id of the vocabulary; ids are integers "
-                f"in [0, {vocab_size - 1}]",
-                field=name,
-            )
+            text = f"{name}[{position}] = {token_id!r} is no id of the vocabulary"
+            text = f"{text}; ids are integers in [0, {vocab_size - 1}]"
+            raise errors.InvalidPromptError(text, field=name)
     return [index(token_id) for token_id in token_ids]
 
 
@@ -176,10 +159,8 @@ def need_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> Tokenizer
         InvalidPromptError: the model has no tokenizer.
     """
     if tokenizer is None:
-        raise errors.InvalidPromptError(
-            f"the model {model.model} has no tokenizer, which text and messages need; give "
-            "prompt_token_ids, or name a tokenizer"
-        )
+        lack = f"the model {model.model} has no tokenizer, which text and messages need"
+        raise errors.InvalidPromptError(f"{lack}; give prompt_token_ids, or name a tokenizer")
     return tokenizer
 
 
@@ -190,49 +171,40 @@ def _read_prompt(
     prompt, token_ids = request.prompt, request.prompt_token_ids
     if request.messages is not None:
         if prompt is not None or token_ids is not None:
-            raise errors.InvalidPromptError(
-                "a request has messages or a prompt, and this one has both; give one of them"
-            )
+            text = "a request has messages or a prompt, and this one has both; give one of them"
+            raise errors.InvalidPromptError(text)
         tokenizer = need_tokenizer(tokenizer, model)
         prompt = tokenizer.render_chat(request.messages, **request.chat_options)
         token_ids = tokenizer.encode(prompt, add_special_tokens=False)  # the template writes them
     if isinstance(prompt, Mapping):
         fields: dict[str, Any] = {**prompt}
         if fields.pop("multi_modal_data", None) is not None:
-            raise errors.InvalidPromptError(
-                "multi_modal_data is given, but this engine reads text alone"
-            )
+            text = "multi_modal_data is given, but this engine reads text alone"
+            raise errors.InvalidPromptError(text)
         unknown = fields.keys() - {"prompt", "prompt_token_ids"}
         if unknown:
             hint = "; did you mean prompt_token_ids?" if "input_ids" in unknown else ""
-            raise errors.InvalidPromptError(
-                f"a prompt's keys are prompt and prompt_token_ids; got {sorted(unknown)}{hint}"
-            )
+            text = f"a prompt's keys are prompt and prompt_token_ids; got {sorted(unknown)}{hint}"
+            raise errors.InvalidPromptError(text)
         token_ids = fields.get("prompt_token_ids", token_ids)
         prompt = fields.get("prompt")
     if prompt is not None and not isinstance(prompt, str):
-        raise errors.InvalidPromptError(
-            "a prompt must be text, ids (as prompt_token_ids) or a dict, got "
-            f"{type(prompt).__name__}"
-        )
+        must = "a prompt must be text, ids (as prompt_token_ids) or a dict"
+        raise errors.InvalidPromptError(f"{must}, got {type(prompt).__name__}")
     if token_ids is None:
         if prompt is None:
-            raise errors.InvalidPromptError(
-                "a request needs a prompt, ids or messages; got none of them"
-            )
+            text = "a request needs a prompt, ids or messages; got none of them"
+            raise errors.InvalidPromptError(text)
         token_ids = need_tokenizer(tokenizer, model).encode(prompt)
     if not is_list(token_ids):
         hint = "; give its ['input_ids']" if isinstance(token_ids, Mapping) else ""
-        raise errors.InvalidPromptError(
-            f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}{hint}",
-            field="prompt_token_ids",
-        )
+        got = f"{type(token_ids).__name__}{hint}"
+        raise _wrong_prompt("prompt_token_ids", f"must be a list of integers, got {got}")
     try:
         token_ids = list(token_ids)
     except TypeError as error:  # a tensor without dimensions is an Iterable that cannot be iterated
-        raise errors.InvalidPromptError.of_field(
-            "prompt_token_ids", f"must be a list of integers: {error}"
-        ) from error
+        text = f"must be a list of integers: {error}"
+        raise _wrong_prompt("prompt_token_ids", text) from error
     if num_kept is not None:
         token_ids = token_ids[-num_kept:]
     if not token_ids:
@@ -240,9 +212,7 @@ def _read_prompt(
     return prompt, check_token_ids("prompt_token_ids", token_ids, model.vocab_size)
 
 
-def read_sampling_params(
-    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None
-) -> SamplingParams:
+def read_sampling_params(params: Params, model: ModelConfig, tokenizer: Tokenizer | None) -> Params:
     """Checks a copy of a user's parameters, also for what they cannot know at construction.
 
     Raises:
@@ -251,25 +221,20 @@ def read_sampling_params(
     """
     params = copy.copy(params)
     params.check()
-    for name, token_ids in (
-        ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", params.logit_bias or ()),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-        *(("bad_words_token_ids", word) for word in params.bad_words_token_ids),
-    ):
+    words = [("bad_words_token_ids", word) for word in params.bad_words_token_ids]
+    names = ("stop_token_ids", "logit_bias", "allowed_token_ids")
+    for name, token_ids in [*((name, getattr(params, name) or ()) for name in names), *words]:
         for token_id in token_ids:
             if token_id >= model.vocab_size:
-                raise errors.InvalidSamplingParamsError(
-                    f"{name} holds {token_id}, which is no id of the vocabulary; ids are in "
-                    f"[0, {model.vocab_size - 1}]",
-                    field=name,
-                )
+                known = f"ids are in [0, {model.vocab_size - 1}]"
+                text = f"holds {token_id}, which is no id of the vocabulary; {known}"
+                raise _wrong_params(name, text)
     _check_tokenizer(params, tokenizer)
     return params
 
 
 def sampling_rules(
-    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None, *, is_local: bool
+    params: Params, model: ModelConfig, tokenizer: Tokenizer | None, *, is_local: bool
 ) -> SamplingRules:
     """Returns what ranks get of checked parameters, without the grammar.
 
@@ -302,11 +267,9 @@ def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | Non
     wanted = model.vocab_size if count == WHOLE_VOCABULARY else min(count, model.vocab_size)
     if 0 <= model.max_logprobs < wanted:
         asked = f"asks for all {wanted} tokens, more" if count == WHOLE_VOCABULARY else "is more"
-        raise errors.InvalidSamplingParamsError.of_field(
-            name,
-            f"= {count} {asked} than max_logprobs = {model.max_logprobs}; ask for fewer, or "
-            "make the engine with a larger max_logprobs (-1: no limit)",
-        )
+        hint = "ask for fewer, or make the engine with a larger max_logprobs (-1: no limit)"
+        text = f"= {count} {asked} than max_logprobs = {model.max_logprobs}; {hint}"
+        raise _wrong_params(name, text)
     return wanted
 
 
@@ -322,35 +285,27 @@ def _pickled(processors: Sequence[LogitsProcessor | str]) -> list[bytes | str]:
         try:
             pickled.append(pickle_function(processor))
         except Exception as error:  # objects raise anything while they are pickled
-            raise errors.InvalidSamplingParamsError(
-                f"the logits processor {processor!r} cannot be sent to the ranks: "
-                f"{type(error).__name__}: {error}",
-                field="logits_processors",
-            ) from error
+            text = f"the logits processor {processor!r} cannot be sent to the ranks"
+            text = f"{text}: {type(error).__name__}: {error}"
+            raise errors.InvalidSamplingParamsError(text, field="logits_processors") from error
     size = sum(map(len, pickled))
     if size > _MAX_PICKLED_BYTES:
-        raise errors.InvalidSamplingParamsError.of_field(
-            "logits_processors",
-            f"are {size} bytes with the data that they hold, more than "
-            f"{_MAX_PICKLED_BYTES}; put the data into a module that the ranks import",
-        )
+        text = f"are {size} bytes with the data that they hold, more than {_MAX_PICKLED_BYTES}"
+        hint = "put the data into a module that the ranks import"
+        raise _wrong_params("logits_processors", f"{text}; {hint}")
     return pickled
 
 
-def _check_tokenizer(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+def _check_tokenizer(params: Params, tokenizer: Tokenizer | None) -> None:
     """Checks what the tokenizer, or its absence, rules out."""
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         if texts and tokenizer is None:
-            raise errors.InvalidSamplingParamsError.of_field(
-                name, f"needs a tokenizer, and the model has none; use {name}_token_ids"
-            )
+            text = f"needs a tokenizer, and the model has none; use {name}_token_ids"
+            raise _wrong_params(name, text)
     is_slow = tokenizer is not None and tokenizer.fast_backend is None
     if is_slow and params.detokenize and not params.spaces_between_special_tokens:
-        raise errors.InvalidSamplingParamsError.of_field(
-            "spaces_between_special_tokens",
-            "= False is not supported with this model's tokenizer, "
-            "which is written in Python; leave it at True",
-        )
+        lack = "= False is not supported with this model's tokenizer, which is written in Python"
+        raise _wrong_params("spaces_between_special_tokens", f"{lack}; leave it at True")
 
 
 def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -359,19 +314,15 @@ def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     try:
         ids = [tuple(tokenizer.encode(form, False)) for form in (word, " " + word)]
     except errors.InvalidPromptError as error:
-        raise errors.InvalidSamplingParamsError.of_field(
-            "bad_words", f"holds {text!r}, which cannot be tokenized: {error}"
-        ) from error
+        problem = f"holds {text!r}, which cannot be tokenized: {error}"
+        raise _wrong_params("bad_words", problem) from error
     if not all(ids):
-        raise errors.InvalidSamplingParamsError.of_field(
-            "bad_words", f"holds {text!r}, which has no tokens; give another, or leave it out"
-        )
+        problem = f"holds {text!r}, which has no tokens; give another, or leave it out"
+        raise _wrong_params("bad_words", problem)
     return ids
 
 
-def _end_token_ids(
-    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None
-) -> frozenset[int]:
+def _end_ids(params: Params, model: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
     # Where a grammar is complete only an end token may follow, and nothing may follow that.
     if params.ignore_eos and params.structured_outputs is None:
         return frozenset(params.stop_token_ids)
@@ -381,47 +332,37 @@ def _end_token_ids(
     return own | frozenset(params.stop_token_ids)
 
 
-def _check_sequences(
-    params: SamplingParams, num_end_ids: int, config: SchedulerConfig, vocab_size: int
-) -> int:
+def _check_sequences(params: Params, num_ends: int, config: SchedulerConfig, vocab: int) -> int:
     """Checks that all sequences of a request can run at once; returns the number of candidates of
     each beam, 0 without beam search."""
     count = params.num_sequences
     if count > config.max_num_seqs:
-        raise errors.InvalidSamplingParamsError(
-            f"n or best_of = {count} sequences, but max_num_seqs = {config.max_num_seqs} run at "
-            "once; ask for fewer, or raise max_num_seqs",
-            field="n" if count == params.n else "best_of",
-        )
+        run = f"max_num_seqs = {config.max_num_seqs} run at once"
+        text = f"n or best_of = {count} sequences, but {run}; ask for fewer, or raise max_num_seqs"
+        name = "n" if count == params.n else "best_of"
+        raise errors.InvalidSamplingParamsError(text, field=name)
     if not params.use_beam_search:
         return 0
     if count > config.max_num_batched_tokens:
-        raise errors.InvalidSamplingParamsError(
-            f"best_of = {count} beams advance together, but a step holds max_num_batched_tokens = "
-            f"{config.max_num_batched_tokens} tokens; ask for fewer, or raise it",
-            field="best_of",
-        )
-    candidates = num_candidates(count, num_end_ids)
-    if candidates > vocab_size:
-        raise errors.InvalidSamplingParamsError(
-            f"beam search with best_of = {count} and {num_end_ids} end tokens looks at "
-            f"{candidates} candidates, but the vocabulary has {vocab_size}; ask for fewer",
-            field="best_of",
-        )
+        limit = f"max_num_batched_tokens = {config.max_num_batched_tokens} tokens"
+        text = f"= {count} beams advance together, but a step holds {limit}"
+        raise _wrong_params("best_of", f"{text}; ask for fewer, or raise it")
+    candidates = num_candidates(count, num_ends)
+    if candidates > vocab:
+        text = f"beam search with best_of = {count} and {num_ends} end tokens looks at {candidates}"
+        text = f"{text} candidates, but the vocabulary has {vocab}; ask for fewer"
+        raise errors.InvalidSamplingParamsError(text, field="best_of")
     return candidates
 
 
 def _check_priority(priority: int, config: SchedulerConfig) -> None:
     if not _is_int(priority) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise errors.InvalidPriorityError.of_field(
-            "priority", f"must be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}"
-        )
+        text = f"must be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}"
+        raise errors.InvalidPriorityError.of_field("priority", text)
     if priority and config.policy == "fcfs":
-        raise errors.InvalidPriorityError.of_field(
-            "priority",
-            f"= {priority}, but requests are served as they arrive; set "
-            "scheduling_policy='priority', or leave the priority at 0",
-        )
+        hint = "set scheduling_policy='priority', or leave the priority at 0"
+        text = f"= {priority}, but requests are served as they arrive; {hint}"
+        raise errors.InvalidPriorityError.of_field("priority", text)
 
 
 def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
@@ -440,9 +381,9 @@ def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
     if ids is None:  # a prompt may itself be a list of ids
         return [(None, prompt) if is_list(prompt) else (prompt, None) for prompt in texts]
     if len(texts) != len(ids):
-        raise errors.InvalidPromptError(
-            f"prompts and prompt_token_ids must be equally many, got {len(texts)} and {len(ids)}"
-        )
+        got = f"{len(texts)} and {len(ids)}"
+        text = f"prompts and prompt_token_ids must be equally many, got {got}"
+        raise errors.InvalidPromptError(text)
     return list(zip(texts, ids, strict=True))
 
 
@@ -451,9 +392,8 @@ def _as_many(name: str, prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, bytes, Mapping)):
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise errors.InvalidPromptError(
-            f"{name} must be a list of prompts or one prompt, got {type(prompts).__name__}"
-        )
+        text = f"{name} must be a list of prompts or one prompt, got {type(prompts).__name__}"
+        raise errors.InvalidPromptError(text)
     many = list(prompts)
     return [many] if many and _is_int(many[0]) else many
 
@@ -467,10 +407,8 @@ def one_per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [value] * num_prompts
     if len(value) != num_prompts:
-        raise errors.InvalidPromptError(
-            f"a list of {name} needs one per prompt: got {len(value)} for "
-            f"{counted(num_prompts, 'prompt')}"
-        )
+        got = f"{len(value)} for {counted(num_prompts, 'prompt')}"
+        raise errors.InvalidPromptError(f"a list of {name} needs one per prompt: got {got}")
     return list(value)
 
 
@@ -484,15 +422,9 @@ def refusal(request_id: str, request: GenerateRequest, error: errors.RequestErro
         shown = list(token_ids) if is_list(token_ids) else []
     except TypeError:  # it is no list, which is the error
         shown = []
-    return RequestOutput(
-        request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=shown,
-        prompt_logprobs=None,
-        outputs=[CompletionOutput(0, "", (), None, None, finish_reason="error")],
-        finished=True,
-        failure=error,
-    )
+    text = prompt if isinstance(prompt, str) else None
+    outputs = [CompletionOutput(0, "", (), None, None, finish_reason="error")]
+    return RequestOutput(request_id, text, shown, None, outputs, True, failure=error)
 
 
 def is_list(value: object) -> bool:
