@@ -16,24 +16,13 @@ from typing import Any, Self
 
 from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tpengine.engine import requests as checks
+from tpengine.engine import stats as figures
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.engine.recovery import Recovery
 from tpengine.engine.request_grammars import VocabularySender
 from tpengine.engine.requests import GenerateRequest
 from tpengine.engine.startup import count_blocks, make_block_manager, start_workers
-from tpengine.engine.stats import (
-    CacheStats,
-    EngineCounters,
-    EngineHealth,
-    EngineStats,
-    PreemptionLog,
-    QueueStats,
-    RecoveryRecord,
-    StatLogger,
-    StatLoggerBase,
-    Stats,
-    StepStats,
-)
+from tpengine.engine.stats import EngineHealth, EngineStats, StatLoggerBase, StepStats
 from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, GroupLostError, InvalidPromptError
@@ -70,7 +59,7 @@ class LLMEngine:
         # A notebook cell that runs again drops the engine of the first run; its ranks must end.
         finalizer = weakref.finalize(self, executor.shutdown)
         finalizer.atexit = False
-        self.counters = EngineCounters()
+        self.counters = figures.EngineCounters()
         try:
             tokenizer = load_tokenizer(config.model)
             ledgers = start_workers(config, executor)
@@ -84,10 +73,10 @@ class LLMEngine:
             finalizer()
             raise
         self.log_stats = log_stats
-        self._stat_logger = StatLogger() if log_stats else None
+        self._stat_logger = figures.StatLogger() if log_stats else None
         self.stat_loggers: dict[str, StatLoggerBase] = {}
         self._failed_loggers: set[str] = set()
-        self._preemption_log = PreemptionLog(config)
+        self._preemption_log = figures.PreemptionLog(config)
         self._num_requests = self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
         self._stepping = threading.Lock()
@@ -178,7 +167,7 @@ class LLMEngine:
         return self._scheduler.block_manager.num_total_blocks
 
     @property
-    def recoveries(self) -> list[RecoveryRecord]:
+    def recoveries(self) -> list[figures.RecoveryRecord]:
         """Times and sizes of the latest recoveries, oldest first."""
         return list(self._recovery.records)
 
@@ -209,14 +198,14 @@ class LLMEngine:
             state=health.state.value,
             epoch=health.epoch,
             recoveries=health.num_recoveries,
-            queues=QueueStats(
+            queues=figures.QueueStats(
                 num_running=scheduler.num_running,
                 num_waiting=scheduler.num_waiting,
                 num_swapped=scheduler.num_swapped,
                 num_queued=scheduler.num_waiting,
                 num_queued_tokens=0,
             ),
-            cache=CacheStats.of(scheduler.block_manager, counters.prefix_hits),
+            cache=figures.CacheStats.of(scheduler.block_manager, counters.prefix_hits),
             num_steps=counters.num_steps,
             prompt_tokens=counters.prompt_tokens,
             output_tokens=counters.output_tokens,
@@ -262,14 +251,10 @@ class LLMEngine:
             EngineDeadError: an earlier step failed.
         """
         checks.check_request_id(request_id, self._scheduler.get_request)
-        request = GenerateRequest(
-            inputs,
-            prompt_token_ids,
-            params=SamplingParams() if params is None else params,
-            arrival_time=arrival_time,
-            priority=priority,
-            lora_request=lora_request,
-        )
+        own: dict[str, Any]
+        own = {"arrival_time": arrival_time, "priority": priority, "lora_request": lora_request}
+        params = SamplingParams() if params is None else params
+        request = GenerateRequest(inputs, prompt_token_ids, params=params, **own)
         self.add_checked(request_id, self.check_request(request), arrival_time)
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
@@ -316,10 +301,9 @@ class LLMEngine:
             except Exception as error:
                 self._output_processor.forget(request)
                 self._scheduler.abort_request(request_id)
-                raise InvalidPromptError(
-                    f"the tokenizer cannot follow this prompt: {type(error).__name__}: {error}; "
-                    "check its ids, or set detokenize=False"
-                ) from error
+                text = f"the tokenizer cannot follow this prompt: {type(error).__name__}: {error}"
+                hint = "check its ids, or set detokenize=False"
+                raise InvalidPromptError(f"{text}; {hint}") from error
             self._num_requests += 1
             self._num_sequences += count
         return request.metrics
@@ -430,7 +414,7 @@ class LLMEngine:
         """An error of a logger is logged, once: the user's code must not end the engine, nor fill
         its log."""
         if self.stat_loggers:
-            stats = Stats(self.stats(), step, decisions)
+            stats = figures.Stats(self.stats(), step, decisions)
             for name, stat_logger in tuple(self.stat_loggers.items()):
                 try:
                     stat_logger.log(stats)

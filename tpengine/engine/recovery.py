@@ -47,6 +47,7 @@ logger = init_logger(__name__)
 
 _WAIT_S = 0.02
 """How long a step waits for a rebuild: its caller has other work to do."""
+Ledgers = list[MemoryLedger]
 _PROGRESS_LINE_S = 5.0
 _CLOSE_S = 10.0
 _NUM_RECORDS = 1000
@@ -62,11 +63,7 @@ class Recovery:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        executor: Executor,
-        scheduler: Scheduler,
-        ledgers: list[MemoryLedger],
+        self, config: EngineConfig, executor: Executor, scheduler: Scheduler, ledgers: Ledgers
     ) -> None:
         self._pid = os.getpid()
         self._config = config
@@ -104,10 +101,9 @@ class Recovery:
             return
         if isinstance(self._failure, errors.EngineDeadError):
             raise errors.EngineDeadError(str(self._failure)) from self._failure
-        raise errors.EngineDeadError(
-            f"a step failed ({type(self._failure).__name__}: {self._failure}), and the engine "
-            "cannot go on; make a new one"
-        ) from self._failure
+        text = f"a step failed ({type(self._failure).__name__}: {self._failure})"
+        text = f"{text}, and the engine cannot go on; make a new one"
+        raise errors.EngineDeadError(text) from self._failure
 
     def go_on(self) -> bool:
         """Looks at the group; returns whether a step can be scheduled now.
@@ -151,9 +147,8 @@ class Recovery:
                 self._gaps.setdefault(request.request_id, (request, metrics.last_token_time))
         culprit, is_isolation_step = self._poison.note_loss(loss, lost, requests)
         blocks = self._scheduler.block_manager
-        self._scheduler.restart(
-            make_block_manager(self._config, blocks.num_total_blocks, blocks.host.num_blocks)
-        )
+        num_blocks = blocks.num_total_blocks, blocks.host.num_blocks
+        self._scheduler.restart(make_block_manager(self._config, *num_blocks))
         failed = None
         if culprit is not None:
             reason = (
@@ -162,9 +157,8 @@ class Recovery:
                 f"alone; the other requests go on. The last time: {loss.report()}"
             )
             logger.error("%s", reason)
-            failed = self._scheduler.fail_request(
-                culprit.request_id, errors.RequestFailedError(reason)
-            )
+            error = errors.RequestFailedError(reason)
+            failed = self._scheduler.fail_request(culprit.request_id, error)
         self._scheduler.restrict(self._poison.allowed)
         self.state = EngineState.RECOVERING
         self._count_loss(loss, counts=not is_isolation_step)
@@ -212,13 +206,8 @@ class Recovery:
         loss, executor = self._loss, self._executor
         if self.state is not EngineState.RECOVERING or loss is None:
             return None
-        return RecoveryProgress(
-            loss=loss,
-            elapsed_s=now - self._lost_at,
-            num_attempts=self._num_attempts,
-            phases_s=dict(executor.start_times_s),
-            phase=executor.start_phase,
-        )
+        phases_s, elapsed_s = dict(executor.start_times_s), now - self._lost_at
+        return RecoveryProgress(loss, elapsed_s, self._num_attempts, phases_s, executor.start_phase)
 
     def die(self, error: BaseException) -> None:
         """Notes that the engine cannot go on."""
@@ -243,20 +232,16 @@ class Recovery:
         while self._loss_times and self._loss_times[0] < now - limits.window_s:
             self._loss_times.popleft()
         if len(self._loss_times) > limits.max_recoveries:
-            self._fail_engine(
-                f"its ranks were lost {counted(len(self._loss_times), 'time')} within "
-                f"{limits.window_s:g} s, and max_recoveries = {limits.max_recoveries}. The last "
-                f"time: {loss.report()}",
-                errors.GroupLostError(loss),
-            )
-        logger.error(
-            "%s\n%s will wait for a new group of ranks (%d of %d recoveries within %g s)",
-            loss.report(),
-            counted(len(self._scheduler.unfinished_requests()), "request"),
-            len(self._loss_times),
-            limits.max_recoveries,
-            limits.window_s,
+            times = f"{counted(len(self._loss_times), 'time')} within {limits.window_s:g} s"
+            limit = f"max_recoveries = {limits.max_recoveries}"
+            text = f"its ranks were lost {times}, and {limit}. The last time: {loss.report()}"
+            self._fail_engine(text, errors.GroupLostError(loss))
+        waiting = counted(len(self._scheduler.unfinished_requests()), "request")
+        count = f"{len(self._loss_times)} of {limits.max_recoveries} recoveries"
+        text = (
+            f"{waiting} will wait for a new group of ranks ({count} within {limits.window_s:g} s)"
         )
+        logger.error("%s\n%s", loss.report(), text)
 
     def _start_rebuild(self) -> None:
         """Starts a thread that makes a new group."""
@@ -318,11 +303,8 @@ class Recovery:
         assert self._loss is not None
         now, limit_s = time.monotonic(), self._config.recovery.timeout_s
         if not (isinstance(error, errors.GroupLostError) or errors.is_temporary(error)):
-            self._fail_engine(
-                f"its ranks were lost and could not be replaced: {type(error).__name__}: {error}. "
-                f"What was lost: {self._loss.report()}",
-                error,
-            )
+            why = f"{type(error).__name__}: {error}. What was lost: {self._loss.report()}"
+            self._fail_engine(f"its ranks were lost and could not be replaced: {why}", error)
         wait_s = pause_s(self._num_attempts)
         if now + wait_s - self._lost_at > limit_s:
             self._give_up(error)
@@ -340,14 +322,12 @@ class Recovery:
     def _give_up(self, error: Exception) -> NoReturn:
         """Ends the engine, as the time for all attempts at a new group is up."""
         assert self._loss is not None
-        self._fail_engine(
-            f"its ranks were lost and not replaced within recovery_timeout = "
-            f"{self._config.recovery.timeout_s:g} s, in "
-            f"{counted(self._num_attempts, 'attempt')}. The last one: {_describe(error)} (the "
-            f"driver's machine: {host.describe_resources(error)}). What was lost: "
-            f"{self._loss.report()}",
-            error,
-        )
+        limit = f"recovery_timeout = {self._config.recovery.timeout_s:g} s"
+        attempts = counted(self._num_attempts, "attempt")
+        text = f"its ranks were lost and not replaced within {limit}, in {attempts}"
+        machine = f"(the driver's machine: {host.describe_resources(error)})"
+        last = f"{_describe(error)} {machine}. What was lost: {self._loss.report()}"
+        self._fail_engine(f"{text}. The last one: {last}", error)
 
     def _note_rebuilt(self, ledgers: list[MemoryLedger], blocks: BlockManager) -> None:
         assert self._loss is not None

@@ -23,6 +23,7 @@ from tpengine.structured.grammars import Vocabulary
 
 logger = init_logger(__name__)
 
+Messages = Sequence[Mapping[str, Any]]
 _TOKENIZER_FILES = (
     "tokenizer*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
 )  # fmt: skip
@@ -104,10 +105,9 @@ class Tokenizer:
 
     def __init__(self, hf: Any) -> None:
         if not hasattr(hf, "is_fast"):
-            raise errors.ConfigError(
-                f"a tokenizer must be one of transformers, got {hf!r:.80}; load it with "
-                "transformers.AutoTokenizer.from_pretrained"
-            )
+            hint = "load it with transformers.AutoTokenizer.from_pretrained"
+            text = f"a tokenizer must be one of transformers, got {hf!r:.80}; {hint}"
+            raise errors.ConfigError(text)
         self.hf = hf
         self.fast_backend: Any = hf.backend_tokenizer if hf.is_fast else None
         self.special_token_ids: frozenset[int] = _special_token_ids(hf, self.fast_backend)
@@ -128,18 +128,14 @@ class Tokenizer:
         """
         if self._vocabulary is None:
             if self.fast_backend is None:
-                raise errors.InvalidSamplingParamsError(
-                    "structured_outputs needs a tokenizer of the library tokenizers, and this "
-                    "model's is written in Python",
-                    field="structured_outputs",
-                )
+                needed = "needs a tokenizer of the library tokenizers"
+                text = f"{needed}, and this model's is written in Python"
+                raise errors.InvalidSamplingParamsError.of_field("structured_outputs", text)
             end_ids = self.end_token_ids(model)
             if not end_ids:
-                raise errors.InvalidSamplingParamsError.of_field(
-                    "structured_outputs",
-                    "needs an end token, and the model names none; set "
-                    "eos_token_id in its config.json",
-                )
+                hint = "set eos_token_id in its config.json"
+                text = f"needs an end token, and the model names none; {hint}"
+                raise errors.InvalidSamplingParamsError.of_field("structured_outputs", text)
             backend = copy.copy(self.fast_backend)
             backend.no_padding()
             backend.no_truncation()
@@ -164,17 +160,14 @@ class Tokenizer:
             InvalidPromptError: `text` is not a string, or not valid Unicode (a lone surrogate).
         """
         if not isinstance(text, str):
-            raise errors.InvalidPromptError(
-                f"a prompt must be a string, got {type(text).__name__}; ids go into "
-                "prompt_token_ids"
-            )
+            problem = f"a prompt must be a string, got {type(text).__name__}"
+            raise errors.InvalidPromptError(f"{problem}; ids go into prompt_token_ids")
         try:
             text.encode()  # the tokenizer's own error for a lone surrogate is unclear
         except UnicodeEncodeError as error:
-            raise errors.InvalidPromptError(
-                f"a text is no valid Unicode at character {error.start} ({text[error.start]!r}: "
-                f"{error.reason}); decode its bytes with errors='replace'"
-            ) from None
+            problem = f"character {error.start} ({text[error.start]!r}: {error.reason})"
+            problem = f"{problem}; decode its bytes with errors='replace'"
+            raise errors.InvalidPromptError(f"a text is no valid Unicode at {problem}") from None
         # `verbose=False`: the engine checks the length itself, so no warning about it.
         return list(self.hf.encode(text, verbose=False, add_special_tokens=add_special_tokens))
 
@@ -183,12 +176,8 @@ class Tokenizer:
         if self._plain_backend is not None:
             text = self._plain_backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
             return str(text)
-        text = self.hf.decode(
-            list(token_ids),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        return str(text)
+        options = {"skip_special_tokens": skip_special_tokens}
+        return str(self.hf.decode(list(token_ids), clean_up_tokenization_spaces=False, **options))
 
     def token_text(self, token_id: int) -> str:
         """Returns the text of one token alone, special or not; U+FFFD for a part of a character."""
@@ -199,10 +188,7 @@ class Tokenizer:
         return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
 
     def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        **options: Any,
+        self, messages: Messages, add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
         """Returns the ids of a conversation; see `render_chat`.
 
@@ -214,7 +200,7 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         **options: Any,
@@ -241,17 +227,12 @@ class Tokenizer:
                 "text and call generate (`tpengine generate`) with it, or give a chat_template"
             )
         try:
-            text = self.hf.apply_chat_template(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **options,
-            )
+            options |= {"chat_template": chat_template, "tokenize": False}
+            options["add_generation_prompt"] = add_generation_prompt
+            text = self.hf.apply_chat_template(conversation, **options)
         except Exception as error:  # the template is code from the model's folder
-            raise errors.InvalidPromptError(
-                f"the model's chat template refuses these messages: {error}"
-            ) from error
+            problem = f"the model's chat template refuses these messages: {error}"
+            raise errors.InvalidPromptError(problem) from error
         return str(text)
 
 
@@ -268,9 +249,8 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
         return None
     folder = Path(config.tokenizer)
     if is_gguf(folder) and config.tokenizer_mode == "slow":
-        raise errors.ConfigError(
-            f"{folder} has no slow tokenizer; leave tokenizer_mode = 'slow' out"
-        )
+        text = f"{folder} has no slow tokenizer; leave tokenizer_mode = 'slow' out"
+        raise errors.ConfigError(text)
     if not has_tokenizer(config.tokenizer):
         logger.info("%s has no tokenizer: prompts must be ids, outputs have no text", folder)
         return None
@@ -281,10 +261,9 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     except errors.ModelLoadError:
         raise
     except Exception as error:  # parsers and remote tokenizers raise errors of any type
-        raise errors.ModelLoadError(
-            f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}); "
-            "repair or fetch its files again, or name another folder with `tokenizer`"
-        ) from error
+        text = f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error})"
+        hint = "repair or fetch its files again, or name another folder with `tokenizer`"
+        raise errors.ModelLoadError(f"{text}; {hint}") from error
 
 
 def has_tokenizer(folder: str | None) -> bool:
@@ -326,14 +305,11 @@ def _load_hf(config: ModelConfig, folder: Path) -> Any:
 
     name = None if config.tokenizer_mode == "slow" else _certain_class(folder)
     # The folder is complete: loading must not wait for a network.
-    if name is not None:
-        return getattr(transformers, name).from_pretrained(str(folder), local_files_only=True)
-    return transformers.AutoTokenizer.from_pretrained(
-        str(folder),
-        use_fast=config.tokenizer_mode != "slow",
-        trust_remote_code=config.trust_remote_code,
-        local_files_only=True,
-    )
+    options: dict[str, Any] = {"local_files_only": True}
+    if name is None:
+        options["use_fast"] = config.tokenizer_mode != "slow"
+        options["trust_remote_code"] = config.trust_remote_code
+    return getattr(transformers, name or "AutoTokenizer").from_pretrained(str(folder), **options)
 
 
 def _certain_class(folder: Path) -> str | None:
@@ -368,20 +344,17 @@ def _load_gguf_tokenizer(path: str) -> Tokenizer:
 def _read_messages(messages: object) -> list[dict[str, Any]]:
     """Returns a checked conversation; contents are strings, or None beside `tool_calls`."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise errors.InvalidPromptError(
-            'messages must be a list of {"role": ..., "content": ...}, got '
-            f"{type(messages).__name__}",
-            field="messages",
-        )
+        must = 'must be a list of {"role": ..., "content": ...}'
+        text = f"{must}, got {type(messages).__name__}"
+        raise errors.InvalidPromptError.of_field("messages", text)
     if not messages:
         raise errors.InvalidPromptError.of_field("messages", "is empty; give at least one")
     conversation = []
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
         if not isinstance(message, Mapping):
-            raise errors.InvalidPromptError.of_field(
-                place, f"must be a dict with role and content, got {message!r:.80}"
-            )
+            text = f"must be a dict with role and content, got {message!r:.80}"
+            raise errors.InvalidPromptError.of_field(place, text)
         fields = dict(message)
         if isinstance(fields.get("content"), (list, tuple)):
             fields["content"] = _join_parts(fields["content"], f"{place}.content")
@@ -392,9 +365,8 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
                 text = f"{place} has no {key!r}: {fields!r}"
                 raise errors.InvalidPromptError(text, field=f"{place}.{key}")
             if not isinstance(fields[key], str):
-                raise errors.InvalidPromptError(
-                    f"{place}.{key} must be a string, got {fields[key]!r}", field=f"{place}.{key}"
-                )
+                text = f"must be a string, got {fields[key]!r}"
+                raise errors.InvalidPromptError.of_field(f"{place}.{key}", text)
         conversation.append(fields)
     return conversation
 
@@ -408,11 +380,9 @@ def _join_parts(parts: Sequence[Any], place: str) -> str:
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise errors.InvalidPromptError(
-                f'{place}[{i}] must be {{"type": "text", "text": ...}}, got {part!r:.80}; this '
-                "engine reads text alone",
-                field=f"{place}[{i}]",
-            )
+            text = f'must be {{"type": "text", "text": ...}}, got {part!r:.80}'
+            text = f"{text}; this engine reads text alone"
+            raise errors.InvalidPromptError.of_field(f"{place}[{i}]", text)
     return "\n".join(part["text"] for part in parts)
 
 
