@@ -83,11 +83,8 @@ class Declaration:
             if not isinstance(number, (int, float)):
                 continue
             # NaN fails every comparison; an infinity is never meant.
-            if not (
-                self.at_least <= number <= self.at_most
-                and self.more_than < number
-                and abs(number) < math.inf
-            ):
+            fits = self.at_least <= number <= self.at_most and self.more_than < number
+            if not (fits and abs(number) < math.inf):
                 limits = " and ".join(self._limits(number))
                 if number < self.at_most < math.inf:
                     advice = ""
@@ -96,11 +93,8 @@ class Declaration:
 
     def _limits(self, number: float) -> Iterator[str]:
         """The limits in words; "finite" only for a number that is not."""
-        for word, limit in (
-            ("at least", self.at_least),
-            ("more than", self.more_than),
-            ("at most", self.at_most),
-        ):
+        lower = (("at least", self.at_least), ("more than", self.more_than))
+        for word, limit in (*lower, ("at most", self.at_most)):
             if math.isfinite(limit):
                 yield f"{word} {limit}{self.unit}"
         if isinstance(number, float) and not math.isfinite(number):
@@ -138,9 +132,8 @@ class Options:
             value = getattr(self, spec.name)
             refused = spec.metadata["option"].refused
             if refused and value != spec.default:
-                raise ConfigError(
-                    f"{spec.name} = {value!r} is refused: {refused}; leave it at {spec.default!r}"
-                )
+                text = f"{spec.name} = {value!r} is refused: {refused}"
+                raise ConfigError(f"{text}; leave it at {spec.default!r}")
             if not _is_of_type(value, hints[spec.name]):
                 raise ConfigError(f"{spec.name} must be {spec.type}, got {value!r}")
             problem = "" if value is None else spec.metadata["option"].problem(value)
@@ -149,12 +142,10 @@ class Options:
 
     def changed(self, only_for: str) -> list[str]:
         """Returns `name = value` of each option with this `only_for` that was changed."""
-        return [
-            f"{spec.name} = {getattr(self, spec.name)!r}"
-            for spec in dataclasses.fields(self)
-            if spec.metadata["option"].only_for == only_for
-            and getattr(self, spec.name) != spec.default
-        ]
+        fields = dataclasses.fields(self)
+        own = [spec for spec in fields if spec.metadata["option"].only_for == only_for]
+        changed = [spec.name for spec in own if getattr(self, spec.name) != spec.default]
+        return [f"{name} = {getattr(self, name)!r}" for name in changed]
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -300,9 +291,8 @@ def _one_or_more_numbers(text: str) -> float | list[float]:
     except ValueError:
         import argparse
 
-        raise argparse.ArgumentTypeError(
-            f"must be a number, or one per rank with commas between them; got {text!r}"
-        ) from None
+        problem = f"must be a number, or one per rank with commas between them; got {text!r}"
+        raise argparse.ArgumentTypeError(problem) from None
     return numbers if len(numbers) > 1 else numbers[0]
 
 
@@ -494,9 +484,8 @@ def _read_choice(choices: dict[Any, Any], value: Any) -> Any:
     for name, choice in choices.items():
         if value is choice or (type(value) is type(name) and value == name):
             return choice
-    raise WrongValueError(
-        f" must be one of {', '.join(map(repr, choices))}, got {reprlib.repr(value)}"
-    )
+    known = ", ".join(map(repr, choices))
+    raise WrongValueError(f" must be one of {known}, got {reprlib.repr(value)}")
 
 
 def _read_plain(kind: type, value: Any) -> Any:
@@ -520,8 +509,6 @@ def read_bundle(text: str) -> dict[str, float]:
         except ValueError:
             bundle[name] = math.nan
         if not name or not 0.0 < bundle[name] < math.inf:
-            raise ConfigError(
-                f"ray_bundle must be of the form 'GPU=1,my_accelerator=1', with amounts above 0; "
-                f"got {text!r}"
-            )
+            form = "'GPU=1,my_accelerator=1', with amounts above 0"
+            raise ConfigError(f"ray_bundle must be of the form {form}; got {text!r}")
     return bundle

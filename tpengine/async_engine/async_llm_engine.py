@@ -145,15 +145,11 @@ class AsyncLLMEngine:
         Raises:
             RequestError, EngineError: see `open`; most of them with the first output.
         """
+        params = sampling_params or SamplingParams()
+        times: dict[str, Any] = {"deadline": deadline, "max_queue_s": max_queue_s}
+        own: dict[str, Any] = {"request_id": request_id, "lora_request": lora_request}
         request = GenerateRequest(
-            prompt=inputs,
-            prompt_token_ids=prompt_token_ids,
-            params=sampling_params or SamplingParams(),
-            request_id=request_id,
-            priority=priority,
-            deadline=deadline,
-            max_queue_s=max_queue_s,
-            lora_request=lora_request,
+            inputs, prompt_token_ids, params=params, priority=priority, **times, **own
         )
         return self.serve(request)
 
@@ -173,13 +169,8 @@ class AsyncLLMEngine:
         Raises:
             RequestError, EngineError: see `open`.
         """
-        request = GenerateRequest(
-            inputs,
-            params=params,
-            request_id=request_id,
-            arrival_time=arrival_time,
-            lora_request=lora_request,
-        )
+        own: dict[str, Any] = {"request_id": request_id, "lora_request": lora_request}
+        request = GenerateRequest(inputs, params=params, arrival_time=arrival_time, **own)
         return AsyncStream(await self._begin(request, True))
 
     async def serve(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
@@ -392,11 +383,8 @@ class AsyncLLMEngine:
     def stats(self) -> EngineStats:
         """Returns a snapshot of this moment; cheap, from any thread."""
         stats = self.llm_engine.stats()
-        queues = replace(
-            stats.queues,
-            num_queued=self._admission.num_requests,
-            num_queued_tokens=self._admission.num_tokens,
-        )
+        num_queued, num_tokens = self._admission.num_requests, self._admission.num_tokens
+        queues = replace(stats.queues, num_queued=num_queued, num_queued_tokens=num_tokens)
         state, refused = self._state(stats.state), dict(self._requests.refused)
         return replace(stats, state=state, queues=queues, refused=refused)
 
@@ -423,9 +411,8 @@ class AsyncLLMEngine:
             ConfigError: prometheus_client is not installed.
         """
         if importlib.util.find_spec("prometheus_client") is None:
-            raise errors.ConfigError(
-                "metrics need prometheus_client: install tpengine with its extra serve"
-            )
+            text = "metrics need prometheus_client: install tpengine with its extra serve"
+            raise errors.ConfigError(text)
         from tpengine.engine.prometheus import EngineMetrics
 
         name = model_name or Path(self.model_config.model).name
@@ -484,9 +471,8 @@ class AsyncLLMEngine:
         start = time.monotonic()
         while not is_done():
             if time.monotonic() - start > limit_s:
-                raise errors.EngineError(
-                    f"the engine's thread did not end within {limit_s:g} s: it hangs in {what}"
-                )
+                text = f"the engine's thread did not end within {limit_s:g} s: it hangs in {what}"
+                raise errors.EngineError(text)
             await asyncio.sleep(_POLL_S)
 
     def _bind(self) -> None:
@@ -498,10 +484,9 @@ class AsyncLLMEngine:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             if self._loop is not None and not self._loop.is_closed() and len(self._requests):
-                raise errors.EngineError(
-                    "requests of another event loop are being served; an engine belongs to one "
-                    "loop at a time: give each its own"
-                )
+                rule = "an engine belongs to one loop at a time: give each its own"
+                text = f"requests of another event loop are being served; {rule}"
+                raise errors.EngineError(text)
             for live in self._requests.all():  # the loop of their readers was closed
                 self._requests.finish(live, "left by its reader")
             self._loop, self._watch = loop, None
@@ -516,10 +501,8 @@ class AsyncLLMEngine:
         if self._thread.ended or self._intake is _Intake.CLOSED:
             raise self._death()
         if self._intake is _Intake.DRAINING:
-            raise errors.EngineDrainingError(
-                "the engine is draining: it finishes what it has, and takes no new requests; ask "
-                "another one"
-            )
+            text = "the engine is draining: it finishes what it has, and takes no new requests"
+            raise errors.EngineDrainingError(f"{text}; ask another one")
 
     def _fail_all(self) -> None:
         """Finishes all requests, because the engine has ended."""
@@ -537,9 +520,8 @@ class AsyncLLMEngine:
     def _death(self) -> errors.EngineDeadError:
         if self._thread.failure is None:
             return errors.EngineDeadError("the engine was shut down; make a new one")
-        error = errors.EngineDeadError(
-            f"the engine has failed ({self._cause()}), and cannot go on; make a new one"
-        )
+        text = f"the engine has failed ({self._cause()}), and cannot go on; make a new one"
+        error = errors.EngineDeadError(text)
         error.__cause__ = self._thread.failure
         return error
 

@@ -238,10 +238,8 @@ class Recovery:
             self._fail_engine(text, errors.GroupLostError(loss))
         waiting = counted(len(self._scheduler.unfinished_requests()), "request")
         count = f"{len(self._loss_times)} of {limits.max_recoveries} recoveries"
-        text = (
-            f"{waiting} will wait for a new group of ranks ({count} within {limits.window_s:g} s)"
-        )
-        logger.error("%s\n%s", loss.report(), text)
+        text = f"{waiting} will wait for a new group of ranks ({count}"
+        logger.error("%s\n%s within %g s)", loss.report(), text, limits.window_s)
 
     def _start_rebuild(self) -> None:
         """Starts a thread that makes a new group."""

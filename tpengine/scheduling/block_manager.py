@@ -86,10 +86,9 @@ class BlockManager:
         max_step_tokens: int = sys.maxsize,
     ) -> None:
         if num_device_blocks < 1 or block_size < 1:
-            raise CacheSizeError(
-                f"the KV cache has {num_device_blocks} blocks of {block_size} tokens, and needs at "
-                "least 1 of each; give the cache more memory"
-            )
+            text = f"the KV cache has {num_device_blocks} blocks of {block_size} tokens"
+            hint = "give the cache more memory"
+            raise CacheSizeError(f"{text}, and needs at least 1 of each; {hint}")
         self.block_size = block_size
         self.num_total_blocks = num_device_blocks
         self.device = BlockPool(num_device_blocks)
@@ -364,22 +363,16 @@ class BlockManager:
         for seq_id, sequence in holders.items():
             table = self._tables[seq_id]
             held = _held(table)
-            expect(
-                len(table) * self.block_size >= sequence.num_computed_tokens,
-                f"the table of sequence {seq_id} covers its computed tokens",
-            )
-            expect(
-                NO_BLOCK not in table[self._first_kept(sequence.num_computed_tokens) :]
-                and len(held) <= self._most_blocks,
-                f"sequence {seq_id} holds the blocks of its window, and few others",
-            )
+            covers = len(table) * self.block_size >= sequence.num_computed_tokens
+            expect(covers, f"the table of sequence {seq_id} covers its computed tokens")
+            window = table[self._first_kept(sequence.num_computed_tokens) :]
+            holds = NO_BLOCK not in window and len(held) <= self._most_blocks
+            expect(holds, f"sequence {seq_id} holds the blocks of its window, and few others")
             # A partly filled block may be shared: it is copied before it is written.
             blank = table[self.num_blocks_for(sequence.num_computed_tokens) :]
-            expect(
-                len(set(held)) == len(held)
-                and all(self.device.ref_count(block) == 1 for block in blank),
-                f"sequence {seq_id} alone writes the blocks that it will write",
-            )
+            owns = all(self.device.ref_count(block) == 1 for block in blank)
+            owns = owns and len(set(held)) == len(held)
+            expect(owns, f"sequence {seq_id} alone writes the blocks that it will write")
 
     def _table(self, sequence: Sequence) -> list[int]:
         try:

@@ -20,20 +20,14 @@ from collections.abc import Iterable
 
 from tpengine.config import SchedulerConfig
 from tpengine.errors import EngineError, RequestError, RequestIgnoredError
+from tpengine.scheduling import step as steps
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.hopeless_requests import outgrown, why_never, why_no_more, why_too_long
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.queues import RequestQueues
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
-from tpengine.scheduling.step import (
-    SchedulerOutput,
-    StepBuilder,
-    StepDecisions,
-    choose_rows,
-    find_catching_up,
-    slot_of,
-)
+from tpengine.scheduling.step import SchedulerOutput, StepBuilder, StepDecisions
 
 
 class Scheduler:
@@ -141,7 +135,7 @@ class Scheduler:
             self._admit_swapped(step)
             self._admit(step)
         else:
-            self._continue(find_catching_up(running), step)
+            self._continue(steps.find_catching_up(running), step)
             self._admit(step)
             if step.is_empty:
                 self._num_admitted_since_decode = 0
@@ -153,7 +147,7 @@ class Scheduler:
             return step.build(self._num_steps + 1)
         self._num_steps += 1
         if self._config.looks_ahead:
-            step.message.next_slots = list(map(slot_of, self._look_ahead(step)))
+            step.message.next_slots = list(map(steps.slot_of, self._look_ahead(step)))
         self._queues.tell_changes(step.message)
         return step.build(self._num_steps)
 
@@ -255,7 +249,7 @@ class Scheduler:
         if not self._queues.is_running(request):  # preempted earlier in this step
             return
         is_forked = request.request_id not in self._queues.unforked
-        if is_forked and not choose_rows(request, step.tokens_left):
+        if is_forked and not steps.choose_rows(request, step.tokens_left):
             return
         lacking = self._blocks.num_lacking_blocks(request)
         if lacking:
@@ -266,7 +260,7 @@ class Scheduler:
         if not is_forked:
             self._compute_common(request, step, lacking > 0)
             return
-        for sequence, size in choose_rows(request, step.tokens_left):
+        for sequence, size in steps.choose_rows(request, step.tokens_left):
             self._add_row(sequence, size, step, lacking > 0)
 
     def _compute_common(self, request: Request, step: StepBuilder, grow: bool) -> None:
@@ -292,9 +286,8 @@ class Scheduler:
         """Makes a running sequence a row, with a place in its blocks for each of its tokens."""
         if size != 1:
             if size < 1:
-                raise EngineError(
-                    f"sequence {sequence.seq_id} was sampled, but its token was not appended"
-                )
+                text = f"sequence {sequence.seq_id} was sampled, but its token was not appended"
+                raise EngineError(text)
             if (shares := self._queues.shares) is not None:
                 request = self._queues.request_of[sequence.seq_id]
                 shares.charge_prompt(request, sequence, size)
@@ -306,7 +299,7 @@ class Scheduler:
             if growth.copy is not None:
                 step.message.block_moves.copies.append(growth.copy)
                 if is_known:
-                    place = (slot_of(sequence), growth.copy_place, growth.copy[1])
+                    place = (steps.slot_of(sequence), growth.copy_place, growth.copy[1])
                     step.message.replaced_block_ids.append(place)
         if not is_known:
             self._queues.slots.enter(sequence)
@@ -391,11 +384,8 @@ class Scheduler:
         while queues.waiting and not queues.swapped and step.tokens_left and not step.preempted:
             # Requests that end with their first token free their slots at once, so admission could
             # go on for ever. It stops after `max_num_seqs` admissions without a decode.
-            if (
-                not chunked
-                and self._num_admitted_since_decode >= self._config.max_num_seqs
-                and queues.running
-            ):
+            is_decode_due = self._num_admitted_since_decode >= self._config.max_num_seqs
+            if not chunked and is_decode_due and queues.running:
                 return
             first = queues.waiting.head()
             if (reason := why_never(first, self._config, self._blocks)) is not None:
@@ -421,7 +411,7 @@ class Scheduler:
         queues, blocks = self._queues, self._blocks
         queues.begin_step(shares)
         others = queues.running.copy()
-        rivals = [*find_catching_up(others), *queues.swapped[:1]] if queues.waiting else []
+        rivals = [*steps.find_catching_up(others), *queues.swapped[:1]] if queues.waiting else []
         while queues.waiting and step.tokens_left > self._num_without_row(step):
             first = queues.waiting.head()
             if why_never(first, self._config, blocks) or not shares.is_owed(first, rivals):
