@@ -15,15 +15,9 @@ from tqdm import tqdm
 from tpengine import errors
 from tpengine.checkpoint.model_defaults import recommended_sampling
 from tpengine.checkpoint.model_files import read_generation_config
+from tpengine.engine import requests as checks
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.requests import (
-    GenerateRequest,
-    is_list,
-    need_tokenizer,
-    one_per_prompt,
-    pair_prompts,
-    refusal,
-)
+from tpengine.engine.requests import GenerateRequest, one_per_prompt
 from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
@@ -111,15 +105,13 @@ class LLM:
             KeyboardInterrupt: on Ctrl-C; the engine has aborted the prompts and can be used again.
         """
         self._finished = []
-        pairs = pair_prompts(prompts, prompt_token_ids)
+        pairs = checks.pair_prompts(prompts, prompt_token_ids)
         params = _params_of_each(sampling_params, len(pairs))
         priorities = one_per_prompt("priority", 0 if priority is None else priority, len(pairs))
         adapters = one_per_prompt("lora_request", lora_request, len(pairs))
         requests = [
-            GenerateRequest(text, token_ids, params=own, priority=urgency, lora_request=adapter)
-            for (text, token_ids), own, urgency, adapter in zip(
-                pairs, params, priorities, adapters, strict=True
-            )
+            GenerateRequest(*pair, params=own, priority=urgency, lora_request=adapter)
+            for pair, own, urgency, adapter in zip(pairs, params, priorities, adapters, strict=True)
         ]
         return self._serve(requests, on_error, use_tqdm)
 
@@ -140,7 +132,8 @@ class LLM:
             except errors.RequestError as error:
                 if on_error == "raise":
                     raise type(error)(f"prompts[{place}]: {error}") from error
-                done[request_ids[place]] = refusal(request_ids[place], requests[place], error)
+                own_id = request_ids[place]
+                done[own_id] = checks.refusal(own_id, requests[place], error)
                 return None
 
         engine = self.llm_engine
@@ -157,10 +150,8 @@ class LLM:
             self.llm_engine.abort_request(request_ids)
             self.llm_engine.discard_outputs(request_ids)
             self._finished = [done[key] for key in request_ids if key in done]
-            error.add_note(
-                f"LLM.finished_outputs() has what was done: {len(done)} of "
-                f"{counted(len(request_ids), 'prompt')}"
-            )
+            count = f"{len(done)} of {counted(len(request_ids), 'prompt')}"
+            error.add_note(f"LLM.finished_outputs() has what was done: {count}")
             raise
         finally:
             for request_id in request_ids:
@@ -214,10 +205,9 @@ class LLM:
         """
         self._finished = []
         if not isinstance(chat_template_kwargs, Mapping | None):
-            raise errors.RequestError(
-                f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}"
-            )
-        is_many = isinstance(messages, Sequence) and all(map(is_list, messages))
+            text = f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}"
+            raise errors.RequestError(text)
+        is_many = isinstance(messages, Sequence) and all(map(checks.is_list, messages))
         conversations: list[Any] = list(messages) if is_many else [messages]
         options = {
             "chat_template": chat_template,
@@ -257,9 +247,8 @@ class LLM:
             RequestError: see `generate`.
         """
         if not isinstance(params, BeamSearchParams):
-            raise errors.InvalidSamplingParamsError(
-                f"give BeamSearchParams, or use_beam_search=True to generate; got {params!r:.60}"
-            )
+            text = f"give BeamSearchParams, or use_beam_search=True to generate; got {params!r:.60}"
+            raise errors.InvalidSamplingParamsError(text)
         sampling_params, tokenizer = params.sampling_params(), self.llm_engine.tokenizer
         results = []
         for output in self.generate(prompts, sampling_params, None, use_tqdm, lora_request):
@@ -282,7 +271,7 @@ class LLM:
             InvalidPromptError: see `chat`.
         """
         engine = self.llm_engine
-        tokenizer = need_tokenizer(engine.tokenizer, engine.get_model_config())
+        tokenizer = checks.need_tokenizer(engine.tokenizer, engine.get_model_config())
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt)
 
     def stream(
@@ -301,10 +290,9 @@ class LLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         request = GenerateRequest(prompt, prompt_token_ids, params=params)
         if params.num_sequences != 1:
-            raise errors.InvalidSamplingParamsError(
-                f"stream yields the text of one sequence, and n or best_of is "
-                f"{params.num_sequences}; use generate, or ask for one"
-            )
+            count = f"n or best_of is {params.num_sequences}"
+            text = f"stream yields the text of one sequence, and {count}"
+            raise errors.InvalidSamplingParamsError(f"{text}; use generate, or ask for one")
         request_id = self._new_request_id()
         request = replace(request, params=changed(params, output_kind=RequestOutputKind.DELTA))
         self.llm_engine.add_checked(request_id, self.llm_engine.check_request(request))

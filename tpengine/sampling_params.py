@@ -105,16 +105,12 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         kinds = self.kinds
         if len(kinds) != 1:
-            raise _refusal(
-                "structured_outputs",
-                f"needs exactly one of {', '.join(_CONSTRAINTS)}, got "
-                f"{' and '.join(kinds) or 'none of them'}",
-            )
+            got = " and ".join(kinds) or "none of them"
+            needed = f"needs exactly one of {', '.join(_CONSTRAINTS)}"
+            raise _refusal("structured_outputs", f"{needed}, got {got}")
         if self.choice is not None and (isinstance(self.choice, str) or not self.choice):
-            raise InvalidSamplingParamsError(
-                f"structured_outputs.choice must be a list of texts, got {self.choice!r:.80}",
-                field="structured_outputs",
-            )
+            text = f"structured_outputs.choice must be a list of texts, got {self.choice!r:.80}"
+            raise InvalidSamplingParamsError(text, field="structured_outputs")
         read_parameters(self, "structured_outputs.")
 
     @property
@@ -133,15 +129,13 @@ class StructuredOutputsParams:
             value.__post_init__()  # attributes may have been assigned
             return value
         if not isinstance(value, Mapping):
-            raise WrongValueError(
-                f" must be StructuredOutputsParams or a dict of its fields, got {value!r:.80}"
-            )
+            text = f" must be StructuredOutputsParams or a dict of its fields, got {value!r:.80}"
+            raise WrongValueError(text)
         unknown = value.keys() - cls.__dataclass_fields__.keys()
         if unknown:
-            raise WrongValueError(
-                f" has no field {sorted(map(str, unknown))}; its fields are "
-                f"{', '.join(cls.__dataclass_fields__)}"
-            )
+            known = ", ".join(cls.__dataclass_fields__)
+            text = f" has no field {sorted(map(str, unknown))}; its fields are {known}"
+            raise WrongValueError(text)
         return cls(**value)
 
     @property
@@ -377,9 +371,8 @@ class SamplingParams:
         """
         known = self.__dataclass_fields__.keys()
         for name in vars(self).keys() - known if len(vars(self)) > len(known) else ():
-            raise InvalidSamplingParamsError(
-                f"SamplingParams has no attribute {name!r}{did_you_mean(name, known)}"
-            )
+            hint = did_you_mean(name, known)
+            raise InvalidSamplingParamsError(f"SamplingParams has no attribute {name!r}{hint}")
         if self.best_of is None:
             self.best_of = self.n
         if self.top_k is None:
@@ -402,15 +395,12 @@ class SamplingParams:
     def _check_lists(self) -> None:
         """The engine checks that ids are in its vocabulary."""
         if self.stop and not self.detokenize:
-            raise _refusal(
-                "stop", "strings need detokenize=True; use stop_token_ids, or drop one of the two"
-            )
+            text = "strings need detokenize=True; use stop_token_ids, or drop one of the two"
+            raise _refusal("stop", text)
         if self.allowed_token_ids == []:
-            raise _refusal(
-                "allowed_token_ids",
-                "is empty, so that nothing could be sampled; give at least one id, or None to "
-                "allow all",
-            )
+            hint = "give at least one id, or None to allow all"
+            text = f"is empty, so that nothing could be sampled; {hint}"
+            raise _refusal("allowed_token_ids", text)
         for word in self.bad_words:
             if not word.strip():
                 raise _refusal("bad_words", f"must hold strings that are not blank, got {word!r}")
@@ -424,12 +414,9 @@ class SamplingParams:
             raise _refusal("best_of", f"{limit}, got {self.best_of}; None makes it n")
         if not self.use_beam_search:
             if self.greedy and self.num_sequences > 1:
-                raise _refusal(
-                    "n",
-                    "or best_of at temperature 0 would give the same sequence "
-                    f"{self.num_sequences} times; set use_beam_search=True, or a temperature "
-                    "above 0",
-                )
+                hint = "set use_beam_search=True, or a temperature above 0"
+                same = f"would give the same sequence {self.num_sequences} times"
+                raise _refusal("n", f"or best_of at temperature 0 {same}; {hint}")
             if abs(self.length_penalty - 1.0) > _EPSILON:
                 only_beams = f"= {self.length_penalty!r} is only for use_beam_search=True"
                 raise _refusal("length_penalty", only_beams)
@@ -442,9 +429,8 @@ class SamplingParams:
         neutral_values = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": []}
         for name, value in neutral_values.items():
             if getattr(self, name) != value:
-                raise InvalidSamplingParamsError(
-                    f"beam search needs {name} = {value!r}, got {getattr(self, name)!r}", field=name
-                )
+                text = f"beam search needs {name} = {value!r}, got {getattr(self, name)!r}"
+                raise InvalidSamplingParamsError(text, field=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,10 +463,9 @@ def load_logits_processor(processor: LogitsProcessor | str) -> LoadedProcessor:
         for part in name.split("."):
             target = getattr(target, part)
     except Exception as error:  # a module may raise anything while it is imported
-        raise InvalidSamplingParamsError(
-            f"the logits processor {processor!r} cannot be imported: {type(error).__name__}: "
-            f"{error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        text = f"the logits processor {processor!r} cannot be imported: {why}"
+        raise InvalidSamplingParamsError(text) from error
     if not callable(target):
         raise InvalidSamplingParamsError(
             f"the logits processor {processor!r} is a {type(target).__name__}, not a function"

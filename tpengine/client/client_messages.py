@@ -79,9 +79,8 @@ def to_request(
     Raises:
         RequestError: a value does not fit into the protocol.
     """
-    request = pb.GenerateRequest(
-        sampling=_to_sampling(SamplingParams() if params is None else params)
-    )
+    params = SamplingParams() if params is None else params
+    request = pb.GenerateRequest(sampling=_to_sampling(params))
     put(request, errors.InvalidPromptError, request_id=request_id)
     put(request, errors.InvalidPriorityError, priority=None if priority == 0 else priority)
     if max_queue_s is not None:
@@ -97,10 +96,9 @@ def to_request(
         try:
             request.prompt_token_ids.ids.extend(cast(Sequence[int], rest))
         except (TypeError, ValueError, OverflowError) as error:
-            raise errors.InvalidPromptError(
-                "a prompt must be text, token ids below 2**31, or messages that are dicts; got "
-                f"{type(rest).__name__}: {error}"
-            ) from error
+            must = "a prompt must be text, token ids below 2**31, or messages that are dicts"
+            text = f"{must}; got {type(rest).__name__}: {error}"
+            raise errors.InvalidPromptError(text) from error
         request.prompt_token_ids.SetInParent()  # an empty list must arrive as one
     return request
 
@@ -148,9 +146,8 @@ def to_milliseconds(name: str, seconds: float) -> int | None:
         RequestError: it is not a number.
     """
     if not isinstance(seconds, Real) or not seconds <= math.inf:  # False for NaN
-        raise errors.RequestError.of_field(
-            name, f"must be a number of seconds, or math.inf for no limit; got {seconds!r}"
-        )
+        text = f"must be a number of seconds, or math.inf for no limit; got {seconds!r}"
+        raise errors.RequestError.of_field(name, text)
     most_s = _MOST_MS / 1e3
     return None if seconds > most_s else round(1000 * max(seconds, -most_s))
 
@@ -167,9 +164,9 @@ def _unpack(prompt: Prompt) -> tuple[str | None, Sequence[int] | Sequence[Messag
         return None, prompt
     unknown = set(prompt) - {"prompt", "prompt_token_ids"}
     if unknown:
-        raise errors.InvalidPromptError(
-            f"a prompt's keys are prompt and prompt_token_ids; got {sorted(map(str, unknown))}"
-        )
+        got = sorted(map(str, unknown))
+        problem = f"a prompt's keys are prompt and prompt_token_ids; got {got}"
+        raise errors.InvalidPromptError(problem)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and token_ids is None:
         raise errors.InvalidPromptError("a request needs a prompt or prompt_token_ids; got neither")
@@ -191,12 +188,10 @@ def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
         raise errors.InvalidPromptError(f"messages must be a list of dicts, got {messages!r}")
     for message in messages:
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise errors.InvalidPromptError(
-                f"a message must be a dict with 'role' and 'content', got {message!r}"
-            )
-        conversation.messages.add(
-            role=_checked_text(message["role"]), content=_checked_text(message["content"])
-        )
+            text = f"a message must be a dict with 'role' and 'content', got {message!r}"
+            raise errors.InvalidPromptError(text)
+        role, content = _checked_text(message["role"]), _checked_text(message["content"])
+        conversation.messages.add(role=role, content=content)
     return conversation
 
 
@@ -222,9 +217,8 @@ def _to_sampling(original: Sampling) -> pb.SamplingParams:
     params.check()
     for name in ("logits_processors", "visible_token_ids"):
         if getattr(params, name):
-            raise errors.InvalidSamplingParamsError.of_field(
-                name, f"= {getattr(params, name)!r} is not in the protocol: it works offline only"
-            )
+            text = f"= {getattr(params, name)!r} is not in the protocol: it works offline only"
+            raise errors.InvalidSamplingParamsError.of_field(name, text)
     sampling = pb.SamplingParams()
     put(sampling, errors.InvalidSamplingParamsError, **write_parameters(params))
     if isinstance(original, Mapping):
@@ -238,18 +232,15 @@ def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:
     usage = _to_usage(response.usage) if response.HasField("usage") else None
     text, rest = _unpack(prompt)
     is_ids = rest is not None and not _is_conversation(rest)
-    return RemoteOutput(
-        request_id=response.request_id,
-        prompt=text,
-        prompt_token_ids=list(cast(Sequence[int], rest)) if is_ids else [],
-        outputs=[_to_completion(output) for output in response.outputs],
-        finished=response.finished,
-        metrics=_to_metrics(usage),
-        prompt_logprobs=[_to_logprobs(entry) or None for entry in response.prompt_logprobs] or None,
-        num_cached_tokens=0 if usage is None else usage.num_cached_tokens,
-        num_output_tokens=0 if usage is None else usage.num_output_tokens,
-        usage=usage,
-    )
+    token_ids = list(cast(Sequence[int], rest)) if is_ids else []
+    logprobs = [_to_logprobs(entry) or None for entry in response.prompt_logprobs] or None
+    outputs = list(map(_to_completion, response.outputs))
+    prompt_parts = (response.request_id, text, token_ids, logprobs)
+    answer = RemoteOutput(*prompt_parts, outputs, response.finished, _to_metrics(usage))
+    if usage is not None:
+        answer.usage, answer.num_cached_tokens = usage, usage.num_cached_tokens
+        answer.num_output_tokens = usage.num_output_tokens
+    return answer
 
 
 def _to_completion(output: pb.CompletionOutput) -> CompletionOutput:
@@ -266,10 +257,11 @@ def _to_completion(output: pb.CompletionOutput) -> CompletionOutput:
 
 
 def _to_logprobs(logprobs: pb.TokenLogprobs) -> dict[int, Logprob]:
-    return {
-        c.token_id: Logprob(c.logprob, _optional(c, "rank"), _optional(c, "decoded_token"))
-        for c in logprobs.candidates
-    }
+    shown: dict[int, Logprob] = {}
+    for c in logprobs.candidates:
+        rank, text = _optional(c, "rank"), _optional(c, "decoded_token")
+        shown[c.token_id] = Logprob(c.logprob, rank, text)
+    return shown
 
 
 def _to_usage(usage: pb.Usage) -> Usage:

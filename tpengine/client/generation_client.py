@@ -13,24 +13,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tpengine import errors
-from tpengine.client.client_messages import (
-    Message,
-    Prompt,
-    RemoteOutput,
-    Sampling,
-    put,
-    to_conversation,
-    to_milliseconds,
-    to_output,
-    to_request,
-)
-from tpengine.client.grpc_channel import (
-    ClientTLS,
-    authorization,
-    check_timeout,
-    open_channel,
-    to_error,
-)
+from tpengine.client import client_messages as convert
+from tpengine.client import grpc_channel
+from tpengine.client.client_messages import Message, Prompt, RemoteOutput, Sampling, put, to_output
+from tpengine.client.grpc_channel import ClientTLS
 from tpengine.client.resuming import Outage
 from tpengine.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
@@ -81,10 +67,10 @@ class GenerationClient:
         keep_alive_s: float = 2.0,
     ) -> None:
         self.target = target
-        self._timeout_s = check_timeout("timeout_s", timeout_s)
-        self._call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
-        self._metadata = authorization(token)
-        self._channel = open_channel(target, tls, keep_alive_s)
+        self._timeout_s = grpc_channel.check_timeout("timeout_s", timeout_s)
+        self._call_timeout_s = grpc_channel.check_timeout("call_timeout_s", call_timeout_s)
+        self._metadata = grpc_channel.authorization(token)
+        self._channel = grpc_channel.open_channel(target, tls, keep_alive_s)
         untyped_stub: Any = tpengine_pb2_grpc.GenerationServiceStub
         self._stub = untyped_stub(self._channel)
         self._outages: dict[str, Outage] = {}  # of the open streams, by request id
@@ -115,7 +101,7 @@ class GenerationClient:
         Raises:
             RequestError, ServerError: see the class.
         """
-        request = to_request(prompt, params, request_id, priority, max_queue_s)
+        request = convert.to_request(prompt, params, request_id, priority, max_queue_s)
         call = self._stub.Generate(request, **self._until(timeout_s))
         async with typed_errors(call, self.target):
             return to_output(await call, prompt)
@@ -146,7 +132,7 @@ class GenerationClient:
             NotKeptError: the server does not have the rest of the stream any more.
             RequestError, ServerError: see the class.
         """
-        request = to_request(prompt, params, request_id, priority, max_queue_s)
+        request = convert.to_request(prompt, params, request_id, priority, max_queue_s)
         if resume_window_s:
             own_id = request_id or f"stream-{uuid4().hex}"
             put(request, errors.RequestError, resume_window_s=resume_window_s, request_id=own_id)
@@ -211,18 +197,14 @@ class GenerationClient:
 
     async def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, by the model's chat template."""
-        request = pb.TokenizeRequest(messages=to_conversation(messages))
+        request = pb.TokenizeRequest(messages=convert.to_conversation(messages))
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         request = pb.DetokenizeRequest()
-        put(
-            request,
-            errors.InvalidPromptError,
-            token_ids=token_ids,
-            skip_special_tokens=skip_special_tokens,
-        )
+        fields = {"token_ids": token_ids, "skip_special_tokens": skip_special_tokens}
+        put(request, errors.InvalidPromptError, **fields)
         return str((await self._call(self._stub.Detokenize, request)).text)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
@@ -247,7 +229,7 @@ class GenerationClient:
         Returns:
             Number of calls that have not ended yet.
         """
-        timeout_ms = None if timeout_s is None else to_milliseconds("timeout_s", timeout_s)
+        timeout_ms = None if timeout_s is None else convert.to_milliseconds("timeout_s", timeout_s)
         answer = await self._call(self._stub.Drain, pb.DrainRequest(timeout_ms=timeout_ms))
         return int(answer.num_open_calls)
 
@@ -280,9 +262,8 @@ class GenerationClient:
     def _until(self, timeout_s: float | None) -> dict[str, Any]:
         """Options of a call with a deadline. The server ends the call; this side gives up a little
         later, so that the server's error, which names the request's phase, arrives."""
-        timeout_ms = to_milliseconds(
-            "timeout_s", self._timeout_s if timeout_s is None else timeout_s
-        )
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_ms = convert.to_milliseconds("timeout_s", timeout_s)
         if timeout_ms is None:
             return {"metadata": self._metadata}
         timeout_ms = max(0, timeout_ms)
@@ -290,7 +271,7 @@ class GenerationClient:
         return {"timeout": timeout_ms / 1e3 + GRACE_S, "metadata": metadata}
 
     async def _call(self, method: Callable[..., Awaitable[Answer]], request: Any) -> Answer:
-        timeout_ms = to_milliseconds("call_timeout_s", self._call_timeout_s)
+        timeout_ms = convert.to_milliseconds("call_timeout_s", self._call_timeout_s)
         timeout_s = None if timeout_ms is None else timeout_ms / 1e3
         call = method(request, timeout=timeout_s, metadata=self._metadata)
         async with typed_errors(call, self.target):
@@ -323,7 +304,7 @@ async def typed_errors(call: Any, target: str) -> AsyncIterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise to_error(error, target) from error
+        raise grpc_channel.to_error(error, target) from error
     except asyncio.CancelledError:
         # grpc.aio also raises it when the *server* ended the call with CANCELLED. If the call
         # ended otherwise, it is the caller's own cancellation, and must not be lost.

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tpengine.client.client_messages import Sampling
 from tpengine.client.generation_client import GenerationClient
@@ -158,13 +159,8 @@ async def _send(
     outcome = Outcome(lateness_s=time.perf_counter() - due)
     last = due
     try:
-        async for output in client.stream(
-            request.prompt,
-            request.params,
-            priority=request.priority,
-            timeout_s=timeout_s,
-            resume_window_s=0.0,
-        ):
+        own: dict[str, Any] = {"priority": request.priority, "timeout_s": timeout_s}
+        async for output in client.stream(request.prompt, request.params, **own, resume_window_s=0):
             num_new = sum(len(sequence.token_ids) for sequence in output.outputs)
             if not num_new:
                 continue
@@ -186,11 +182,9 @@ def summarise(
     outcomes: Sequence[Outcome], elapsed_s: float, objective: Objective | None = None
 ) -> LoadSummary:
     """The statistics of a run; without an objective every complete request is good."""
-    good = [
-        outcome
-        for outcome in outcomes
-        if outcome.end == COMPLETE and (objective is None or objective.is_met(outcome))
-    ]
+    good = [outcome for outcome in outcomes if outcome.end == COMPLETE]
+    if objective is not None:
+        good = list(filter(objective.is_met, good))
     firsts = [outcome.first_token_s for outcome in outcomes if outcome.first_token_s is not None]
     gaps = [gap for outcome in outcomes for gap in outcome.token_gaps_s]
     num_tokens = sum(outcome.num_output_tokens for outcome in outcomes)
