@@ -345,10 +345,8 @@ def check_kv_cache_dtype(wanted: str, device: str) -> None:
     kinds = {"fp8": ("cuda", "GPUs", "int8"), "int8": ("cpu", "CPUs", "fp8")}
     for_device, devices, other = kinds.get(wanted, (device, "", ""))
     if device != for_device:
-        raise ConfigError(
-            f"kv_cache_dtype = {wanted!r} has kernels for {devices} only, the device is {device}; "
-            f"use {other}, or leave it out"
-        )
+        text = f"kv_cache_dtype = {wanted!r} has kernels for {devices} only"
+        raise ConfigError(f"{text}, the device is {device}; use {other}, or leave it out")
 
 
 def lacks_arithmetic(dtype: str, device: str) -> bool:
@@ -376,10 +374,9 @@ def choose_model_impl(hf_config: Mapping[str, Any], folder: str, wanted: str) ->
     if wanted != "transformers" and architecture in ARCHITECTURES:
         return "tpengine"
     if wanted == "tpengine":
-        raise ConfigError(
-            f"{refused} with model_impl = 'tpengine', which has "
-            f"{', '.join(sorted(ARCHITECTURES))}; use 'auto'"
-        )
+        known = ", ".join(sorted(ARCHITECTURES))
+        text = f"{refused} with model_impl = 'tpengine', which has {known}; use 'auto'"
+        raise ConfigError(text)
     if problem := _misfit(hf_config):
         raise ConfigError(f"{refused}: {problem}; docs/models.md lists what runs")
     return "transformers"
@@ -432,21 +429,17 @@ def check_division(hf_config: Mapping[str, Any], size: int, implementation: str)
         return  # the check of the options refuses such a size
     is_own = implementation == "tpengine"
     if is_own and heads % kv_heads:
-        raise ConfigError(
-            f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}; "
-            "correct the model's config.json"
-        )
+        text = f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}"
+        raise ConfigError(f"{text}; correct the model's config.json")
 
     def divides(number: int) -> bool:
         shares_kv = kv_heads % number == 0 or (is_own and number % kv_heads == 0)
         return shares_kv and heads % number == 0
 
     if not divides(size):
-        raise ConfigError(
-            f"{heads} attention heads and {kv_heads} KV heads cannot be divided over "
-            f"tensor_parallel_size = {size}; sizes that can: "
-            f"{', '.join(str(number) for number in range(1, heads + 1) if divides(number))}"
-        )
+        sizes = ", ".join(str(number) for number in range(1, heads + 1) if divides(number))
+        text = f"{heads} attention heads and {kv_heads} KV heads cannot be divided over"
+        raise ConfigError(f"{text} tensor_parallel_size = {size}; sizes that can: {sizes}")
 
 
 def replace_rope(
@@ -459,18 +452,14 @@ def replace_rope(
     """
     if scaling is None and theta is None:
         return
+    asked = f"rope_scaling = {scaling}, rope_theta = {theta}"
+    architecture = architecture_of(hf_config)
     if "rope_parameters" not in hf_config and "rope_theta" not in hf_config:
-        raise ConfigError(
-            f"rope_scaling = {scaling}, rope_theta = {theta}: {architecture_of(hf_config)} has no "
-            "rotary positions; leave them unset"
-        )
+        raise ConfigError(f"{asked}: {architecture} has no rotary positions; leave them unset")
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ConfigError(
-            f"rope_scaling = {scaling}, rope_theta = {theta}: the layers of "
-            f"{architecture_of(hf_config)} rotate differently; change rope_parameters in its "
-            "config.json"
-        )
+        hint = "change rope_parameters in its config.json"
+        raise ConfigError(f"{asked}: the layers of {architecture} rotate differently; {hint}")
     if scaling is not None:
         kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         rope = kept | dict(scaling)
@@ -495,17 +484,15 @@ def resolve_max_model_len(
     window = hf_config.get("sliding_window") if disable_sliding_window else None
     if window:  # Qwen2-MoE says 0 for none
         if wanted is not None and wanted > window:
-            raise ConfigError(
-                f"max_model_len = {wanted} is more than the sliding window of {window} tokens; "
-                "choose a smaller one, or leave disable_sliding_window out"
-            )
+            text = f"max_model_len = {wanted} is more than the sliding window of {window} tokens"
+            hint = "choose a smaller one, or leave disable_sliding_window out"
+            raise ConfigError(f"{text}; {hint}")
         return min(wanted or window, resolve_max_model_len(hf_config, wanted))
     limit = hf_config.get("max_position_embeddings")
     if wanted is None:
         if (limit or 0) > _LONGEST:
-            raise ConfigError(
-                f"the model names {limit} positions, more than {_LONGEST}; set max_model_len"
-            )
+            text = f"the model names {limit} positions, more than {_LONGEST}; set max_model_len"
+            raise ConfigError(text)
         return int(limit or 2048)
     if limit is None:
         return wanted

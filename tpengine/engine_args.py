@@ -226,11 +226,9 @@ class EngineArgs(Options):
         needed = {"local": [], "processes": ["msgpack"], "ray": ["ray", "msgpack"]}
         missing = [name for name in needed[self.chosen_executor] if not _is_installed(name)]
         if missing:
-            raise ConfigError(
-                f"tensor_parallel_size = {self.tensor_parallel_size} with executor = "
-                f"{self.executor!r} needs {' and '.join(missing)}: install tpengine with its extra "
-                "ray"
-            )
+            wanted = f"tensor_parallel_size = {self.tensor_parallel_size}"
+            wanted = f"{wanted} with executor = {self.executor!r} needs {' and '.join(missing)}"
+            raise ConfigError(f"{wanted}: install tpengine with its extra ray")
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -262,29 +260,23 @@ class EngineArgs(Options):
         shares = each(self.gpu_memory_utilization)
         cache_bytes = tuple(int(space * GIB) for space in each(self.cpu_kv_cache_space))
         model, executor = self._model_config(), self.chosen_executor
-        return cfg.EngineConfig(
-            model=model,
-            cache=self._named(
-                cfg.CacheConfig,
-                gpu_memory_utilization=min(shares),
-                cpu_kv_cache_bytes=min(cache_bytes) if cache_bytes else None,
-                swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
-            ),
-            parallel=self._named(
-                cfg.ParallelConfig,
-                rank_gpu_memory_utilization=shares if len(shares) > 1 else None,
-                rank_cpu_kv_cache_bytes=cache_bytes if len(cache_bytes) > 1 else None,
-                ranks=None if executor == "local" else self._named(cfg.RanksConfig),
-                ray=self._ray_config() if executor == "ray" else None,
-            ),
-            scheduler=self._scheduler_config(model, device),
-            recovery=cfg.RecoveryConfig(
-                self.max_recoveries, self.recovery_window, self.recovery_timeout
-            ),
-            device=device,
-            kernels=self._named(cfg.KernelConfig),
-            lora=self._lora_config(),
+        cache = self._named(
+            cfg.CacheConfig,
+            gpu_memory_utilization=min(shares),
+            cpu_kv_cache_bytes=min(cache_bytes) if cache_bytes else None,
+            swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
         )
+        parallel = self._named(
+            cfg.ParallelConfig,
+            rank_gpu_memory_utilization=shares if len(shares) > 1 else None,
+            rank_cpu_kv_cache_bytes=cache_bytes if len(cache_bytes) > 1 else None,
+            ranks=None if executor == "local" else self._named(cfg.RanksConfig),
+            ray=self._ray_config() if executor == "ray" else None,
+        )
+        limits = (self.max_recoveries, self.recovery_window, self.recovery_timeout)
+        recovery, kernels = cfg.RecoveryConfig(*limits), self._named(cfg.KernelConfig)
+        scheduler, lora = self._scheduler_config(model, device), self._lora_config()
+        return cfg.EngineConfig(model, cache, parallel, scheduler, recovery, device, kernels, lora)
 
     def check(self) -> None:
         """Checks each argument, and the arguments against each other.
@@ -295,17 +287,15 @@ class EngineArgs(Options):
         super().check()
         executor = self.chosen_executor
         if executor == "local" and self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"executor = 'local' runs one rank in this process, got tensor_parallel_size = "
-                f"{self.tensor_parallel_size}; use executor = 'processes', or leave it out"
-            )
+            got = f"tensor_parallel_size = {self.tensor_parallel_size}"
+            text = f"executor = 'local' runs one rank in this process, got {got}"
+            raise ConfigError(f"{text}; use executor = 'processes', or leave it out")
         for name in ("gpu_memory_utilization", "cpu_kv_cache_space"):
             values = getattr(self, name)
             if isinstance(values, (list, tuple)) and len(values) != self.tensor_parallel_size:
-                raise ConfigError(
-                    f"{name} must be one number or one per rank: tensor_parallel_size = "
-                    f"{self.tensor_parallel_size}, got {counted(len(values), 'number')}"
-                )
+                size, got = self.tensor_parallel_size, counted(len(values), "number")
+                must = f"one number or one per rank: tensor_parallel_size = {size}, got {got}"
+                raise ConfigError(f"{name} must be {must}")
         idle = [] if executor == "ray" else self.changed(only_for=_RAY)
         if idle or (executor == "local" and (idle := self.changed(only_for=_RANKS))):
             raise ConfigError(
@@ -314,10 +304,9 @@ class EngineArgs(Options):
             )
         space, blocks = self.cpu_kv_cache_space, self.num_device_blocks_override
         if space is not None and blocks is not None:
-            raise ConfigError(
-                f"cpu_kv_cache_space = {space} and num_device_blocks_override = {blocks} each set "
-                "the size of the cache; leave one of them unset"
-            )
+            both = f"cpu_kv_cache_space = {space} and num_device_blocks_override = {blocks}"
+            text = f"{both} each set the size of the cache; leave one of them unset"
+            raise ConfigError(text)
 
     def _check_device(self, device: str) -> None:
         if self.cpu_kv_cache_space is not None and device != "cpu":
@@ -368,9 +357,8 @@ class EngineArgs(Options):
 
     def _model_config(self) -> cfg.ModelConfig:
         folder, hf_config, implementation = self.read_model()
-        max_model_len = cfg.resolve_max_model_len(
-            hf_config, self.max_model_len, self.disable_sliding_window
-        )
+        asked = (self.max_model_len, self.disable_sliding_window)
+        max_model_len = cfg.resolve_max_model_len(hf_config, *asked)
         tokenizer = self.find_tokenizer(folder)
         self._files().fetch_weights(folder, self.load_format, each(self.ignore_patterns))
         return self._named(
@@ -392,10 +380,9 @@ class EngineArgs(Options):
             if not is_chunked:
                 budget = max(budget, max_model_len)
         if not is_chunked and self.fairness == "owner":
-            raise ConfigError(
-                "fairness = 'owner' shares the tokens of each step, and prompts that are not "
-                "chunked take whole steps; enable chunked prefill, or set fairness='none'"
-            )
+            rule = "fairness = 'owner' shares the tokens of each step"
+            text = f"{rule}, and prompts that are not chunked take whole steps"
+            raise ConfigError(f"{text}; enable chunked prefill, or set fairness='none'")
         if not is_chunked and budget < max_model_len:
             raise ConfigError(
                 f"max_num_batched_tokens = {budget} is less than max_model_len = {max_model_len}: "
@@ -427,18 +414,16 @@ class EngineArgs(Options):
             return None
         in_host = self.max_cpu_loras or self.max_loras
         if in_host < self.max_loras:
-            raise ConfigError(
-                f"max_cpu_loras = {in_host} is less than max_loras = {self.max_loras}, which all "
-                "come from host memory; raise it, or leave it out"
-            )
+            text = f"max_cpu_loras = {in_host} is less than max_loras = {self.max_loras}"
+            hint = "raise it, or leave it out"
+            raise ConfigError(f"{text}, which all come from host memory; {hint}")
         return self._named(cfg.LoRAConfig, max_cpu_loras=in_host)
 
     def _ray_config(self) -> cfg.RayConfig:
+        address, strategy = self.ray_address, self.ray_placement_strategy
+        bundle = None if self.ray_bundle is None else read_bundle(self.ray_bundle)
         return self._named(
-            cfg.RayConfig,
-            address=self.ray_address,
-            placement_strategy=self.ray_placement_strategy,
-            bundle=None if self.ray_bundle is None else read_bundle(self.ray_bundle),
+            cfg.RayConfig, address=address, placement_strategy=strategy, bundle=bundle
         )
 
     def _named(self, config_class: Callable[..., Config], **others: Any) -> Config:

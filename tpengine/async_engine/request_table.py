@@ -258,9 +258,8 @@ class RequestTable:
         # In one turn of the loop: an output that came in between would be lost.
         for live in lives:
             waits_for_free.append(self._freeing(live))
-            self.finish(
-                live, "cut off", errors.RequestAbortedError(why, live.mailbox.take_unread())
-            )
+            error = errors.RequestAbortedError(why, live.mailbox.take_unread())
+            self.finish(live, "cut off", error)
         if waits_for_free:
             await asyncio.wait(waits_for_free, timeout=timeout_s)
 

@@ -72,9 +72,8 @@ add_arguments = adder(LoadOptions, ConnectionOptions, EngineArgs)
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the statistics of each rate."""
     options = LoadOptions.parse(args)
-    rates = harness.numbers(
-        "--rates", options.rates, lambda rate: rate > 0, "numbers above 0, or inf"
-    )
+    wanted = "numbers above 0, or inf"
+    rates = harness.numbers("--rates", options.rates, lambda rate: rate > 0, wanted)
     if args.shape and options.target:
         raise ConfigError("--shape is for a server that is started here; leave out --target")
     with contextlib.ExitStack() as stack:
@@ -136,9 +135,8 @@ async def _wait_until_ready(target: str, process: BaseProcess) -> None:
                     return
             await asyncio.sleep(_POLL_S)
     if not process.is_alive():
-        raise ConfigError(
-            f"the server ended with exit code {process.exitcode} before it was ready; see above"
-        )
+        code = process.exitcode
+        raise ConfigError(f"the server ended with exit code {code} before it was ready; see above")
     raise ConfigError(f"the server at {target} was not ready within {_START_TIMEOUT_S:g} s")
 
 
@@ -146,9 +144,8 @@ async def _measure(
     args: argparse.Namespace, options: LoadOptions, rates: Sequence[float]
 ) -> tuple[str, list[load.LoadSummary]]:
     """Returns the model, and for each rate the summary."""
-    objective = load.Objective(
-        options.objective_first_token_ms / 1000, options.objective_inter_token_ms / 1000
-    )
+    first_s = options.objective_first_token_ms / 1000
+    objective = load.Objective(first_s, options.objective_inter_token_ms / 1000)
     seed = options.workload_seed
     summaries = []
     async with await open_client(args) as client:

@@ -148,12 +148,9 @@ async def open_client(args: argparse.Namespace) -> GenerationClient:
     timeouts: dict[str, Any] = {}
     if options.timeout is not None:
         timeouts = {"timeout_s": options.timeout, "call_timeout_s": options.timeout}
-    return GenerationClient(
-        args.target,
-        token=_read_token(options.token_file),
-        tls=ClientTLS(*files) if options.tls or any(files) else None,
-        **timeouts,
-    )
+    tls = ClientTLS(*files) if options.tls or any(files) else None
+    token = _read_token(options.token_file)
+    return GenerationClient(args.target, token=token, tls=tls, **timeouts)
 
 
 def _read_token(path: str | None) -> str | None:
@@ -236,10 +233,8 @@ def _limits(args: argparse.Namespace, client: GenerationClient, run: _Run) -> in
 
 def _load(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
     if not args.rate > 0 or args.num_requests < 1:
-        raise errors.ConfigError(
-            "--rate must be above 0 and --num-requests at least 1, got "
-            f"{args.rate} and {args.num_requests}"
-        )
+        must = "--rate must be above 0 and --num-requests at least 1"
+        raise errors.ConfigError(f"{must}, got {args.rate} and {args.num_requests}")
     params = given_sampling(args)
     plan = poisson_plan(args.rate, [(args.prompt, params)] * args.num_requests, args.load_seed)
     run(client.loads())  # fails before the clock runs if there is no server

@@ -115,9 +115,8 @@ class BeamSearch:
                 living.append(continuation)
         if not living or self._is_done(living[0].score, num_output):
             stopped = SequenceStatus.FINISHED_STOPPED
-            return StepDecisions(
-                finished=[(s, stopped) for s in self._request.unfinished_sequences]
-            )
+            finished = [(sequence, stopped) for sequence in self._request.unfinished_sequences]
+            return StepDecisions(finished=finished)
         return self._live_on(living)
 
     def best(self) -> list[CompletionOutput]:

@@ -79,10 +79,8 @@ def _open_cache(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
 
 def count_blocks(ledgers: Sequence[MemoryLedger]) -> tuple[int, int]:
     """Returns the numbers of blocks, on device and host, that every rank has room for."""
-    return (
-        min(ledger.num_device_blocks for ledger in ledgers),
-        min(ledger.num_host_blocks for ledger in ledgers),
-    )
+    num_host_blocks = min(ledger.num_host_blocks for ledger in ledgers)
+    return min(ledger.num_device_blocks for ledger in ledgers), num_host_blocks
 
 
 def weights_form(ledgers: Sequence[MemoryLedger]) -> str:

@@ -258,10 +258,8 @@ class FairShares:
             waiting[account.label] += num_waiting
             running[account.label] += max(0, account.num_requests - num_waiting)
         served = self._served.copy()
-        return {
-            label: OwnerStats(waiting[label], running[label], num_tokens)
-            for label, num_tokens in served.items()
-        }
+        items = served.items()
+        return {label: OwnerStats(waiting[label], running[label], count) for label, count in items}
 
     def are_right(self, unfinished: Iterable[Request]) -> bool:
         """Whether the accounts count these requests, and no others."""
