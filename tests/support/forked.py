@@ -256,11 +256,11 @@ def _branch(files: Sequence[int]) -> None:
     _use(ours)
 
 
-def preload(*modules: str) -> None:
+def preload() -> None:
     """Imports what programs need, in a process that will be a template."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal
     warnings.filterwarnings("ignore", ".*found in sys.modules.*", RuntimeWarning)  # by runpy
-    for module in (*_PRELOADED, *modules):
+    for module in _PRELOADED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a child would copy all pages

@@ -29,7 +29,6 @@ case "$1" in
 esac
 exec {python} "$@"
 """
-_MODULES = ("ray", "ray._private.node", "ray._private.runtime_env.context", "ray.actor")
 
 
 def worker_python(folder: Path) -> Path:
@@ -72,7 +71,7 @@ def _serve(listener: socket.socket) -> NoReturn:
     from tpengine import host
 
     host.end_with_parent(os.getppid(), "tests-template")
-    forked.preload(*_MODULES)
+    forked.preload()  # not ray, which keeps the number of a worker's job when it is imported
     while True:
         connection, _ = listener.accept()
         with connection:
@@ -81,10 +80,10 @@ def _serve(listener: socket.socket) -> NoReturn:
 
 def _become_worker(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     """As Ray's `setup_worker`, if that comes first, but without starting another interpreter."""
-    from ray._private.runtime_env.context import RuntimeEnvContext
-
     forked.become(order, files)
     os.setpgid(0, 0)
+    from ray._private.runtime_env.context import RuntimeEnvContext
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context", default="{}")
     parser.add_argument("--language")
