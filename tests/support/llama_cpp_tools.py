@@ -1,7 +1,6 @@
-"""GGUF files by llama.cpp itself: its converter and its quantizer, from the source of
-`llama-cpp-python` (`third_party.llama_cpp` builds them).
+"""GGUF files by llama.cpp itself: its converter (`third_party.converter`) and its quantizer.
 
-Commands: `convert SOURCE FOLDER FILE [DTYPE]`; `quantize FILE [TYPE ...]`, with the Python that has
+Commands: `convert SOURCE FOLDER FILE [DTYPE]`; `quantize FILE TYPE`, with the Python that has
 `llama_cpp`; `read FOLDER FILE ...` and `answer FILE ASKED ANSWERED NUM_TOKENS` by transformers.
 """
 
@@ -60,24 +59,20 @@ def convert(source: str, folder: str, file: str, dtype: str = "f32") -> None:
     convert_hf_to_gguf.main()
 
 
-def quantize(file: str, *kinds: str) -> None:
-    """Writes `TYPE.gguf` beside the file for these types, with the mixture of types that llama.cpp
-    has for each; without types for every type, pure. Matrices whose rows have no whole blocks take
-    a similar type."""
+def quantize(file: str, kind: str) -> None:
+    """Writes `TYPE.gguf` beside the file, with the mixture of types that llama.cpp has for it."""
     import ctypes
 
     import llama_cpp
 
-    for kind in kinds or FILE_TYPES:
-        params = llama_cpp.llama_model_quantize_default_params()
-        params.ftype, params.nthread = FILE_TYPES[kind], 1
-        params.pure, params.allow_requantize = not kinds, bool(kinds)
-        target = Path(file).with_name(f"{kind}.gguf")
-        status = llama_cpp.llama_model_quantize(
-            file.encode(), str(target).encode(), ctypes.byref(params)
-        )
-        if status:
-            sys.exit(f"quantizing {file} to {kind} failed: {status}")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread, params.allow_requantize = FILE_TYPES[kind], 1, True
+    target = Path(file).with_name(f"{kind}.gguf")
+    status = llama_cpp.llama_model_quantize(
+        file.encode(), str(target).encode(), ctypes.byref(params)
+    )
+    if status:
+        sys.exit(f"quantizing {file} to {kind} failed: {status}")
 
 
 def read(folder: str, *files: str) -> None:
