@@ -98,7 +98,8 @@ def read(folder: str, *files: str) -> None:
 
 def answer(file: str, asked: str, answered: str, num_tokens: str) -> None:
     """Writes ids of prompts and greedy answers of transformers in float32; a list of messages goes
-    through the file's chat template."""
+    through the file's chat template. Beside them `float32`, a folder with the model and the
+    tokenizer as transformers read them, which takes it longest."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -108,6 +109,11 @@ def answer(file: str, asked: str, answered: str, num_tokens: str) -> None:
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     model.generation_config.eos_token_id = None
+    del model.hf_quantizer  # with it a model is not written, although it is float32
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    for whole_part in (tokenizer, model):
+        whole_part.save_pretrained(Path(answered).with_name("float32"))
     template = {"add_generation_prompt": True, "return_dict": False}
     prompts = [
         tokenizer.encode(one)
