@@ -77,7 +77,7 @@ class Oracle:
         outputs: Sequence[Sequence[int]],
         num_tokens: int = 0,
     ) -> None:
-        """Makes sure that each output is greedy, and has so many tokens, or as many as `answers`."""
+        """Makes sure that each output is greedy and has so many tokens, by default all."""
         assert {len(token_ids) for token_ids in outputs} == {num_tokens or self.num_tokens}
         self.assert_likeliest(prompts, outputs)
 
