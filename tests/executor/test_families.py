@@ -180,7 +180,7 @@ def test_greedy(
     num_blocks = 64 if mode == "whole" else JUST_ONE
     engine = taken_over(ranks, folder, num_device_blocks_override=num_blocks, **MODES[mode])
     found, log = generate(engine, prompts, params)
-    oracle.assert_greedy(prompts, [ids for [ids] in found])
+    oracle.assert_greedy(prompts, [ids for [ids] in found], NUM_TOKENS)
     assert len({token for [ids] in found for token in ids}) >= 15
     if mode == "whole":
         assert log.num_partial_chunks == log.num_preemptions == 0

@@ -84,5 +84,4 @@ def generate(
 
 def assert_equal_to_oracle(subject: Subject, outputs: list[Any]) -> None:
     ids = [output.token_ids for output in outputs]
-    assert {len(one) for one in ids} == {subject.oracle.num_tokens}
     subject.oracle.assert_greedy(subject.prompts, ids)
