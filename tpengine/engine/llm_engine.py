@@ -251,10 +251,14 @@ class LLMEngine:
             EngineDeadError: an earlier step failed.
         """
         checks.check_request_id(request_id, self._scheduler.get_request)
-        own: dict[str, Any]
-        own = {"arrival_time": arrival_time, "priority": priority, "lora_request": lora_request}
-        params = SamplingParams() if params is None else params
-        request = GenerateRequest(inputs, prompt_token_ids, params=params, **own)
+        request = GenerateRequest(
+            inputs,
+            prompt_token_ids,
+            params=SamplingParams() if params is None else params,
+            arrival_time=arrival_time,
+            priority=priority,
+            lora_request=lora_request,
+        )
         self.add_checked(request_id, self.check_request(request), arrival_time)
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:

@@ -23,13 +23,12 @@ from tpengine.errors import counted
 from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PromptInputs
 from tpengine.messages import SamplingRules
 from tpengine.outputs import CompletionOutput, RequestOutput
-from tpengine.sampling_params import WHOLE_VOCABULARY, LogitsProcessor
-from tpengine.sampling_params import SamplingParams as Params
+from tpengine.sampling_params import WHOLE_VOCABULARY, LogitsProcessor, SamplingParams
 from tpengine.scheduling.sequence import CheckedRequest
 
 _MAX_PICKLED_BYTES = 1 << 20
 """Of a request's logits processors. So a step can hold those of 256 new sequences."""
-_RULES = SamplingRules.__dataclass_fields__.keys() & Params.__dataclass_fields__.keys()
+_RULES = SamplingRules.__dataclass_fields__.keys() & SamplingParams.__dataclass_fields__.keys()
 """Parameters that ranks get under the same name."""
 _wrong_params = errors.InvalidSamplingParamsError.of_field
 _wrong_prompt = errors.InvalidPromptError.of_field
@@ -62,7 +61,7 @@ class GenerateRequest:
     prompt_token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     chat_options: Mapping[str, Any] = field(default_factory=dict)
-    params: Params = field(default_factory=Params)
+    params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     arrival_time: float | None = None
     priority: int = 0
@@ -72,7 +71,7 @@ class GenerateRequest:
     lora_request: LoRARequest | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.params, Params):
+        if not isinstance(self.params, SamplingParams):
             raise _wrong_params("params", f"must be SamplingParams, got {self.params!r:.80}")
         if not isinstance(self.arrival_time, float | int | None):
             raise _wrong_prompt("arrival_time", f"is in seconds, got {self.arrival_time!r:.80}")
@@ -130,8 +129,17 @@ def check_request(
     is_chat = request.messages is not None
     rules = sampling_rules(params, model, tokenizer, is_local=is_local)
     rules = replace(rules, grammar=read_grammar(params, text, is_chat, model, tokenizer))
-    sampled = (text, token_ids, params, rules, request.priority)
-    return CheckedRequest(*sampled, end_token_ids, candidates, adapter, request.owner)
+    return CheckedRequest(
+        text,
+        token_ids,
+        params,
+        rules,
+        request.priority,
+        end_token_ids,
+        candidates,
+        adapter,
+        request.owner,
+    )
 
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> list[int]:
@@ -212,7 +220,9 @@ def _read_prompt(
     return prompt, check_token_ids("prompt_token_ids", token_ids, model.vocab_size)
 
 
-def read_sampling_params(params: Params, model: ModelConfig, tokenizer: Tokenizer | None) -> Params:
+def read_sampling_params(
+    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None
+) -> SamplingParams:
     """Checks a copy of a user's parameters, also for what they cannot know at construction.
 
     Raises:
@@ -234,7 +244,7 @@ def read_sampling_params(params: Params, model: ModelConfig, tokenizer: Tokenize
 
 
 def sampling_rules(
-    params: Params, model: ModelConfig, tokenizer: Tokenizer | None, *, is_local: bool
+    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None, *, is_local: bool
 ) -> SamplingRules:
     """Returns what ranks get of checked parameters, without the grammar.
 
@@ -296,7 +306,7 @@ def _pickled(processors: Sequence[LogitsProcessor | str]) -> list[bytes | str]:
     return pickled
 
 
-def _check_tokenizer(params: Params, tokenizer: Tokenizer | None) -> None:
+def _check_tokenizer(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
     """Checks what the tokenizer, or its absence, rules out."""
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         if texts and tokenizer is None:
@@ -322,7 +332,9 @@ def _bad_word_ids(text: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     return ids
 
 
-def _end_ids(params: Params, model: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
+def _end_ids(
+    params: SamplingParams, model: ModelConfig, tokenizer: Tokenizer | None
+) -> frozenset[int]:
     # Where a grammar is complete only an end token may follow, and nothing may follow that.
     if params.ignore_eos and params.structured_outputs is None:
         return frozenset(params.stop_token_ids)
@@ -332,7 +344,9 @@ def _end_ids(params: Params, model: ModelConfig, tokenizer: Tokenizer | None) ->
     return own | frozenset(params.stop_token_ids)
 
 
-def _check_sequences(params: Params, num_ends: int, config: SchedulerConfig, vocab: int) -> int:
+def _check_sequences(
+    params: SamplingParams, num_ends: int, config: SchedulerConfig, vocab: int
+) -> int:
     """Checks that all sequences of a request can run at once; returns the number of candidates of
     each beam, 0 without beam search."""
     count = params.num_sequences
