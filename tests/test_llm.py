@@ -212,14 +212,14 @@ def test_a_forked_process_cannot_use_the_engine(llm: LLM) -> None:
 def test_beam_search_is_that_of_generate(llm: LLM) -> None:
     params = SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=8)
     wanted = llm.generate(PROMPTS[:2], params, use_tqdm=False)
-    found = llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=8))
-    for output, expected in zip(found, wanted, strict=True):
+    outputs = llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=8))
+    for output, expected in zip(outputs, wanted, strict=True):
         assert output.error is None
-        for beam, one in zip(output.sequences, expected.outputs, strict=True):
-            assert beam.tokens == [*expected.prompt_token_ids, *one.token_ids]
+        for beam, completion in zip(output.sequences, expected.outputs, strict=True):
+            assert beam.tokens == [*expected.prompt_token_ids, *completion.token_ids]
             assert beam.text == llm.get_tokenizer().decode(beam.tokens)
-            assert beam.cum_logprob == one.cumulative_logprob
-    assert found[0].sequences[0].cum_logprob > found[0].sequences[2].cum_logprob
+            assert beam.cum_logprob == completion.cumulative_logprob
+    assert outputs[0].sequences[0].cum_logprob > outputs[0].sequences[2].cum_logprob
     question = llm.llm_engine.tokenizer.render_chat([{"role": "user", "content": "Two plus two?"}])
     ids_of = llm.get_tokenizer().convert_tokens_to_ids
     for is_shown in (False, True):
@@ -325,9 +325,9 @@ def test_tokenizer_can_be_replaced(models: ModelShop) -> None:
         with pytest.raises(ConfigError, match="one of transformers, got 3"):
             llm.set_tokenizer(3)
         assert llm.get_tokenizer() is llm.llm_engine.tokenizer.tokenizer is hf
-        told = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
-        assert told.outputs[0].token_ids == bare.outputs[0].token_ids
-        assert told.outputs[0].text == hf.decode(bare.outputs[0].token_ids)
+        chosen = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
+        assert chosen.outputs[0].token_ids == bare.outputs[0].token_ids
+        assert chosen.outputs[0].text == hf.decode(bare.outputs[0].token_ids)
         llm.set_tokenizer(None)
         assert llm.get_tokenizer() is None
 

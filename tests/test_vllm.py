@@ -66,8 +66,8 @@ def test_each_name_is_the_same_or_different_or_refused() -> None:
 
 def test_names_of_later_versions_exist() -> None:
     for name in json.loads((compare_api.FOLDER / "later.json").read_text()):
-        found, _, part = name.partition(".")
-        owner = getattr(tpengine, found)
+        owner_name, _, part = name.partition(".")
+        owner = getattr(tpengine, owner_name)
         assert hasattr(owner, part) or part in inspect.signature(owner).parameters, name
 
 

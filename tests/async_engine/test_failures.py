@@ -148,8 +148,8 @@ async def test_a_request_that_is_too_long(
     prompt = [5] * num_tokens
     output = await last_output(engine, None, params, prompt_token_ids=prompt)
     assert words in str(output.error)
-    assert {one.finish_reason for one in output.outputs} == {"length"}
-    assert any(one.token_ids for one in output.outputs) == (params is OUTGROWN)
+    assert {completion.finish_reason for completion in output.outputs} == {"length"}
+    assert any(completion.token_ids for completion in output.outputs) == (params is OUTGROWN)
     num_steps = engine.stats().num_steps
     with pytest.raises(RequestIgnoredError, match=words):
         await read_mailbox(engine, prompt, params)

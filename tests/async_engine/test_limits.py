@@ -52,7 +52,7 @@ async def test_a_full_queue_refuses_at_once_and_serves_again(
         assert 0 < caught.value.retry_after_s < 60
     assert engine.stats().refused == {"QueueFullError": 500}
     held.open()
-    assert [len(one) for one in await asyncio.gather(*running, *waiting)] == [4] * 6
+    assert [len(ids) for ids in await asyncio.gather(*running, *waiting)] == [4] * 6
     assert len(await read_ids(engine, [7], stream(4))) == 4
 
 
@@ -69,7 +69,7 @@ async def test_the_queue_bounds_tokens_too(make: MakeEngine, gate: MakeGate) -> 
         await read_ids(engine, [7], stream(4))
     assert engine.stats().queues.num_queued == 2
     held.open()
-    assert [len(one) for one in await asyncio.gather(first, *waiting)] == [4] * 3
+    assert [len(ids) for ids in await asyncio.gather(first, *waiting)] == [4] * 3
     assert engine.stats().queues.num_queued_tokens == 0
 
 
@@ -169,4 +169,4 @@ async def test_a_grammar_is_compiled_beside_the_event_loop(make: MakeEngine) -> 
     engine.llm_engine.check_request = note  # type: ignore[method-assign]
     await read_ids(engine, [5], stream(2))
     await read_ids(engine, [5], stream(2, structured_outputs={"regex": "a"}))
-    assert [one is threading.current_thread() for one in threads] == [True, False]
+    assert [thread is threading.current_thread() for thread in threads] == [True, False]

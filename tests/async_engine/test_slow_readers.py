@@ -33,9 +33,9 @@ def test_merged_deltas_are_the_deltas(steps: list[tuple[dict[int, list[int]], bo
     read: dict[int, tuple[list[int], str, list[Any]]] = {}
 
     def take(output: RequestOutput | None) -> None:
-        for one in output.outputs if output is not None else ():
-            ids, text, logprobs = read.get(one.index, ([], "", []))
-            read[one.index] = ([*ids, *one.token_ids], text + one.text, logprobs + one.logprobs)
+        for part in output.outputs if output is not None else ():
+            ids, text, logprobs = read.get(part.index, ([], "", []))
+            read[part.index] = ([*ids, *part.token_ids], text + part.text, logprobs + part.logprobs)
 
     box = Mailbox(merges=True)
     for tokens, looks in steps:

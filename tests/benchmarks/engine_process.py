@@ -77,7 +77,7 @@ class Stepping:
             self._num_requests += 1
         while self._engine.has_unfinished_requests():
             outputs = self._engine.step()
-            yield {int(one.request_id) - first: len(one.outputs[0].token_ids) for one in outputs}
+            yield {int(o.request_id) - first: len(o.outputs[0].token_ids) for o in outputs}
 
 
 class OpenVINO:
@@ -116,7 +116,7 @@ class OpenVINO:
             new = {}
             for number, handle in enumerate(handles):
                 if handle.can_read():
-                    new[number] = sum(len(one.generated_ids) for one in handle.read().values())
+                    new[number] = sum(len(out.generated_ids) for out in handle.read().values())
             yield new
 
 
@@ -229,8 +229,8 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": str(NUM_THREADS)}
     start = time.perf_counter()
     engine = ENGINES[settings["engine"]](settings)
-    about = {"version": engine.version, "start_s": time.perf_counter() - start}
-    print(json.dumps(about), file=answers, flush=True)
+    facts = {"version": engine.version, "start_s": time.perf_counter() - start}
+    print(json.dumps(facts), file=answers, flush=True)
     for line in sys.stdin:
         answer = measure(engine, json.loads(line))
         print(json.dumps(answer), file=answers, flush=True)

@@ -54,7 +54,7 @@ def test_help_says_what_each_option_is_and_its_default(
     monkeypatch.setenv("COLUMNS", "1000")  # no name is broken in two
     parser: Any = build_parser(words)
     for word in words:
-        (choices,) = (one.choices for one in parser.actions if one.nargs == argparse.PARSER)
+        (choices,) = (a.choices for a in parser.actions if a.nargs == argparse.PARSER)
         parser = choices[word]
     assert parser.description
     usage, _, text = parser.format_help().partition("\n\n")

@@ -60,7 +60,7 @@ async def check_output(
     assert whole.prompt == prompt
     for usage in (whole.usage, parts[-1].usage):
         assert usage.num_prompt_tokens == len(offline.prompt_token_ids)
-        assert usage.num_output_tokens == sum(len(one.token_ids) for one in offline.outputs)
+        assert usage.num_output_tokens == sum(len(o.token_ids) for o in offline.outputs)
         assert 0.0 <= usage.queue_s <= usage.first_token_s <= usage.total_s
     assert joined_parts(parts) == offline.outputs
 
@@ -105,7 +105,7 @@ async def test_all_forms_of_a_prompt(server: ServerProcess, llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     async with GenerationClient(server.target) as client:
         ids, chat_ids = await client.tokenize(PROMPT), await client.chat_token_ids(messages)
-        by_text, by_ids = [await client.generate(one, greedy(8)) for one in (PROMPT, ids)]
+        by_text, by_ids = [await client.generate(prompt, greedy(8)) for prompt in (PROMPT, ids)]
         both: TokensPrompt = {"prompt": PROMPT, "prompt_token_ids": ids}  # type: ignore[typeddict-unknown-key]
         for form in ({"prompt": PROMPT}, {"prompt_token_ids": ids}, both):
             by_dict = await client.generate(form, greedy(8))  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ async def test_all_forms_of_a_prompt(server: ServerProcess, llm: LLM) -> None:
             assert by_dict.prompt == form.get("prompt")
             assert by_dict.prompt_token_ids == form.get("prompt_token_ids", [])
         by_chat, by_chat_ids = [
-            await client.generate(one, greedy(8)) for one in (messages, chat_ids)
+            await client.generate(chat, greedy(8)) for chat in (messages, chat_ids)
         ]
         assert by_text.outputs == by_ids.outputs
         assert by_chat.outputs == by_chat_ids.outputs != by_text.outputs

@@ -63,8 +63,8 @@ def test_lines_of_standard_input(
         monkeypatch.setattr(sys, "stdin", stdin)
         assert main(["client", "generate", "--target", server.target, *SHORT]) == 1
     shown = capsys.readouterr()
-    found = [re.match("Hello|Good|The last", part) for part in shown.out.strip().split("\n\n")]
-    assert [one and one[0] for one in found] == ["Hello", "Good", "The last"]
+    matches = [re.match("Hello|Good|The last", part) for part in shown.out.strip().split("\n\n")]
+    assert [match and match[0] for match in matches] == ["Hello", "Good", "The last"]
     assert shown.err.count("InvalidPromptError") == 1
     assert "line 5 of the input is not UTF-8" in shown.err
 

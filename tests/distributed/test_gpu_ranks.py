@@ -61,8 +61,8 @@ def test_a_graph_holds_exchanges(nccl: NcclCollectives) -> None:
             downloads = Downloads(CUDA, ParallelState(tp_size=2, collectives=nccl).wait_for)
             for value in (3.0, 5.0):
                 x.fill_(value)
-                (found,) = downloads.start([recorded.replay().float()])()
-                assert (found == value + 1).all()
+                (replayed,) = downloads.start([recorded.replay().float()])()
+                assert (replayed == value + 1).all()
         finally:
             recorded.destroy()
     assert agree_on_graphs(ParallelState(0, 1, nccl), CUDA)

@@ -69,14 +69,14 @@ def test_same_tokens(
         assert [step.token_ids for step in answer] == [step.token_ids for step in expected]
     for mine, wanted in zip(answers[0], expected, strict=True):
         assert mine.logprobs.keys() == wanted.logprobs.keys()
-        for place, found in mine.logprobs.items():
-            assert found.top_token_ids == wanted.logprobs[place].top_token_ids
-            assert found.logprob == pytest.approx(wanted.logprobs[place].logprob, abs=1e-4)
+        for place, entry in mine.logprobs.items():
+            assert entry.top_token_ids == wanted.logprobs[place].top_token_ids
+            assert entry.logprob == pytest.approx(wanted.logprobs[place].logprob, abs=1e-4)
         assert mine.prompt_logprobs.keys() == wanted.prompt_logprobs.keys()
         for row, part in mine.prompt_logprobs.items():
             assert len(part.entries) == len(wanted.prompt_logprobs[row].entries) > 0
-            for one, other in zip(part.entries, wanted.prompt_logprobs[row].entries, strict=True):
-                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            for entry, other in zip(part.entries, wanted.prompt_logprobs[row].entries, strict=True):
+                assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert not any(step.logprobs for answer in answers[1:] for step in answer)
     for ledger in ranks.run(ledger_with_free_memory, GIB):
         assert ledger.kv_budget_bytes == int(0.4 * GIB) // num_ranks, "of memory that all share"

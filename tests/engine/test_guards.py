@@ -102,7 +102,7 @@ def test_sequences_that_wait_share_their_prompt(engine: LLMEngine) -> None:
     outputs = {output.request_id: output for output in run(engine)}
     for output in outputs.values():
         assert output.prompt_token_ids == prompt
-        assert {len(one.token_ids) for one in output.outputs} == {2}
+        assert {len(completion.token_ids) for completion in output.outputs} == {2}
 
 
 @pytest.mark.parametrize("request_id", [None, 5, "", ["a"]])

@@ -138,8 +138,8 @@ def test_a_call_of_a_tool_needs_no_content() -> None:
     """The second turn of a conversation with tools repeats the model's call of one."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "now"}]}
     tokenizer = Tokenizer(make_hf(chat_template=TEMPLATE))
-    for one in (call, {"role": "assistant", "tool_calls": [{"name": "now"}]}):
-        assert "assistant:" in tokenizer.render_chat([{"role": "user", "content": "a"}, one])
+    for message in (call, {"role": "assistant", "tool_calls": [{"name": "now"}]}):
+        assert "assistant:" in tokenizer.render_chat([{"role": "user", "content": "a"}, message])
 
 
 @pytest.mark.parametrize(

@@ -161,20 +161,20 @@ def serve_in_turn(engines: list[LLMEngine]) -> list[list[list[int]]]:
         for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
             engine.add_request(str(i), None, params, prompt_token_ids=list(prompt))
     engines[0].add_request("aborted", None, greedy(200), prompt_token_ids=[1, 2, 3])
-    found: list[dict[str, list[int]]] = [{}, {}]
+    answers: list[dict[str, list[int]]] = [{}, {}]
     turns = 0
     while any(engine.has_unfinished_requests() for engine in engines):
-        for engine, ids in zip(engines, found, strict=True):
+        for engine, ids in zip(engines, answers, strict=True):
             for output in engine.step():
                 ids[output.request_id] = list(output.outputs[0].token_ids)
         turns += 1
         if turns == 5:
             engines[0].abort_request("aborted")
         assert turns < 500
-    assert 0 < len(found[0].pop("aborted")) < 10
+    assert 0 < len(answers[0].pop("aborted")) < 10
     for engine in engines:
         assert engine.num_free_blocks == engine.num_total_blocks
-    return [[ids[str(i)] for i in range(len(PROMPTS))] for ids in found]
+    return [[ids[str(i)] for i in range(len(PROMPTS))] for ids in answers]
 
 
 def test_interrupted_shutdown_is_finished_by_the_next(

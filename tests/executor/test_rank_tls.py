@@ -64,11 +64,11 @@ def test_frames_go_both_ways_at_once(use: Use) -> None:
         for sender in senders:
             sender.start()
         with ThreadPoolExecutor(2) as pool:
-            found = [
+            futures = [
                 pool.submit(lambda e=end: [receive(e, TIMEOUT_S).payload for _ in payloads])
                 for end in (driver, rank)
             ]
-            assert [of_one.result(TIMEOUT_S) for of_one in found] == [payloads, payloads]
+            assert [of_one.result(TIMEOUT_S) for of_one in futures] == [payloads, payloads]
         for sender in senders:
             sender.join(TIMEOUT_S)
         assert driver.take() is None

@@ -288,9 +288,9 @@ def test_what_fails_at_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch)
     def fail(error: Exception, *_: object) -> None:
         raise error
 
-    with bare_ranks(folder, 1, spare_workers=1) as one:
-        executor = one.executor
-        expected = one.generate()
+    with bare_ranks(folder, 1, spare_workers=1) as ranks:
+        executor = ranks.executor
+        expected = ranks.generate()
         first = executor.places
         executor.home.spares.close()
         with monkeypatch.context() as patch:
@@ -305,10 +305,10 @@ def test_what_fails_at_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch)
             patch.setattr(
                 "threading.Timer.start", partial(fail, RuntimeError("can't start new thread"))
             )
-            one.rebuild()
+            ranks.rebuild()
         assert executor.epoch == 2
         assert not any(is_alive(first))
-        assert one.generate() == expected
+        assert ranks.generate() == expected
 
         def shut_down(*_: object) -> None:
             executor.shutdown()

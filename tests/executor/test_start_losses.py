@@ -47,12 +47,12 @@ def test_rank_that_freezes_before_it_says_where_it_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process is not known yet: the rebuild fails soon, and the next one succeeds."""
-    found: list[StartTimes] = []
-    monkeypatch.setattr(StartTimes, "note_first", lambda times: found.append(times))
+    noted: list[StartTimes] = []
+    monkeypatch.setattr(StartTimes, "note_first", lambda times: noted.append(times))
     note = tmp_path / "pid"
     with bare_ranks(folder, 2, executor="ray") as ranks:
         expected = ranks.generate()
-        [times] = found
+        [times] = noted
         times.appear_s = APPEAR_S
         ranks.lose(0)
         with monkeypatch.context() as patch:

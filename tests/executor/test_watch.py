@@ -111,33 +111,33 @@ def test_silent_rank_is_lost_and_the_other_is_not(pair: Pair, clock: Clock) -> N
     driver, ranks = pair
     send_heartbeat(ranks[1], step=5)
     clock.beating = ranks[:1]
-    found = Found(driver, lambda silent_s: True)
-    found.run()
+    watched = Found(driver, lambda silent_s: True)
+    watched.run()
     assert watch.FROZEN_S <= clock.now < watch.FROZEN_S + watch.HEARTBEAT_S
-    [(rank, error)] = found.losses
+    [(rank, error)] = watched.losses
     assert rank == 1
     assert isinstance(error, ChannelTimeoutError)
-    assert found.phases == ["idle", "execute_model, step 5"]
-    assert found.asked == [1]
+    assert watched.phases == ["idle", "execute_model, step 5"]
+    assert watched.asked == [1]
     with pytest.raises(ChannelClosedError):
         [receive(ranks[0], TIMEOUT_S) for _ in range(100)]
 
 
 def test_silent_rank_that_runs_is_given_time(pair: Pair, clock: Clock) -> None:
     """It is asked for with every heartbeat, and not again and again without a rest."""
-    found = Found(pair[0], lambda silent_s: silent_s >= 30.0)
-    found.run()
-    [(_, error)] = found.losses
+    watched = Found(pair[0], lambda silent_s: silent_s >= 30.0)
+    watched.run()
+    [(_, error)] = watched.losses
     assert str(error) == "silent for 30.0 s"
-    assert 27.0 / watch.HEARTBEAT_S <= found.asked.count(1) <= 30.0 / watch.HEARTBEAT_S
-    assert abs(found.asked.count(0) - found.asked.count(1)) <= 1
+    assert 27.0 / watch.HEARTBEAT_S <= watched.asked.count(1) <= 30.0 / watch.HEARTBEAT_S
+    assert abs(watched.asked.count(0) - watched.asked.count(1)) <= 1
 
 
 def test_watching_costs_almost_nothing(pair: Pair, clock: Clock) -> None:
     """The watch wakes up for heartbeats, of this side and of the ranks, and for nothing else."""
     clock.beating, clock.silent_at = pair[1], 100.0
-    found = Found(pair[0], lambda silent_s: True)
-    found.run()
+    watched = Found(pair[0], lambda silent_s: True)
+    watched.run()
     assert clock.now >= clock.silent_at + watch.FROZEN_S - watch.HEARTBEAT_S
     assert clock.num_waits < 3 * clock.now / watch.HEARTBEAT_S
 
@@ -146,9 +146,9 @@ def test_closed_channel_is_a_loss_at_once(pair: Pair, clock: Clock) -> None:
     driver, ranks = pair
     ranks[0].close()
     clock.beating = ranks[1:]
-    found = Found(driver, lambda silent_s: False)
-    found.run()
-    [(rank, error)] = found.losses
+    watched = Found(driver, lambda silent_s: False)
+    watched.run()
+    [(rank, error)] = watched.losses
     assert (rank, type(error)) == (0, ChannelClosedError)
 
 
@@ -159,9 +159,9 @@ def test_time_that_an_agent_takes_is_silence_too(pair: Pair, clock: Clock) -> No
         clock.now += 1.7
         return silent_s >= 10.0
 
-    found = Found(pair[0], is_frozen)
-    found.run()
-    assert isinstance(found.losses[0][1], ChannelTimeoutError)
+    watched = Found(pair[0], is_frozen)
+    watched.run()
+    assert isinstance(watched.losses[0][1], ChannelTimeoutError)
     assert clock.now < 15.0
 
 

@@ -147,8 +147,8 @@ def test_parts_of_a_layer_keep_their_types(kinds: tuple[str, ...], rank: int, fi
             sources[name], values = files(kind, rows, 512, order if name == "q" else None)
         parts.append(values.chunk(2)[rank])
     loaded(weights, **sources)
-    found = layer.forward(x).split([128, 64, 64], dim=1)
-    for kind, out, part in zip(kinds, found, parts, strict=True):
+    outs = layer.forward(x).split([128, 64, 64], dim=1)
+    for kind, out, part in zip(kinds, outs, parts, strict=True):
         rounded = x if kind == "F32" else round_rows(x)
         assert difference(out, rounded @ part.t()) < EXACT.get(kind, TO_EIGHT_BITS)
 
@@ -168,9 +168,9 @@ def test_padded_shares(rank: int, files: Files) -> None:
         padding = share - len(up_values[own])
         x, y = torch.randn(4, 64), torch.randn(4, share)
         expected = round_rows(x) @ up_values[own].t()
-        found = first.forward(x)
-        torch.testing.assert_close(found[:, : share - padding], expected, rtol=0, atol=1e-3)
-        assert not found[:, share - padding :].any()
+        actual = first.forward(x)
+        torch.testing.assert_close(actual[:, : share - padding], expected, rtol=0, atol=1e-3)
+        assert not actual[:, share - padding :].any()
         y[:, share - padding :] = 0
         if padding == share:
             assert not second.forward(y).any()
@@ -201,9 +201,9 @@ def test_a_digest_sees_every_part(files: Files) -> None:
         MergedColumnParallelLinear(weights, ["a", "b"], 64, [32, 32])
         return loaded(weights, **dict(zip("ab", sources, strict=True))).digest
 
-    one, two, three = (files("Q4_1", 32, 64)[0] for _ in range(3))
-    assert digest(one, two) == digest(one, two)
-    assert len({digest(one, two), digest(one, three), digest(two, one), digest(two, three)}) == 4
+    a, b, c = (files("Q4_1", 32, 64)[0] for _ in range(3))
+    assert digest(a, b) == digest(a, b)
+    assert len({digest(a, b), digest(a, c), digest(b, a), digest(b, c)}) == 4
 
 
 def test_what_is_dequantised(files: Files) -> None:

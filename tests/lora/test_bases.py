@@ -54,9 +54,9 @@ def test_the_addition_is_that_of_a_plain_base(form: str) -> None:
     expected = torch.zeros(5, 64)
     for row, slot in ((3, 1), (0, 1), (4, 0)):
         expected[row] = x[row] @ a[slot].t() @ b[slot].t()
-    for one in added:
-        assert not one[[1, 2]].any()
-        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-3)
+    for delta in added:
+        assert not delta[[1, 2]].any()
+        torch.testing.assert_close(delta, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(("form", "factor"), [("int8", 5.0), ("int4", 1.3), ("Q8_0", 5.0)])
@@ -92,13 +92,13 @@ def assert_losses(
     params = greedy(1, prompt_logprobs=0)
     for (name, prompt), answer in zip(jobs, adapters.answers(jobs), strict=True):
         ids = list(answer.token_ids[:20])
-        chosen = [float(answer.logprobs[place, one]) for place, one in enumerate(ids)]
+        chosen = [float(answer.logprobs[place, i]) for place, i in enumerate(ids)]
         for used in {name, None}:
             (output,) = serve_ids(engine, [[*prompt, *ids]], params, [adapters.request(used)])
             assert output.prompt_logprobs is not None
             entries = output.prompt_logprobs[len(prompt) :]
-            found = [entry[one].logprob for entry, one in zip(entries, ids, strict=True) if entry]
-            loss = sum(abs(x - y) for x, y in zip(found, chosen, strict=True)) / len(ids)
+            logprobs = [entry[i].logprob for entry, i in zip(entries, ids, strict=True) if entry]
+            loss = sum(abs(x - y) for x, y in zip(logprobs, chosen, strict=True)) / len(ids)
             losses["none" if name is None else "adapter" if used else "left out"].append(loss)
     mean = {kind: sum(some) / len(some) for kind, some in losses.items()}
     assert mean["adapter"] < most * mean["none"], mean
@@ -146,7 +146,7 @@ class Ops(TorchDispatchMode):
         self.calls: list[tuple[str, list[list[int]]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shapes = [list(one.shape) for one in args if isinstance(one, torch.Tensor)]
+        shapes = [list(arg.shape) for arg in args if isinstance(arg, torch.Tensor)]
         self.calls.append((str(func), shapes))
         return func(*args, **(kwargs or {}))
 

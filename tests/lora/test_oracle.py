@@ -72,14 +72,14 @@ def test_all_sequences_of_a_request_have_its_adapter(eight: Adapters) -> None:
     """They are forked from one row, and beams are copied from each other."""
     ((_, prompt),) = jobs = eight.jobs(["rank16"], [40])
     (answer,) = eight.answers(jobs)
-    found = []
+    answers = []
     with open_engine(eight.base, max_loras=1) as engine:
         likeliest = SamplingParams(n=3, top_k=1, max_tokens=32, ignore_eos=True)
         for params in (likeliest, greedy(32, n=2, best_of=3, use_beam_search=True)):
             (output,) = serve_ids(engine, [prompt], params, [eight.requests["rank16"]])
-            found.append(output.outputs)
-    same, beams = found
-    assert [one.token_ids for one in same] == [answer.token_ids[:32]] * 3
+            answers.append(output.outputs)
+    same, beams = answers
+    assert [completion.token_ids for completion in same] == [answer.token_ids[:32]] * 3
     logits = eight.logprobs("rank16", [*prompt, *beams[0].token_ids])[len(prompt) - 1 : -1]
     chosen = torch.tensor(beams[0].token_ids).unsqueeze(1)
     expected = float(logits.gather(1, chosen).sum())

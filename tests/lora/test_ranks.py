@@ -32,5 +32,5 @@ def test_a_rank_is_killed(eight: Adapters) -> None:
         outputs = serve(engine, prompts, greedy(64), requests, after_step=kill_a_rank)
         assert engine.health().num_recoveries == 1
         ledgers = engine.stats().ledgers
-        assert all(0 < one.adapters_bytes < one.weights_bytes for one in ledgers)
+        assert all(0 < ledger.adapters_bytes < ledger.weights_bytes for ledger in ledgers)
     assert_as_peft(eight, jobs, outputs)

@@ -161,7 +161,7 @@ def test_dummy_weights_of_every_family(subjects: Subjects) -> None:
 @pytest.mark.parametrize("head", ["embed_out", "lm_head"])
 def test_the_head_of_gpt_neox_has_two_names(subjects: Subjects, copied: Copied, head: str) -> None:
     folder, state = copied("gpt_neox-odd")
-    (found,) = [name for name in ("embed_out.weight", "lm_head.weight") if name in state]
-    state[f"{head}.weight"] = state.pop(found)
+    (name,) = [name for name in ("embed_out.weight", "lm_head.weight") if name in state]
+    state[f"{head}.weight"] = state.pop(name)
     save_file(state, folder / WEIGHTS)
     generates_as_before(subjects, "gpt_neox-odd", folder)

@@ -62,8 +62,8 @@ def expected_fixture(file: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     asked, answered = folder / "asked.json", folder / "answered.json"
     asked.write_text(json.dumps([*CONVERSATIONS, *TEXTS]))
     run_beside_gguf(llama_cpp_tools, "answer", file, asked, answered, NUM_TOKENS)
-    found: dict[str, Any] = json.loads(answered.read_text())
-    return found
+    answers: dict[str, Any] = json.loads(answered.read_text())
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def expected_fixture(file: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 def test_ids_of_thirty_prompts(args: dict[str, Any], file: Path, expected: dict[str, Any]) -> None:
     with log_steps() as log, open_llm(file, **args) as llm:
         tokenizer = llm.get_tokenizer()
-        prompts = [llm.chat_token_ids(one) for one in CONVERSATIONS]
+        prompts = [llm.chat_token_ids(chat) for chat in CONVERSATIONS]
         prompts += [tokenizer.encode(text) for text in TEXTS]
         assert prompts == expected["prompts"]
-        found = ids(generate(llm, prompts, greedy(NUM_TOKENS)))
-    assert found == list(map(tuple, expected["outputs"]))
+        answers = ids(generate(llm, prompts, greedy(NUM_TOKENS)))
+    assert answers == list(map(tuple, expected["outputs"]))
     if "preemption_mode" in args:
         assert log.num_partial_chunks > 0
         log.assert_only(args["preemption_mode"])
@@ -120,13 +120,13 @@ def test_an_adapter_that_was_trained(file: Path, tmp_path: Path) -> None:
     own those of transformers."""
     folder = tmp_path / "pirate"
     run_beside_gguf(train_adapter, file, folder, 12, 24)
-    told = json.loads((folder / "answered.json").read_text())
-    assert len(set(map(tuple, told["pirate"]))) == len(told["prompts"]), "it repeats one sentence"
+    facts = json.loads((folder / "answered.json").read_text())
+    assert len(set(map(tuple, facts["pirate"]))) == len(facts["prompts"]), "it repeats one sentence"
     options = ["--model", str(file), "--served-model-name", "base", "--dtype", "float32"]
     options += ["--cpu-kv-cache-space", "0.2", "--max-model-len", "256", "--http-port", "0"]
     options += ["--enable-lora", "--lora-modules", f"pirate={folder}"]
     with ServerProcess(*options, log=tmp_path / "log") as server:
-        for *answers, prompt in zip(told["base"], told["pirate"], told["prompts"], strict=True):
+        for *answers, prompt in zip(facts["base"], facts["pirate"], facts["prompts"], strict=True):
             assert answers[0] != answers[1]
             for model, answer in zip(("base", "pirate"), map(tuple, answers), strict=True):
                 assert over_http(server, model, prompt, len(answer)) == (model, answer)

@@ -142,7 +142,7 @@ def nan_like(tensor: Tensor) -> Tensor:
 class PagedCase:
     k: list[Tensor]  # dense, per sequence [seq_len, num_kv_heads, head_dim]
     v: list[Tensor]
-    given: list[tuple[Tensor, Tensor]]  # K and V before they were rounded to int8
+    unrounded: list[tuple[Tensor, Tensor]]  # K and V before they were rounded to int8
     k_cache: Tensor
     v_cache: Tensor
     block_table: Tensor
@@ -154,7 +154,7 @@ class PagedCase:
         kv_heads, head_dim = self.k[0].shape[1:]
         qkv = torch.full((sum(counts), num_heads + 2 * kv_heads, head_dim), NAN)
         qkv[:, :num_heads] = torch.randn(sum(counts), num_heads, head_dim, generator=gen)
-        return qkv.to(self.given[0][0].dtype)[:, :num_heads]
+        return qkv.to(self.unrounded[0][0].dtype)[:, :num_heads]
 
 
 def place(case: PagedCase, seq: int, position: int) -> None:
@@ -221,7 +221,7 @@ def make_case(
     case = PagedCase(
         k=k,
         v=v,
-        given=list(zip(k, v, strict=True)),
+        unrounded=list(zip(k, v, strict=True)),
         k_cache=poisoned(shapes[0], cache_dtype),
         v_cache=poisoned(shapes[1], cache_dtype),
         block_table=table,

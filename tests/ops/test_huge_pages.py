@@ -60,8 +60,8 @@ def bytes_in_memory(tensor: torch.Tensor, kind: str) -> int:
     for area in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text)[1:]:
         start, end = (int(part, 16) for part in area.split(" ", 1)[0].split("-"))
         if start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
-            found = re.search(rf"{kind}:\s+(\d+) kB", area)
-            total += (int(found[1]) << 10) if found else 0
+            match = re.search(rf"{kind}:\s+(\d+) kB", area)
+            total += (int(match[1]) << 10) if match else 0
     return total
 
 

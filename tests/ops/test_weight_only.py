@@ -66,8 +66,8 @@ def test_many_panels_share_a_block(name: str) -> None:
     x = make_rows(1, torch.bfloat16)[:, :40].contiguous()
     for outputs in (257 * 32 - 1, 513 * 32 - 1):
         case = make_case(QuantizedFormat(4, 32, MINIMA), outputs, inputs=40)
-        found = multiply(name, case, x, None)
-        assert relative_error(found, x.double() @ case.values.t()) < BOUND[torch.bfloat16]
+        product = multiply(name, case, x, None)
+        assert relative_error(product, x.double() @ case.values.t()) < BOUND[torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -36,9 +36,9 @@ def prompts() -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    found = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    long = [token for tokens in found for token in tokens] * 3
-    return [*found, long[:61]]
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    long = [token for tokens in prompts for token in tokens] * 3
+    return [*prompts, long[:61]]
 
 
 @pytest.mark.parametrize(("dtype", "switch"), matrix(["float32", "bfloat16"], list(SWITCHES)))

@@ -46,16 +46,16 @@ OF_EVERY_FAMILY = ("whole", "chunked", "gpu", 4)
 def variants_of(mode: str | int) -> list[Any]:
     """Variants that a mode can serve, and the mode. `make test` has the first of each family in
     the modes above, and each other one in one of them; the rest is marked soak."""
-    found, families = [], set()
+    cases, families = [], set()
     for place, variant in enumerate(VARIANTS):
-        modes = [one for one in MODES if isinstance(one, str) or _divides(variant, one)]
+        modes = [mode for mode in MODES if isinstance(mode, str) or _divides(variant, mode)]
         if mode in modes:
             is_first = variant.model_type not in families and mode in OF_EVERY_FAMILY
             is_kept = is_first or mode == modes[place % len(modes)]
             marks = [] if is_kept else [pytest.mark.soak]
-            found.append(pytest.param(variant, mode, id=f"{variant.name}-{mode}", marks=marks))
+            cases.append(pytest.param(variant, mode, id=f"{variant.name}-{mode}", marks=marks))
             families.add(variant.model_type)
-    return found
+    return cases
 
 
 def all_windowed(variant: Variant) -> bool:
@@ -128,9 +128,9 @@ def test_sharded(variant: Variant, tp_size: int, subjects: Subjects) -> None:
     assert_equal_to_oracle(subject, outputs)
     for prompt, output in zip(subject.prompts, outputs, strict=True):
         logprobs = subject.oracle.logits_after(prompt, output.token_ids).log_softmax(dim=-1)
-        for expected, found in zip(logprobs, output.logprobs, strict=True):
-            assert len(found) >= 3
-            for token_id, logprob in found.items():
+        for expected, entries in zip(logprobs, output.logprobs, strict=True):
+            assert len(entries) >= 3
+            for token_id, logprob in entries.items():
                 assert logprob.logprob == pytest.approx(float(expected[token_id]), abs=2e-3)
 
 

@@ -60,13 +60,11 @@ def test_the_cache_rounds(calm: tuple[Path, list[list[int]], list[RequestOutput]
     with open_llm(folder) as llm:
         exact = generate(llm, prompts, greedy(1, logprobs=1))
     pairs = [
-        (one.outputs[0].logprobs[0], other.outputs[0].logprobs[0])
-        for one, other in zip(rounded, exact, strict=True)
+        (a.outputs[0].logprobs[0], b.outputs[0].logprobs[0])
+        for a, b in zip(rounded, exact, strict=True)
     ]
     gaps = [
-        abs(one[token].logprob - other[token].logprob)
-        for one, other in pairs
-        for token in one.keys() & other.keys()
+        abs(a[token].logprob - b[token].logprob) for a, b in pairs for token in a.keys() & b.keys()
     ]
     assert len(gaps) >= 12
     assert 1e-6 < sum(gaps) / len(gaps) < 0.1

@@ -39,7 +39,7 @@ def test_first_tokens_follow_the_softmax(models: ModelShop, name: str) -> None:
     exact = exact_probabilities(oracle.next_logprobs(prompt), fields)
     params = [SamplingParams(max_tokens=1, seed=seed, **fields) for seed in range(NUM_DRAWS)]
     with open_llm(folder, max_num_batched_tokens=2048) as llm:
-        tokens = [one[0] for one in ids(generate(llm, [prompt] * NUM_DRAWS, params))]
+        tokens = [drawn[0] for drawn in ids(generate(llm, [prompt] * NUM_DRAWS, params))]
     counts = torch.bincount(torch.tensor(tokens), minlength=len(exact))
     assert int((counts > 0).sum()) >= 5
     impossible = counts[exact == 0].sum()

@@ -153,9 +153,9 @@ def compare(answer: Answer, undisturbed: Answer, job: Job) -> str:
     if reason == "completed":
         assert summary(answer) == summary(undisturbed)
     elif not job.params.is_ranked:
-        for index, one in answer.outputs.items():
+        for index, completion in answer.outputs.items():
             whole = undisturbed.outputs[index].token_ids
-            assert one.token_ids == whole[: len(one.token_ids)]
+            assert completion.token_ids == whole[: len(completion.token_ids)]
     return str(reason)
 
 

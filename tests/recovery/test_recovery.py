@@ -139,24 +139,24 @@ def test_what_the_page_shows_of_a_recovery(client: Client) -> None:
     state.engine, state.state = engine, State.RUNNING
 
     def told() -> Any:
-        about = describe(state)
-        return json.loads(json.dumps(about)), [one["state"] for one in about["engine"]["ranks"]]
+        status = describe(state)
+        return json.loads(json.dumps(status)), [rank["state"] for rank in status["engine"]["ranks"]]
 
-    about, ranks = told()
-    assert (about["state"], ranks) == ("running", ["running", "running"])
+    status, ranks = told()
+    assert (status["state"], ranks) == ("running", ["running", "running"])
     lose(client)
-    about, ranks = told()
-    assert (about["state"], ranks) == ("recovering", ["ended", "lost"])
-    recovery = about["engine"]["recovery"]
+    status, ranks = told()
+    assert (status["state"], ranks) == ("recovering", ["ended", "lost"])
+    recovery = status["engine"]["recovery"]
     assert recovery["loss"]["rank"] == 1
     assert recovery["loss"]["cause"] == "killed by signal 9 (SIGKILL)"
     assert (recovery["num_attempts"], recovery["phases_s"]) == (1, {"weights": 0.25})
-    assert about["engine"]["queues"]["num_waiting"] == 3
+    assert status["engine"]["queues"]["num_waiting"] == 3
     client.executor.gate.set()
     client.run()
-    about, ranks = told()
-    assert (about["engine"]["recovery"], ranks) == (None, ["running", "running"])
-    (record,) = about["engine"]["recoveries"]
+    status, ranks = told()
+    assert (status["engine"]["recovery"], ranks) == (None, ["running", "running"])
+    (record,) = status["engine"]["recoveries"]
     assert (record["epoch"], record["num_requests"], record["loss"]["rank"]) == (2, 3, 1)
     assert not {"stack", "last_lines"} & {*record["loss"], *recovery["loss"]}
 

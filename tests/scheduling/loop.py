@@ -364,7 +364,7 @@ class Loop:
 
     def _check_order(self, requests: Iterable[Request]) -> None:
         """Those that passed no other are in order of arrival."""
-        arrivals = [one.arrival_index for one in requests if one not in self._passed]
+        arrivals = [request.arrival_index for request in requests if request not in self._passed]
         assert arrivals == sorted(arrivals), "not in order of arrival"
 
     def _check_rows(self, admitted: list[Request], output: SchedulerOutput) -> None:

@@ -17,7 +17,7 @@ FREE = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=5, ignore_eos=Tr
 
 
 def ids_of(output: RequestOutput) -> list[list[int]]:
-    return [list(one.token_ids) for one in output.outputs]
+    return [list(completion.token_ids) for completion in output.outputs]
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_sequences_are_those_of_separate_requests(
     prompt = PROMPT[:prompt_length]
     engine = make_engine(enable_prefix_caching=False)
     four = run(engine, [("four", prompt, FREE)])["four"]
-    one = run(engine, [("one", prompt, replace(FREE, n=1, best_of=None))])["one"]
-    assert ids_of(one) == ids_of(four)[:1]
+    single = run(engine, [("one", prompt, replace(FREE, n=1, best_of=None))])["one"]
+    assert ids_of(single) == ids_of(four)[:1]
     assert len({tuple(ids) for ids in ids_of(four)}) == 4, "all draw the same noise"
     assert [o.index for o in four.outputs] == [0, 1, 2, 3]
     other = make_engine(block_size=16, max_num_batched_tokens=5)
@@ -114,5 +114,5 @@ def test_beams_advance_together_or_not_at_all() -> None:
         output = loop.step()
         rows.append(sum(sequence in group.sequences for sequence in output.rows))
     assert set(rows) == {0, 1, 3}  # the prompt is one row
-    found, alone = loop.outputs["r2"], run_alone(group)
-    assert ids_of(found) == ids_of(alone)
+    shared, alone = loop.outputs["r2"], run_alone(group)
+    assert ids_of(shared) == ids_of(alone)

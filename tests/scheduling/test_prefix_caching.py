@@ -59,15 +59,15 @@ def test_what_precedes_a_block_counts() -> None:
 
 def test_only_requests_of_the_same_salt_find_each_other() -> None:
     blocks = pool()
-    found = []
+    computed = []
     for index, salt in enumerate(("one", "two", "", "one")):
         request = make_request(index, [1, 2, 3, 4, 5])
         request.owner = Owner(cache_salt=salt)
         blocks.allocate(request)
-        found.append(request.sequences[0].num_computed_tokens)
+        computed.append(request.sequences[0].num_computed_tokens)
         request.sequences[0].num_computed_tokens = 5
         blocks.mark_computed(request.sequences[0])
-    assert found == [0, 0, 0, 4]
+    assert computed == [0, 0, 0, 4]
 
 
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
@@ -178,8 +178,8 @@ def test_beams_that_take_another_place_are_not_mistaken(block_size: int) -> None
         prompt = [3 + 50 * family + place for place in range(5)]
         loop.add(make_request(0, prompt, beams))
         loop.run()
-        for index, one in enumerate(loop.outputs["r0"].outputs, start=1):
-            longer = [*prompt, *one.token_ids]
+        for index, completion in enumerate(loop.outputs["r0"].outputs, start=1):
+            longer = [*prompt, *completion.token_ids]
             loop.add(make_request(index, longer, replace(GREEDY, max_tokens=2)))
         loop.run()
         hits += sum(output.num_cached_tokens for output in loop.outputs.values())

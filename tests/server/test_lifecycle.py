@@ -276,8 +276,8 @@ def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -
             NOT_SERVING,
         ]
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
-        about = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
-        assert about.state == pb.SERVER_STATE_LOADING
+        info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
+        assert info.state == pb.SERVER_STATE_LOADING
         door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")
         assert (door.open("/health").status, door.open("/ready").status) == (200, 503)
         assert http_refused(door.open("completions", LONG)) == (503, "loading")

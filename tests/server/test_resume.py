@@ -130,15 +130,15 @@ class Grpc(Door):
     def read(self, stream: Any, count: int | None = None) -> list[int]:
         """The first `count` tokens or some more; None: all."""
         assert 0 < float(dict(stream.initial_metadata())["x-resume-window"]) <= WINDOW_S
-        found: list[int] = []
+        token_ids: list[int] = []
         self.positions = [self.after]
-        while count is None or len(found) < count:
+        while count is None or len(token_ids) < count:
             message = next(stream, None)
             if message is None:
                 break
-            found += [token for one in message.outputs for token in one.token_ids]
-            self.positions.append(self.after + len(found))
-        return found
+            token_ids += [token for output in message.outputs for token in output.token_ids]
+            self.positions.append(self.after + len(token_ids))
+        return token_ids
 
     def leave(self, stream: Any) -> None:
         stream.cancel()
@@ -164,24 +164,24 @@ class Http(Door):
     def read(self, stream: HTTPResponse, count: int | None = None) -> list[int]:
         assert stream.status == 200, stream.read()
         assert 0 < float(stream.headers["x-resume-window"]) <= WINDOW_S
-        found: list[int] = []
+        token_ids: list[int] = []
         self.positions = [self.after]
         for number, data in events(stream):
             if data != "[DONE]":
-                found += json.loads(data)["choices"][0]["token_ids"]
+                token_ids += json.loads(data)["choices"][0]["token_ids"]
                 self.positions.append(number)
-                if count is not None and len(found) >= count:
+                if count is not None and len(token_ids) >= count:
                     break
-        return found
+        return token_ids
 
     def leave(self, stream: HTTPResponse) -> None:
         stream.close()
 
     def fault(self, stream: HTTPResponse) -> str:
         data = [*events(stream)][-1][1] if stream.status == 200 else stream.read()
-        told = json.loads(data)["error"]
-        assert set(told) == {"message", "type", "param", "code"}
-        return str(told["code"])
+        error = json.loads(data)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return str(error["code"])
 
 
 def post(
@@ -303,12 +303,12 @@ def test_a_position_is_the_end_of_a_message(server: ServerProcess) -> None:
     params = {"n": 3, "temperature": 1.0, "seed": 3, "max_tokens": 4, "ignore_eos": True}
     request.sampling.CopyFrom(sampling(**params, logprobs=2, prompt_logprobs=1))
     whole = [*server.stub.GenerateStream(request, **as_client(ONE))]
-    assert sum(len(one.token_ids) for one in whole[0].outputs) == 3
+    assert sum(len(output.token_ids) for output in whole[0].outputs) == 3
     for position in (1, 13, 999):
         request.resume_from = position
-        told = refused(server.stub.GenerateStream, request, metadata=bearer(ONE))
-        assert told.code is Code.NOT_FOUND
-        assert f"begins after position {position} " in told.text
+        refusal = refused(server.stub.GenerateStream, request, metadata=bearer(ONE))
+        assert refusal.code is Code.NOT_FOUND
+        assert f"begins after position {position} " in refusal.text
     request.resume_from = 3
     rest = [*server.stub.GenerateStream(request, **as_client(ONE))]
     assert rest == whole[1:]
@@ -352,11 +352,11 @@ def test_headers_that_cannot_be_used(
 def test_fields_that_cannot_be_used(
     server: ServerProcess, method: str, fields: dict[str, Any]
 ) -> None:
-    told = refused(
+    refusal = refused(
         getattr(server.stub, method), pb.GenerateRequest(prompt="a", **fields), metadata=bearer(ONE)
     )
-    assert told.code is Code.INVALID_ARGUMENT
-    assert any(name in told.text for name in fields)
+    assert refusal.code is Code.INVALID_ARGUMENT
+    assert any(name in refusal.text for name in fields)
 
 
 class Kept(KeptStreams):
@@ -385,7 +385,7 @@ async def bytes_of_a_stream(kept: Kept) -> None:
         stream.add(b"%d " % number * 300, number)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    assert [int(one.split()[0]) for one in read] == [*range(1, 40)]
+    assert [int(line.split()[0]) for line in read] == [*range(1, 40)]
     assert stream.num_bytes <= 20_000
     with pytest.raises(NotKeptError, match="dropped for want of room; the stream has come to 39"):
         await stream.send(3, write)
@@ -531,9 +531,9 @@ def test_a_rank_is_lost_while_no_client_reads(alone: ServerProcess) -> None:
     assert about().recoveries == 1
 
 
-def answer_of(found: list[str]) -> dict[str, Any]:
+def answer_of(events: list[str]) -> dict[str, Any]:
     """What the events of a stream say together, without what differs between two requests."""
-    *chunks, end = found
+    *chunks, end = events
     assert end == "[DONE]"
     whole = joined([json.loads(chunk) for chunk in chunks])
     del whole["usage"]["prompt_tokens_details"]
@@ -563,16 +563,16 @@ async def cut_grpc(server: ServerProcess, rng: random.Random) -> int:
     least = 200 if "use_beam_search" in params else 250 + 50 * len(wanted)
     proxy = CuttingProxy(server.target, drawn_budgets(rng, least))
     async with proxy.listening() as target, GenerationClient(target, token=ONE) as client:
-        found = [part async for part in client.stream(prompt, params, resume_window_s=WINDOW_S)]
+        parts = [part async for part in client.stream(prompt, params, resume_window_s=WINDOW_S)]
     for name in ("num_prompt_tokens", "num_output_tokens"):
-        assert getattr(found[-1].usage, name) == getattr(wanted[-1].usage, name)
+        assert getattr(parts[-1].usage, name) == getattr(wanted[-1].usage, name)
     close = [
         replace(
             output, cumulative_logprob=pytest.approx(output.cumulative_logprob, abs=LOGPROB_ERROR)
         )
         for output in joined_parts(wanted)
     ]
-    assert joined_parts(found) == close
+    assert joined_parts(parts) == close
     return proxy.num_cuts
 
 
@@ -589,21 +589,21 @@ async def cut_http(server: ServerProcess, rng: random.Random) -> int:
     wanted = [data for _, data in whole]
     budgets = drawn_budgets(rng, sum(map(len, wanted)))
     proxy = CuttingProxy(urlsplit(server.http_address).netloc, budgets)
-    key, found = f"cut-{rng.random()}", []
+    key, received = f"cut-{rng.random()}", []
     headers = {"idempotency-key": key, "x-resume-window": str(WINDOW_S)}
     async with proxy.listening() as host:
 
         def read() -> None:
             with suppress(OSError, HTTPException):
                 for number, data in events(post(server, path, body, headers, host=host)):
-                    assert number == len(found) + 1
-                    found.append(data)
+                    assert number == len(received) + 1
+                    received.append(data)
                     headers["last-event-id"] = str(number)
 
         for _ in range(10):
-            if found[-1:] != ["[DONE]"]:
+            if received[-1:] != ["[DONE]"]:
                 await asyncio.to_thread(read)
-    assert answer_of(found) == answer_of(wanted)
+    assert answer_of(received) == answer_of(wanted)
     return proxy.num_cuts
 
 

@@ -129,8 +129,8 @@ def test_random_mutations(server: ServerProcess, count: int) -> None:
         else:
             pending.append((data, partial(list, stream(data, timeout=TIMEOUT_S))))
         if len(pending) >= AT_ONCE or i == count - 1:
-            for sent, one in pending:
-                codes[outcome(sent, one)] += 1
+            for sent, call in pending:
+                codes[outcome(sent, call)] += 1
             pending.clear()
     assert sum(codes.values()) == count
     # A mutation may also name another model, or set a wait of milliseconds.

@@ -199,11 +199,11 @@ class Machines:
 
     def logs(self) -> str:
         """The ends of what the desk's and the machines' first processes wrote."""
-        found = []
+        logs = []
         for path in sorted(self._folder.glob("*/log")):
             text = path.read_text(errors="replace")[-_LOG_CHARACTERS:].rstrip()
-            found.append(f"--- log of {path.parent.name}\n{text}")
-        return "\n".join(found)
+            logs.append(f"--- log of {path.parent.name}\n{text}")
+        return "\n".join(logs)
 
     def close(self) -> None:
         """Ends every process, and so every interface and mount; a second call does nothing."""
@@ -282,7 +282,7 @@ class Machines:
 
         wait_until(found, _START_S, f"{name} did not start", self.logs)
         made = {namespace(self._first[name], kind) for kind in KINDS}
-        self._namespaces |= {found for found in made if found is not None}
+        self._namespaces |= {name for name in made if name is not None}
 
     def _script(self, machine: int | None) -> str:
         text = _OWN_WORLD + (_DESK if machine is None else _MACHINE)

@@ -111,17 +111,15 @@ def test_same_bits_as_op_by_op(
     if args.get("quantization") is None:
         skip_without_packed_layers(args.get("dtype", "float32"))
     folder = folder_of(name)
-    found = []
+    answers = []
     for enforce_eager in (True, False):
         with open_llm(folder, enforce_eager=enforce_eager, **args) as llm:
             assert (recording_bytes(llm) == 0) == enforce_eager
             outputs = generate(llm, *crowd(llm.llm_engine.get_model_config().vocab_size))
         assert (preemptions(outputs) > 0) == (args == SCARCE)
-        found.append([
-            [(one.token_ids, one.cumulative_logprob, one.logprobs) for one in output.outputs]
-            for output in outputs
-        ])  # fmt: skip
-    assert found[0] == found[1]
+        completions = [o for output in outputs for o in output.outputs]
+        answers.append([(o.token_ids, o.cumulative_logprob, o.logprobs) for o in completions])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(

@@ -212,10 +212,10 @@ def test_memory_that_another_process_took_meanwhile(models: ModelShop) -> None:
     with pytest.raises(CacheSizeError):
         start_workers(config(models), hopeless)
     assert hopeless.asked == [50, 40, 30]
-    told: Any = FakeExecutor(40)
+    executor: Any = FakeExecutor(40)
     with pytest.raises(CacheSizeError):
-        start_workers(config(models, num_device_blocks_override=50), told)
-    assert told.asked == [50]
+        start_workers(config(models, num_device_blocks_override=50), executor)
+    assert executor.asked == [50]
 
 
 def test_a_gpus_ledger_is_shown_for_one_rank_too(

@@ -77,7 +77,7 @@ def test_greedy_equals_transformers(models: ModelShop, walk: GpuWalk, enforce_ea
     args: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     with open_llm(folder, max_num_seqs=16, enforce_eager=enforce_eager, **args) as llm:
         outputs = generate(llm, prompts, params)
-    assert [len(one) for one in ids(outputs)] == [one.max_tokens for one in params]
+    assert [len(answer) for answer in ids(outputs)] == [param.max_tokens for param in params]
     oracle.assert_greedy(prompts, ids(outputs))
     assert walk.begun == walk.taken, (
         "the end of a request that reaches its length is known in advance"
@@ -110,9 +110,9 @@ def test_a_request_that_joins_and_one_that_is_aborted(models: ModelShop, walk: G
     outputs += run(engine)
     engine.shutdown()
     final = {output.request_id: output.outputs[0].token_ids for output in outputs}
-    found = [final[str(number)] for number in range(4)]
-    assert [len(found[number]) for number in (0, 2, 3)] == [30] * 3
-    oracle.assert_greedy(prompts, found)
+    answers = [final[str(number)] for number in range(4)]
+    assert [len(answers[number]) for number in (0, 2, 3)] == [30] * 3
+    oracle.assert_greedy(prompts, answers)
 
 
 def test_ends_that_are_not_known_in_advance(models: ModelShop, walk: GpuWalk) -> None:
@@ -132,7 +132,7 @@ def test_ends_that_are_not_known_in_advance(models: ModelShop, walk: GpuWalk) ->
         assert (walk.begun, walk.early) == (0, 0)
     with open_llm(folder) as llm:
         assert ids(generate(llm, prompts, params)) == alone
-    assert [len(one) < 40 for one in alone[:3]] == [True, True, False]
+    assert [len(answer) < 40 for answer in alone[:3]] == [True, True, False]
     assert walk.begun > walk.taken > 50
 
 
@@ -148,7 +148,7 @@ def test_groups_and_beams(models: ModelShop, walk: GpuWalk) -> None:
     beams = SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=16)
 
     def told(outputs: Any) -> list[Any]:
-        return [[one.token_ids for one in output.outputs] for output in outputs]
+        return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
     with open_llm(folder, async_scheduling=False) as llm:
         expected = told(generate(llm, prompts, params))
@@ -209,5 +209,5 @@ def test_time_of_the_model_covers_what_ran_meanwhile(
     monkeypatch.setattr(RunAhead, "execute", timed)
     run(engine)
     engine.shutdown()
-    with_driver = [one > taken[0] for one in taken[1:]]
+    with_driver = [steps > taken[0] for steps in taken[1:]]
     assert with_driver == [not is_done] * 4

@@ -63,10 +63,10 @@ def ray_folder() -> Iterator[str]:
 
 
 def left_of(session: int) -> list[str]:
-    found = subprocess.run(
+    listed = subprocess.run(
         ["ps", "-o", "stat=,args=", "--sid", str(session)], capture_output=True, text=True
     )
-    return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
+    return [line for line in listed.stdout.splitlines() if not line.startswith("Z")]
 
 
 def test_a_second_try_goes_well(ray_folder: str) -> None:
@@ -248,9 +248,9 @@ def test_engines_of_two_threads_share_one(fake_ray: FakeRay) -> None:
     """A second start at the same time would end the processes of the first."""
     fake_ray.on_init = partial(time.sleep, 0.5)
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(RayConnection, ("local", "local"), timeout=60.0)
+        first, other = pool.map(RayConnection, ("local", "local"), timeout=60.0)
     assert fake_ray.asked == ["local"]
-    one.close()
+    first.close()
     assert other.is_alive, "it ends with the last of its engines"
     other.close()
     assert not fake_ray.is_running

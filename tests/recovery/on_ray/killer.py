@@ -156,19 +156,19 @@ class Killer:
 @contextmanager
 def killer(engine: LLMEngine, targets: Iterable[str], seed: int) -> Iterator[Killer]:
     """Kills ranks of this engine while the context lasts."""
-    found = Killer(engine, targets, seed)
+    hunter = Killer(engine, targets, seed)
     executor = executor_of(engine)
     execute_model, call_each = executor.execute_model, Group.call_each
 
     def watched_step(step: StepInput) -> Any:
-        found.on_step(step)
+        hunter.on_step(step)
         return execute_model(step)
 
     def watched_call(self: Group, phase: str, *args: Any, **kwargs: Any) -> Any:
-        found.on_call(self, phase)
+        hunter.on_call(self, phase)
         return call_each(self, phase, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "execute_model", watched_step)
         patch.setattr(Group, "call_each", watched_call)
-        yield found
+        yield hunter

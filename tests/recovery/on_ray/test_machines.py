@@ -37,12 +37,12 @@ def machines() -> Iterator[Machines]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_worker_niceness": "0",
     }
-    with Machines(NUM_MACHINES, environment) as found:
+    with Machines(NUM_MACHINES, environment) as cluster:
         head = f"--head --node-ip-address={HEAD} --port=6379 --include-dashboard=false"
-        start(found, None, RAY.format(head, 0))
+        start(cluster, None, RAY.format(head, 0))
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda machine: join(found, machine), range(NUM_MACHINES)))
-        yield found
+            list(pool.map(lambda machine: join(cluster, machine), range(NUM_MACHINES)))
+        yield cluster
 
 
 def join(machines: Machines, machine: int) -> None:
