@@ -188,9 +188,7 @@ def test_served_names(model: str, served: str | list[str] | None, names: tuple[s
 @pytest.mark.parametrize(
     ("files", "device"), [(["nvidiactl"], "cpu"), (["nvidiactl", "nvidia0"], "cuda")]
 )
-def test_device_may_be_left_out(
-    files: list[str], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_left_out(files: list[str], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineArgs(device="cpu").create_engine_config()
     assert (config.device, config.scheduler.max_num_batched_tokens) == ("cpu", 512)
     monkeypatch.setattr(

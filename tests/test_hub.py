@@ -95,9 +95,7 @@ def test_architecture_is_checked_before_weights_are_fetched(
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy", "pt"])
-def test_engine_of_a_hub_name(
-    hub: Hub, models: ModelShop, tmp_path: Path, load_format: str
-) -> None:
+def test_engine_of_hub_name(hub: Hub, models: ModelShop, tmp_path: Path, load_format: str) -> None:
     """The engine asks for its own format; of a tokenizer of another name it wants no weights."""
     hub.add("some/model", models.folder(PLAIN, tokenizer=True))
     hub.add("some/tokenizer", models.folder(TinyLlama(seed=9), tokenizer=True))

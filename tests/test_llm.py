@@ -228,9 +228,7 @@ def test_beam_search_is_that_of_generate(llm: LLM) -> None:
         assert (best.tokens[-1] == ids_of("<|end|>")) == is_shown
     with pytest.raises(InvalidSamplingParamsError, match=r"temperature = 0\.0, got 0\.5"):
         llm.beam_search(PROMPTS[0], BeamSearchParams(3, 8, temperature=0.5))
-    with pytest.raises(
-        InvalidSamplingParamsError, match="BeamSearchParams, or use_beam_search=True"
-    ):
+    with pytest.raises(InvalidSamplingParamsError, match="BeamSearchParams, or use_beam_search"):
         llm.beam_search(PROMPTS[0], SamplingParams())
     with pytest.raises(InvalidSamplingParamsError, match="beam_width must be an integer, got '2'"):
         BeamSearchParams("2", 4)
@@ -264,9 +262,7 @@ def test_progress_bar_moves_before_a_prompt_ends(
     assert capsys.readouterr().err == ""
 
 
-def test_progress_bar_shows_refused_prompts_apart(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_bar_shows_refusals_apart(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     for prompts, done in (([PROMPTS[0], "", PROMPTS[1]], "2/3"), ([""], "0/1")):
         llm.generate(prompts, greedy(4), on_error="return")
         last = capsys.readouterr().err.rpartition("Processed prompts")[2]
@@ -423,9 +419,7 @@ def test_ctrl_c_drops_all_prompts(llm: LLM, owner: type, name: str, number: int)
 
 
 @pytest.mark.parametrize("step", [2, 5])
-def test_what_was_done_by_then_is_not_lost(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_what_was_done_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """A Ctrl-C in or after the step in which the first of three prompts, given last, was done."""
     params = [greedy(20), greedy(20), greedy(2)]
     expected = llm.generate(PROMPTS, params, use_tqdm=False)

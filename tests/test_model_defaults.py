@@ -68,9 +68,7 @@ def assert_read_alike(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert actual == expected
 
 
-WITH_TABLE = [
-    variant for variant in VARIANTS if complete_config({"model_type": variant.model_type})
-]
+WITH_TABLE = [v for v in VARIANTS if complete_config({"model_type": v.model_type})]
 MODELS: list[Variant | TinyLlama] = [*WITH_TABLE, *ZOO.values()]
 
 

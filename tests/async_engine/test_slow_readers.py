@@ -81,12 +81,10 @@ async def test_a_stream_without_a_reader(engine: AsyncLLMEngine, gate: MakeGate)
     async def others() -> int:
         held, before = gate(engine), engine.stats().num_steps
         wanted = engine.get_num_unfinished_requests() + 4
-        reading = asyncio.gather(
-            *(read_ids(engine, [i + 4] * 8, stream(NUM_TOKENS)) for i in range(4))
-        )
+        ids = asyncio.gather(*(read_ids(engine, [i + 4] * 8, stream(NUM_TOKENS)) for i in range(4)))
         await until(lambda: engine.get_num_unfinished_requests() == wanted)
         held.open()  # from now on all of them run in the same steps
-        answers = await reading
+        answers = await ids
         assert [len(answer) for answer in answers] == [NUM_TOKENS] * 4
         return engine.stats().num_steps - before
 

@@ -59,9 +59,7 @@ def test_report_says_what_was_run(
     kind = "int8" if "int8" in options else "none"
     line = rf"^settings +device cpu, dtype float32, quantization {kind}$"
     assert re.search(line, shown, re.MULTILINE), shown
-    assert [path.name for path in tmp_path.iterdir()] == ["trace-2.json.gz"] * (
-        "--trace" in options
-    )
+    assert [p.name for p in tmp_path.iterdir()] == ["trace-2.json.gz"] * ("--trace" in options)
 
 
 def test_settings_are_resolved() -> None:

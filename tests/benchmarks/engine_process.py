@@ -189,12 +189,7 @@ class LlamaCpp:
             raise SystemExit(f"llama.cpp failed in a batch of {len(rows)} tokens")
 
 
-ENGINES = {
-    "tpengine": Stepping,
-    "vllm": Stepping,
-    "openvino": OpenVINO,
-    "llama.cpp": LlamaCpp,
-}
+ENGINES = {"tpengine": Stepping, "vllm": Stepping, "openvino": OpenVINO, "llama.cpp": LlamaCpp}
 
 
 def measure(engine: Engine, workload: Workload) -> dict[str, float]:

@@ -90,9 +90,7 @@ def walk_step() -> None:
             engine.step()
         engine.abort_request([str(index) for index in range(5)])
     report("a step", walk.entries)
-    report(
-        "  of it in the worker", [entry for entry in walk.entries if entry[1].startswith("worker")]
-    )
+    report("  of it in the worker", [e for e in walk.entries if e[1].startswith("worker")])
 
 
 def walk_request(door: str) -> None:

@@ -69,9 +69,7 @@ def test_lines_of_standard_input(
     assert "line 5 of the input is not UTF-8" in shown.err
 
 
-def test_what_cannot_be_read(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stdin:
@@ -82,9 +80,7 @@ def test_what_cannot_be_read(
     assert main(["client", "generate"]) == 0
 
 
-def test_values_that_cannot_be_sent(
-    server: ServerProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_that_are_refused(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--target", server.target]
     endless = ["--max-tokens", "99999999999", "--stop", "."]
     assert main(["client", "generate", "Hello", *endless, *where]) == 0
@@ -137,9 +133,7 @@ def test_the_timeout_of_health(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_refused_connection_is_told_at_once(
-    host: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_connection_is_told_at_once(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as probe:  # bound but not listening: no server can be there
         probe.bind(("127.0.0.1", 0))
         target = f"{host}:{probe.getsockname()[1]}"

@@ -64,9 +64,7 @@ def check_sums(state: Rank, kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "kind", "dtype"),
-    matrix(NUM_RANKS, KINDS, DTYPES[:2]),
-    ids=str,
+    ("num_ranks", "kind", "dtype"), matrix(NUM_RANKS, KINDS, DTYPES[:2]), ids=str
 )
 def test_sum_in_rank_order(
     kind: str, num_ranks: int, dtype: torch.dtype, groups: dict[int, Ranks]
@@ -251,9 +249,5 @@ def test_graphs_are_recorded_at_all_ranks_or_at_none(monkeypatch: pytest.MonkeyP
     assert not agree(False, 1.0)
     monkeypatch.setattr(cuda_graph, "has_cuda_kernels", lambda: False)
     assert not cuda_graph.agree_on_graphs(ParallelState(), cpu)
-    ends = (
-        "another rank cannot record them",
-        "its ranks exchange tensors",
-        "library is not loaded",
-    )
-    assert [line.endswith(end) for line, end in zip(lines, ends, strict=True)] == [True] * 3
+    why = ("another rank cannot record them", "its ranks exchange tensors", "library is not loaded")
+    assert [line.endswith(end) for line, end in zip(lines, why, strict=True)] == [True] * 3

@@ -57,7 +57,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", only(("llama-biases", *NAMES[5:8], "gpt2-8-heads"), NAMES))
-def test_ranks_ask_for_the_checkpoint_once(
+def test_ranks_ask_for_a_checkpoint_once(
     name: str, groups: dict[int, Ranks], tmp_path: Path
 ) -> None:
     """Together the ranks read the checkpoint once, and again only what several of them hold."""

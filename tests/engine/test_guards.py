@@ -49,9 +49,7 @@ def test_a_second_thread_is_refused(engine: LLMEngine, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("place", ["in a step", "at its very end"])
-def test_ctrl_c_loses_no_output(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_ctrl_c_loses_none(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """The step ends, and the next call returns its outputs."""
     record, execute = engine.counters.record_step, LocalExecutor.execute_model
 

@@ -256,7 +256,7 @@ class Told(StatLoggerBase):
         self.stats.append(stats)
 
 
-def test_loggers_of_users(
+def test_user_loggers(
     models: ModelShop, prompt: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = Told()

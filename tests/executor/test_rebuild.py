@@ -194,9 +194,7 @@ def test_in_a_load(ranks: BareRanks, expected: list[int]) -> None:
     assert ranks.generate() == expected
 
 
-def test_before_it_joins(
-    ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_join(ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is lost before it becomes a rank, and sends heartbeats."""
     lose(ranks)
     join = Group.join

@@ -83,9 +83,7 @@ def test_patience_with_new_processes() -> None:
     assert (slow.appear_s, bounded.appear_s) == (150.0, 10.0)
 
 
-def test_driver_whose_node_ray_holds_for_dead(
-    ray_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_on_a_node_held_for_dead(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     node_id = ray.get_runtime_context().get_node_id()
     assert address_of(node_id) == ray.util.get_node_ip_address()
     monkeypatch.setattr(placement, "cluster_nodes", list)

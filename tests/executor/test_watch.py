@@ -17,18 +17,11 @@ from support.waiting import wait_until
 
 import tpengine
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
+from tpengine.executor import channel as wire
 from tpengine.executor import watch
-from tpengine.executor.channel import (
-    Channel,
-    ChannelClosedError,
-    ChannelError,
-    ChannelTimeoutError,
-    FrameKind,
-    Listener,
-)
 from tpengine.executor.watch import Heartbeat, RankWatch
 
-Pair = tuple[list[Channel], list[Channel]]
+Pair = tuple[list[wire.Channel], list[wire.Channel]]
 
 
 @pytest.fixture
@@ -51,7 +44,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.beating: Sequence[Channel] = ()
+        self.beating: Sequence[wire.Channel] = ()
         self.silent_at = float("inf")
         self.num_waits = 0
         self._next_beat = 0.0
@@ -85,8 +78,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def send_heartbeat(channel: Channel, step: int = 0) -> None:
-    channel.send(FrameKind.HEARTBEAT, step, b"execute_model" if step else b"idle", TIMEOUT_S)
+def send_heartbeat(channel: wire.Channel, step: int = 0) -> None:
+    channel.send(wire.FrameKind.HEARTBEAT, step, b"execute_model" if step else b"idle", TIMEOUT_S)
 
 
 class Found(RankWatch):
@@ -96,8 +89,8 @@ class Found(RankWatch):
         is_frozen: its question, as a function of how long a rank is silent.
     """
 
-    def __init__(self, driver: list[Channel], is_frozen: Callable[[float], bool]) -> None:
-        self.losses: list[tuple[int, ChannelError]] = []
+    def __init__(self, driver: list[wire.Channel], is_frozen: Callable[[float], bool]) -> None:
+        self.losses: list[tuple[int, wire.ChannelError]] = []
         self.asked: list[int] = []
 
         def ask(rank: int, silent_s: float) -> bool:
@@ -116,10 +109,10 @@ def test_silent_rank_is_lost_and_the_other_is_not(pair: Pair, clock: Clock) -> N
     assert watch.FROZEN_S <= clock.now < watch.FROZEN_S + watch.HEARTBEAT_S
     [(rank, error)] = watched.losses
     assert rank == 1
-    assert isinstance(error, ChannelTimeoutError)
+    assert isinstance(error, wire.ChannelTimeoutError)
     assert watched.phases == ["idle", "execute_model, step 5"]
     assert watched.asked == [1]
-    with pytest.raises(ChannelClosedError):
+    with pytest.raises(wire.ChannelClosedError):
         [receive(ranks[0], TIMEOUT_S) for _ in range(100)]
 
 
@@ -149,7 +142,7 @@ def test_closed_channel_is_a_loss_at_once(pair: Pair, clock: Clock) -> None:
     watched = Found(driver, lambda silent_s: False)
     watched.run()
     [(rank, error)] = watched.losses
-    assert (rank, type(error)) == (0, ChannelClosedError)
+    assert (rank, type(error)) == (0, wire.ChannelClosedError)
 
 
 def test_time_that_an_agent_takes_is_silence_too(pair: Pair, clock: Clock) -> None:
@@ -161,7 +154,7 @@ def test_time_that_an_agent_takes_is_silence_too(pair: Pair, clock: Clock) -> No
 
     watched = Found(pair[0], is_frozen)
     watched.run()
-    assert isinstance(watched.losses[0][1], ChannelTimeoutError)
+    assert isinstance(watched.losses[0][1], wire.ChannelTimeoutError)
     assert clock.now < 15.0
 
 
@@ -188,10 +181,10 @@ def test_rank_ends_itself_when_its_driver_is_silent(
 @contextmanager
 def rank_process(
     code: str, fence_s: float = 60.0
-) -> Iterator[tuple[subprocess.Popen[str], Channel, Channel]]:
+) -> Iterator[tuple[subprocess.Popen[str], wire.Channel, wire.Channel]]:
     """A process that connects two channels, `steps` and `control`, and then runs this code; and the
     driver's ends of them."""
-    listener = Listener("127.0.0.1", SECRET, EPOCH)
+    listener = wire.Listener("127.0.0.1", SECRET, EPOCH)
     env = {**os.environ, "PYTHONPATH": str(Path(tpengine.__file__).parent.parent)}
     rank = subprocess.Popen(
         [sys.executable, "-c", CONNECTED + code, str(listener.address[1]), str(fence_s)],
@@ -201,7 +194,7 @@ def rank_process(
         text=True,
         env=env,
     )
-    channels: list[Channel] = []
+    channels: list[wire.Channel] = []
     try:
         channels = listener.accept(2, TIMEOUT_S)
         yield rank, *channels

@@ -48,9 +48,7 @@ def _exact(logits: torch.Tensor, fields: dict[str, Any], processed: bool) -> tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("processed", [False, True], ids=["raw", "processed"])
-def test_the_chosen_tokens_log_probability_is_there_unasked(
-    processed: bool, dtype: torch.dtype
-) -> None:
+def test_the_chosen_tokens_logprob_is_there_unasked(processed: bool, dtype: torch.dtype) -> None:
     """It equals the one that is reported on request, and the textbook's."""
     gen = torch.Generator().manual_seed(3)
     logits = (torch.randn(2 * len(WISHES), VOCAB_SIZE, generator=gen) * 2).to(dtype)

@@ -148,9 +148,7 @@ def _close(value: Any, expected: Any) -> bool:
         ("starcoder2", 1),
     ],
 )
-def test_ids_are_those_of_the_folder(
-    name: str, tp_size: int, subjects: Subjects, tmp_path: Path
-) -> None:
+def test_ids_as_of_the_folder(name: str, tp_size: int, subjects: Subjects, tmp_path: Path) -> None:
     if name in MODELS:
         wide = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 448)
         oracle = Oracle(make_model(name, tmp_path / "hf", vocab_size=320, **wide))
@@ -164,9 +162,7 @@ def test_ids_are_those_of_the_folder(
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_a_part_of_a_tensor_is_that_part_of_the_whole(
-    kind: str, small: Path, tmp_path: Path
-) -> None:
+def test_a_part_of_a_tensor_is_part_of_the_whole(kind: str, small: Path, tmp_path: Path) -> None:
     path = write_gguf(small.parent, tmp_path / "model.gguf", kind)
     names = ["model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
     sources = {name: source for _, name, source in read_tensors(str(path), names)}

@@ -86,7 +86,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("content", ["code", "list", "garbage"])
-def test_pickle_with_more_than_tensors_is_refused(
+def test_pickle_of_more_than_tensors_is_refused(
     content: str, copied: Copied, tmp_path: Path
 ) -> None:
     folder, state = copied("opt-before")
@@ -106,9 +106,7 @@ def test_pickle_with_more_than_tensors_is_refused(
     ("name", "prefix"),
     [("opt-before", "model."), ("bloom-8-heads", "transformer."), ("gpt2-8-heads", "transformer.")],
 )
-def test_names_of_the_bare_model(
-    name: str, prefix: str, subjects: Subjects, copied: Copied
-) -> None:
+def test_names_of_a_bare_model(name: str, prefix: str, subjects: Subjects, copied: Copied) -> None:
     folder, state = copied(name)
     bare = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
     if name.startswith("gpt2"):  # the masks that its published checkpoints hold

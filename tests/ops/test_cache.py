@@ -138,9 +138,7 @@ def test_a_prompt_is_written_the_same_by_several_threads(
 def test_copy_blocks(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     gen = generator(3)
     shapes = cache.kv_cache_shapes(layout_of(name), cache_dtype, 20, 16, 2, 64)
-    k_cache, v_cache = (
-        (30 * torch.randn(shape, generator=gen)).to(cache_dtype) for shape in shapes
-    )
+    k_cache, v_cache = ((30 * torch.randn(size, generator=gen)).to(cache_dtype) for size in shapes)
     expected_k, expected_v = k_cache.clone(), v_cache.clone()
     pairs = [(0, 5), (0, 6), (19, 1), (3, 18)]
     for source, target in pairs:

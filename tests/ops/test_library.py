@@ -82,9 +82,7 @@ def _arguments() -> dict[str, tuple]:
         "quantized_embedding": (
             torch.zeros(5, 32), groups, ints(0, 39, 2, 2, 1), 40, 4, 32, 0, 2.0,
         ),
-        "weight_only_linear": (
-            torch.zeros(5, 40), x, groups, randn(40), 4, 32, 0,
-        ),
+        "weight_only_linear": (torch.zeros(5, 40), x, groups, randn(40), 4, 32, 0),
         "dequantize_weight": (torch.zeros(32, 32), groups, 32, 40, 4, 32, 0),
         "add_lora": (
             torch.zeros(5, 40), x, randn(2, 2, 1, 2, 4, 16), randn(2, 3, 4, 16),

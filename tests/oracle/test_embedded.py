@@ -42,7 +42,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("dtype", "switch"), matrix(["float32", "bfloat16"], list(SWITCHES)))
-def test_greedy_equals_transformers(
+def test_greedy_as_transformers(
     embedded_oracle: Oracle, prompts: list[list[int]], dtype: str, switch: str
 ) -> None:
     answers = embedded_oracle.answers(prompts)

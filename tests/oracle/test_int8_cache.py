@@ -63,9 +63,7 @@ def test_the_cache_rounds(calm: tuple[Path, list[list[int]], list[RequestOutput]
         (a.outputs[0].logprobs[0], b.outputs[0].logprobs[0])
         for a, b in zip(rounded, exact, strict=True)
     ]
-    gaps = [
-        abs(a[token].logprob - b[token].logprob) for a, b in pairs for token in a.keys() & b.keys()
-    ]
+    gaps = [abs(a[i].logprob - b[i].logprob) for a, b in pairs for i in a.keys() & b.keys()]
     assert len(gaps) >= 12
     assert 1e-6 < sum(gaps) / len(gaps) < 0.1
 
@@ -120,7 +118,7 @@ def test_perplexity_is_within_half_a_percent(dtype: str) -> None:
     assert abs(math.expm1(rounded - exact)) < 0.005
 
 
-def test_more_blocks_for_the_same_memory(
+def test_more_blocks_in_the_same_memory(
     models: ModelShop, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = models.folder(PLAIN)

@@ -76,9 +76,7 @@ SEEDED = [
         [("random", "float32"), ("embedded", "float32"), ("embedded", "bfloat16")],
     ),
 )
-def test_same_seed_alone_in_a_crowd_and_preempted(
-    models: ModelShop, model: str, dtype: str
-) -> None:
+def test_same_seed_alone_crowded_and_preempted(models: ModelShop, model: str, dtype: str) -> None:
     folder = EMBEDDED_MODEL if model == "embedded" else models.folder(ZOO["d96-7to1-llama3"])
     prompts = models.oracle(folder).random_prompts((5, 21, 40, 80), seed=4)
     rng = random.Random(5)

@@ -89,9 +89,7 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
 
 @pytest.mark.parametrize("kind", ["repetition", "bias and min_tokens", "bad words"])
 @pytest.mark.parametrize("num_beams", [2, 4])
-def test_beams_equal_transformers(
-    engine: LLMEngine, oracle: Any, kind: str, num_beams: int
-) -> None:
+def test_beams_as_transformers(engine: LLMEngine, oracle: Any, kind: str, num_beams: int) -> None:
     prompts = _prompts([4, 20, 40])
     common = {"temperature": 0.0, "max_tokens": 12, "use_beam_search": True, "n": num_beams}
     plain = run(engine, [(prompt, SamplingParams(**common)) for prompt in prompts])

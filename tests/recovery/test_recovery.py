@@ -16,19 +16,11 @@ from typing import Any
 
 import pytest
 
-from tpengine import LLM, RequestOutputKind, SamplingParams
+from tpengine import LLM, RequestOutputKind, SamplingParams, errors
 from tpengine.cli.main import main
 from tpengine.config import EngineConfig
 from tpengine.engine import llm_engine, recovery
 from tpengine.engine.stats import EngineState
-from tpengine.errors import (
-    EngineDeadError,
-    EngineError,
-    GroupLostError,
-    ModelLoadError,
-    PlacementError,
-    SharedMemoryError,
-)
 from tpengine.executor.channel import ChannelError
 from tpengine.server.http.page import describe
 from tpengine.server.state import ServerState, State
@@ -191,18 +183,18 @@ def test_used_up(client: Client) -> None:
         executor.lose()
         client.recover()
     executor.lose("idle")
-    with pytest.raises(EngineDeadError) as raised:
+    with pytest.raises(errors.EngineDeadError) as raised:
         client.step()
     for word in ("max_recoveries = 3", "600 s", "rank 1", "10.0.0.7", "pid 4711", "epoch 4"):
         assert word in str(raised.value)
     for word in ("idle", "SIGKILL", "these were its last words", "File worker.py"):
         assert word in str(raised.value)
-    assert isinstance(raised.value.__cause__, GroupLostError)
+    assert isinstance(raised.value.__cause__, errors.GroupLostError)
     assert executor.is_shut_down.is_set()
     assert engine.health().state is EngineState.DEAD
-    with pytest.raises(EngineDeadError, match="max_recoveries = 3"):
+    with pytest.raises(errors.EngineDeadError, match="max_recoveries = 3"):
         engine.step()
-    with pytest.raises(EngineDeadError, match="max_recoveries = 3"):
+    with pytest.raises(errors.EngineDeadError, match="max_recoveries = 3"):
         client.add("late", job(4))
     assert executor.epoch == 4
 
@@ -218,7 +210,7 @@ def test_old_losses_do_not_count(fake_config: MakeConfig, monkeypatch: pytest.Mo
         client.recover()
     now += 0.9
     client.executor.lose()
-    with client.engine, pytest.raises(EngineDeadError, match=r"lost 2 times within 1 s"):
+    with client.engine, pytest.raises(errors.EngineDeadError, match=r"lost 2 times within 1 s"):
         client.recover()
 
 
@@ -261,8 +253,8 @@ LACKS = {
     "files": OSError(errno.EMFILE, "Too many open files"),
     "memory": MemoryError("no memory for a thread"),
     "ports": ChannelError("cannot listen on 10.0.0.1: Address already in use"),
-    "places": PlacementError("no room on the Ray cluster"),
-    "shared memory": SharedMemoryError("2 ranks need 6.0 MiB"),
+    "places": errors.PlacementError("no room on the Ray cluster"),
+    "shared memory": errors.SharedMemoryError("2 ranks need 6.0 MiB"),
     "threads": RuntimeError("can't start new thread"),
 }
 
@@ -292,7 +284,7 @@ def test_a_start_that_fails_is_reported(
     client.executor.fate.rebuilds += [failure] * 100
     client.executor.lose()
     start = clock.now
-    with caplog.at_level(logging.ERROR), pytest.raises(EngineDeadError) as raised:
+    with caplog.at_level(logging.ERROR), pytest.raises(errors.EngineDeadError) as raised:
         client.recover()
     assert 560.0 < clock.now - start <= 600.0
     [line] = [x for x in caplog.messages if x.startswith("attempt 3 at a new group")]
@@ -314,14 +306,14 @@ def test_an_attempt_that_hangs(client: Client, clock: Clock) -> None:
     assert client.step() == []
     assert client.engine.health().stalled_s > 599.0
     clock.now += 2.0
-    with pytest.raises(EngineDeadError, match=r"recovery_timeout = 600 s.* attempt 1 hangs"):
+    with pytest.raises(errors.EngineDeadError, match=r"recovery_timeout = 600 s.* attempt 1 hangs"):
         client.step()
 
 
 def test_a_group_that_cannot_be_rebuilt(client: Client) -> None:
-    client.executor.fate.rebuilds.append(ModelLoadError("it is gone"))
+    client.executor.fate.rebuilds.append(errors.ModelLoadError("it is gone"))
     client.executor.lose()
-    with pytest.raises(EngineDeadError, match="not be replaced: ModelLoadError: it is gone"):
+    with pytest.raises(errors.EngineDeadError, match="not be replaced: ModelLoadError: it is gone"):
         client.recover()
     assert client.executor.is_shut_down.is_set()
 
@@ -330,7 +322,7 @@ def test_shutdown_in_the_middle_of_a_rebuild(client: Client) -> None:
     lose(client)
     client.engine.shutdown()
     assert not [t for t in threading.enumerate() if t.name == "tpengine-rebuild"]
-    with pytest.raises(EngineError):
+    with pytest.raises(errors.EngineError):
         client.recover()
 
 

@@ -215,9 +215,7 @@ def _most_apart(
 
 
 def _cost(requests: list[Request]) -> float:
-    prompts = sum(
-        r.sequences[0].num_prompt_tokens for r in requests if r.sequences[0].num_output_tokens
-    )
+    prompts = sum(s.num_prompt_tokens for r in requests if (s := r.sequences[0]).num_output_tokens)
     outputs = sum(r.sequences[0].num_output_tokens for r in requests)
     return PROMPT_COST * prompts + OUTPUT_COST * outputs
 

@@ -24,9 +24,7 @@ def ids_of(output: RequestOutput) -> list[list[int]]:
     "prompt_length",
     [16, 21, *(pytest.param(length, marks=pytest.mark.soak) for length in (1, 8, 37))],
 )
-def test_sequences_are_those_of_separate_requests(
-    make_engine: MakeEngine, prompt_length: int
-) -> None:
+def test_sequences_are_as_of_separate_requests(make_engine: MakeEngine, prompt_length: int) -> None:
     """Sharing blocks changes nothing: the first is what a request of one gets, and all are the same
     in another crowd and with other block sizes. (`tests/oracle` draws them itself.)"""
     prompt = PROMPT[:prompt_length]

@@ -55,9 +55,7 @@ def ids(*token_ids: int) -> pb.TokenIds:
 def long_request(num_tokens: int, **fields: Any) -> pb.GenerateRequest:
     """A request that runs for this many steps."""
     params = sampling(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-    return pb.GenerateRequest(
-        **{"prompt_token_ids": ids(5, 6, 7), "sampling": params, **fields},
-    )
+    return pb.GenerateRequest(**{"prompt_token_ids": ids(5, 6, 7), "sampling": params, **fields})
 
 
 class Refusal:

@@ -134,9 +134,7 @@ def test_no_client_learns_what_others_have_sent(guarded: Guarded) -> None:
     request = pb.GenerateRequest(
         prompt_token_ids=prompt, sampling=pb.SamplingParams(max_tokens=1, temperature=0.0)
     )
-    answers = [
-        guarded.stub.Generate(request, **as_client(token)) for token in (TOKEN, ADMIN, TOKEN)
-    ]
+    answers = [guarded.stub.Generate(request, **as_client(key)) for key in (TOKEN, ADMIN, TOKEN)]
     first, other, again = (answer.usage.num_cached_tokens for answer in answers)
     assert first == other == 0 < again
 

@@ -113,9 +113,7 @@ def test_tokens_are_read(tmp_path: Path) -> None:
         read_tokens(str(tmp_path / "none"), None, "x")
 
 
-def test_weights_without_fairness_are_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_without_fairness_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{ONE} 2\n")
     parser, notes = argparse.ArgumentParser(), []

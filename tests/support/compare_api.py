@@ -233,9 +233,7 @@ def _takes(function: Any, expected: dict[str, Any]) -> Probe:
 
 def _constructs(kind: Any, index: int, name: str, default: str | None) -> Probe:
     """Looks at a constructor's parameter."""
-    return lambda: _deviation(
-        list(inspect.signature(kind).parameters.values()), index, name, default
-    )
+    return lambda: _deviation([*inspect.signature(kind).parameters.values()], index, name, default)
 
 
 def _parses(kind: Any, flag: str) -> Probe:

@@ -28,9 +28,7 @@ def require(command: str, package: str) -> str:
         problem = _install(command, package)
         path = _find(command)
         if path is None:
-            pytest.skip(
-                f"{command} is not here, and package {package} cannot be installed: {problem}"
-            )
+            pytest.skip(f"{command} is not here, package {package} cannot be installed: {problem}")
     return path
 
 

@@ -31,7 +31,7 @@ def open_on_card(folder: Path, **args: Any) -> LLM:
 
 
 @each_mode
-def test_greedy_equals_transformers(
+def test_greedy_as_transformers(
     models: ModelShop, mode: str, name: str, enforce_eager: bool
 ) -> None:
     card = {"device": "cuda", "swap_space": 0.05}

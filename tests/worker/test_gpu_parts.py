@@ -279,9 +279,7 @@ def test_fp8_is_for_gpus(models: ModelShop) -> None:
         config(models, kv_cache_dtype="int8", attention_backend="sdpa", enforce_eager=True)
 
 
-def test_a_worker_reserves_what_it_will_take(
-    models: ModelShop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_reserves_its_memory(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger of a GPU, with substitutes for what only a GPU can report."""
     recorded: list[int] = []
     reserved: list[int] = []

@@ -131,7 +131,7 @@ def test_shutdown_with_a_graph_that_cannot_be_destroyed(models: ModelShop, ledge
     assert ledger.group == [("close", 0)]
 
 
-def test_a_step_that_fails(
+def test_step_that_fails(
     models: ModelShop, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error's traceback, whose frames refer to the graph, still exists."""

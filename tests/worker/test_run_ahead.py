@@ -68,7 +68,7 @@ def test_which_rows_are_left_to_compute(name: str) -> None:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_greedy_equals_transformers(models: ModelShop, walk: GpuWalk, enforce_eager: bool) -> None:
+def test_greedy_as_transformers(models: ModelShop, walk: GpuWalk, enforce_eager: bool) -> None:
     """Requests finish one by one, so that later steps have fewer rows than were begun."""
     folder = models.folder(PLAIN)
     oracle = models.oracle(folder)

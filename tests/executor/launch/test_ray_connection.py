@@ -256,9 +256,7 @@ def test_engines_of_two_threads_share_one(fake_ray: FakeRay) -> None:
     assert not fake_ray.is_running
 
 
-def test_a_thread_does_not_wait_for_ever(
-    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_thread_waits_for_ever(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_connection, "CONNECTING_S", 0.1)
     begun, done = threading.Event(), threading.Event()
 
