@@ -349,9 +349,7 @@ def test_what_does_nothing_on_cpu_is_named_once(
         ({"num_device_blocks_override": 20}, "num_device_blocks_override", "to"),
     ],
 )
-def test_what_is_advised_is_enough(
-    models: ModelShop, args: dict[str, Any], name: str, advice: str
-) -> None:
+def test_advice_is_enough(models: ModelShop, args: dict[str, Any], name: str, advice: str) -> None:
     folder, args = models.folder(PLAIN), {"num_device_blocks_override": None, **args}
     with refused(CacheSizeError, name) as raised:
         make_engine(folder, **args)

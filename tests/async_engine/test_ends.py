@@ -22,10 +22,7 @@ from async_engine.tools import (
     until,
 )
 from tpengine import AsyncLLMEngine, RequestOutputKind
-from tpengine.errors import (
-    DeadlineExceededError,
-    RequestAbortedError,
-)
+from tpengine.errors import DeadlineExceededError, RequestAbortedError
 
 
 @pytest.mark.parametrize("way", ["cancel", "abort", "abort of a server", "deadline"])

@@ -38,9 +38,7 @@ def refuse_long(token_ids: list[int], logits: Any) -> Any:
     return logits
 
 
-def test_a_failing_step_reaches_every_reader_once(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_step_reaches_each_once(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     execute = LocalExecutor.execute_model
 

@@ -27,9 +27,7 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.scheduling.sequence import CheckedRequest
 
 
-async def test_full_queue_refuses_at_once_and_serves_again(
-    make: MakeEngine, gate: MakeGate
-) -> None:
+async def test_full_queue_refuses_then_serves_again(make: MakeEngine, gate: MakeGate) -> None:
     engine = make(QueueLimits(max_requests=4), max_num_seqs=2)
     held = gate(engine)
     running = [asyncio.create_task(read_ids(engine, [i + 4], stream(4))) for i in range(2)]

@@ -154,9 +154,7 @@ def test_a_cut_leaves_what_was_found_and_no_process(tmp_path: Path) -> None:
         "runpy.run_path('tests/benchmarks', run_name='__main__')"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    wait_until(
-        lambda: pid_file.exists() and "half of it" in all_text.read_text(), 60.0, "second not run"
-    )
+    wait_until(lambda: pid_file.exists() and "half of it" in all_text.read_text(), 60.0, "not run")
     process.send_signal(signal.SIGTERM)
     assert process.wait(60.0) == 1
     assert_ended(pid_file)

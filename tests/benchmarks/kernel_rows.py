@@ -324,9 +324,7 @@ def _sampling_rows(setting: Setting) -> Iterator[Row]:
 
     values = ((0.8, torch.float32), (50, torch.int32), (0.95, torch.float32), (0.0, torch.float32),
               (0.3, torch.float64))  # fmt: skip
-    parameters = [
-        torch.full((rows,), value, dtype=dtype, device=setting.device) for value, dtype in values
-    ]
+    parameters = [torch.full((rows,), v, dtype=dtype, device=setting.device) for v, dtype in values]
     for name, action in (
         ("argmax", partial(fused.argmax, out, logits)),
         ("sample_tokens, k and p", partial(fused.sample_tokens, out, logits, *parameters)),

@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         steps=(500, "decode steps to measure"),
     )
     parser.add_argument("--no-chunked-prefill", action="store_true", help="schedule prompts whole")
-    parser.add_argument(
-        "--no-prefix-caching", action="store_true", help="without it, which engines have on"
-    )
+    parser.add_argument("--no-prefix-caching", action="store_true", help="engines have it on")
 
 
 def run(args: argparse.Namespace) -> int:

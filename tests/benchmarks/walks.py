@@ -111,9 +111,7 @@ def walk_request(door: str) -> None:
         for index, (_, place, name) in enumerate(of_request)
         if (place, name) == (os.path.join("scheduling", "scheduler.py"), "add_request")
     )
-    computed = max(
-        index for index, (_, place, _) in enumerate(of_request) if place.startswith("worker")
-    )
+    computed = max(i for i, (_, place, _) in enumerate(of_request) if place.startswith("worker"))
     report(f"a request through {door} on its way down", of_request[: added + 1])
     report(f"a request through {door} on its way up", of_request[computed + 1 :])
 

@@ -102,9 +102,7 @@ def test_values_that_are_refused(server: ServerProcess, capsys: pytest.CaptureFi
         (f"{TOKEN} b", "ConfigError: .*the weight of a token"),
     ],
 )
-def test_token_files(
-    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tokens"
     file.touch(0o600)
     file.write_text(text)

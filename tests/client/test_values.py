@@ -70,9 +70,7 @@ def test_parameters_that_do_not_fit(name: str, params: SamplingParams) -> None:
         (errors.RequestError, "service", lambda c: c.health(LONE)),
     ],
 )
-async def test_arguments_that_are_refused(
-    kind: type[errors.RequestError], words: str, talk: Talk
-) -> None:
+async def test_refused_arguments(kind: type[errors.RequestError], words: str, talk: Talk) -> None:
     """No server runs there: the client refuses them itself."""
     async with GenerationClient("127.0.0.1:1") as client:
         with pytest.raises(kind, match=words):

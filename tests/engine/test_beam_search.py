@@ -162,10 +162,8 @@ def preemptions(outputs: dict[str, RequestOutput]) -> int:
 def test_the_cases_can_tell_a_wrong_search(expected: Expected) -> None:
     """Beams end early, and the three ways to stop differ in a third of the cases."""
     groups = [DIAGONAL[i : i + 3] for i in range(0, len(DIAGONAL), 3)]
-    differing = sum(
-        len({str([ids for ids, _ in expected[case]]) for case in group}) > 1 for group in groups
-    )
-    assert differing >= len(groups) / 3
+    differ = sum(len({str([ids for ids, _ in expected[case]]) for case in g}) > 1 for g in groups)
+    assert differ >= len(groups) / 3
     lengths = [len(ids) for case in DIAGONAL for ids, _ in expected[case]]
     assert sum(length < MAX_TOKENS for length in lengths) > len(lengths) / 4
     assert sum(length == MAX_TOKENS for length in lengths) > len(lengths) / 20

@@ -75,9 +75,7 @@ def test_duplicate_id(engine: LLMEngine, prompt: list[int]) -> None:
         engine.add_request("twin", None, greedy(9), prompt_token_ids=prompt)
     outputs = run(engine)
     assert [len(o.outputs[0].token_ids) for o in outputs if o.finished] == [2]
-    engine.add_request(
-        "twin", None, greedy(3), prompt_token_ids=prompt
-    )  # free again once it has finished
+    engine.add_request("twin", None, greedy(3), prompt_token_ids=prompt)  # free again at its end
     assert len(run(engine)[-1].outputs[0].token_ids) == 3
 
 
@@ -122,9 +120,7 @@ def test_abort_of_everything_is_still_reported(engine: LLMEngine, prompt: list[i
     assert not engine.has_unfinished_requests()
 
 
-def test_without_detokenizing(
-    engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]
-) -> None:
+def test_without_text(engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]) -> None:
     completion = complete(engine, prompt, greedy(8, detokenize=False))
     assert (completion.text, completion.token_ids) == ("", expected[:8])
 
@@ -256,9 +252,7 @@ class Told(StatLoggerBase):
         self.stats.append(stats)
 
 
-def test_user_loggers(
-    models: ModelShop, prompt: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loggers(models: ModelShop, prompt: list[int], caplog: pytest.LogCaptureFixture) -> None:
     logger = Told()
     args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", num_device_blocks_override=64)
     with LLMEngine.from_engine_args(args, None, {"told": logger}) as engine:

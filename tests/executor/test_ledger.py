@@ -47,9 +47,7 @@ def test_equal_ranks_do_not_blame_each_other() -> None:
     assert len(memory_table([ledger(0, 512), ledger(1, 512)], ["a", "b"])) == 3
 
 
-def test_rank_with_less_memory_lowers_all_and_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_poor_rank_lowers_all_and_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ranks, with a budget for each."""
     lines: list[str] = []
     monkeypatch.setattr(startup.logger, "info", lambda text, *args: lines.append(text % args))

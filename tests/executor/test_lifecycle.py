@@ -124,9 +124,7 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
         ray.util.remove_placement_group(group)
 
 
-def test_three_engines(
-    folder: Path, two_ranks: LLMEngine, ray_address: str, models: ModelShop
-) -> None:
+def test_engines(folder: Path, two_ranks: LLMEngine, ray_address: str, models: ModelShop) -> None:
     """Their steps in turn: the same request ids, other models, a request that one of them aborts,
     and a third engine in another process, whose Ray is shut down under it. One ends before the
     other."""

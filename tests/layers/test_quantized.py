@@ -144,10 +144,7 @@ def test_head_and_embedding_have_eight_bits(models: ModelShop, name: str, kind: 
 def test_same_tokens_alone_and_in_a_crowd(models: ModelShop, name: str, kind: str) -> None:
     folder = models.folder(SPECS[name])
     rng = random.Random(4)
-    prompts = [
-        [rng.randrange(3, 512) for _ in range(length)]
-        for length in (1, 5, 16, 33, 64, 121, 200) * 4
-    ]
+    prompts = [[rng.randrange(3, 512) for _ in range(n)] for n in (1, 5, 16, 33, 64, 121, 200) * 4]
     with (
         log_steps() as log,
         open_llm(

@@ -233,9 +233,7 @@ def test_scales_beyond_float16() -> None:
         ("Q8_0", TinyLlama(64, 4, 2, intermediate_size=190)),
     ],
 )
-def test_a_model(
-    kind: str, spec: TinyLlama, tp_size: int, models: ModelShop, tmp_path: Path
-) -> None:
+def test_model(kind: str, spec: TinyLlama, tp_size: int, models: ModelShop, tmp_path: Path) -> None:
     """Against transformers with the file's values and inputs rounded to 8 bits."""
     folder = models.folder(spec)
     path = write_gguf(folder, tmp_path / "model.gguf", kind, {"tokenizer.ggml.eos_token_id": 2})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models.test_quantized_checkpoints import FORMS, ROOT, dequantised_model
-from support.adapters import Adapters, Job, assert_as_peft, open_engine, serve
+from support.adapters import Adapters, Job, assert_peft, open_engine, serve
 from support.engines import greedy, make_engine
 from support.engines import serve as serve_ids
 from support.gguf_files import write_gguf
@@ -119,7 +119,7 @@ def test_checkpoints_of_other_tools(name: str, tmp_path: Path) -> None:
     jobs = adapters.jobs([None, "low", "high"], [30, 30])
     for tp_size in (1, 2):
         with open_engine(ROOT / name, max_loras=2, tp_size=tp_size) as engine:
-            assert_as_peft(adapters, jobs, serve(engine, adapters, jobs))
+            assert_peft(adapters, jobs, serve(engine, adapters, jobs))
     with open_engine(ROOT / name, max_loras=2, dtype="auto") as engine:
         assert engine.stats().ledgers[0].weights_form == FORMS[name]
         most = 2.0 if name == "w8a8" else 1.5  # w8a8 has 1.51
@@ -135,7 +135,7 @@ def test_a_model_on_transformers_code(name: str, max_ranks: int, tmp_path: Path)
     for tp_size in range(1, max_ranks + 1):
         args = {"max_num_batched_tokens": 16, "model_impl": "transformers", "tp_size": tp_size}
         with open_engine(adapters.base, max_loras=2, **args) as engine:
-            assert_as_peft(adapters, jobs, serve(engine, adapters, jobs))
+            assert_peft(adapters, jobs, serve(engine, adapters, jobs))
 
 
 class Ops(TorchDispatchMode):

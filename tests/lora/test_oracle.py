@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapters import Adapters, Job, assert_as_peft, open_engine, serve
+from support.adapters import Adapters, Job, assert_peft, open_engine, serve
 from support.engines import greedy, ids, preemptions
 from support.engines import serve as serve_ids
 from support.matrix import only
@@ -51,7 +51,7 @@ def test_eight_adapters_and_none_in_one_batch(eight: Adapters, jobs: list[Job], 
     with open_engine(eight.base, **args) as engine:
         outputs = serve(engine, eight, jobs)
         assert engine.list_loras() == set(range(1, 9))
-    assert_as_peft(eight, jobs, outputs)
+    assert_peft(eight, jobs, outputs)
     assert (preemptions(outputs) > 0) == ("num_device_blocks_override" in args)
 
 
@@ -104,7 +104,7 @@ def test_every_family(tp_size: int, family: str, tmp_path: Path) -> None:
     jobs = adapters.jobs([None, "low", "high"], LENGTHS[:1])
     args = {"max_num_batched_tokens": 16} if tp_size > 1 else {}
     with open_engine(base, tp_size, max_loras=2, **args) as engine:
-        assert_as_peft(adapters, jobs, serve(engine, adapters, jobs))
+        assert_peft(adapters, jobs, serve(engine, adapters, jobs))
 
 
 def test_a_changed_folder_is_another_adapter(models: Any, tmp_path: Path, eight: Adapters) -> None:

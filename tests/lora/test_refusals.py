@@ -61,9 +61,7 @@ def refusal(engine: LLMEngine, folder: Path) -> str:
         ("a_key_of_tomorrow", 1),
     ],
 )  # fmt: skip
-def test_a_field_that_changes_the_forward_pass(
-    engine: LLMEngine, folder: Path, key: str, value: Any
-) -> None:
+def test_field_that_changes_forward(engine: LLMEngine, folder: Path, key: str, value: Any) -> None:
     edit_json(folder / "adapter_config.json", lambda config: config.update({key: value}))
     text = refusal(engine, folder)
     assert text.endswith(
@@ -111,9 +109,7 @@ def test_tensors_that_do_not_fit(
         engine.add_lora(LoRARequest("bad", 9, str(folder)))
 
 
-def test_another_base_model(
-    engine: LLMEngine, models: ModelShop, tmp_path: Path, eight: Adapters
-) -> None:
+def test_other_base(engine: LLMEngine, models: ModelShop, tmp_path: Path, eight: Adapters) -> None:
     write_adapter(models.folder(TinyLlama(hidden_size=96)), tmp_path / "other", 1)
     text = refusal(engine, tmp_path / "other")
     assert "lora_A of model.layers.0.self_attn.q_proj is [8, 96], and must be [8, 128]" in text

@@ -306,9 +306,7 @@ def test_an_unknown_type_of_tensor_is_named(small: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "count", [32, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
-def test_damaged_files_are_refused_with_bounded_memory(
-    count: int, small: Path, tmp_path: Path
-) -> None:
+def test_damage_is_refused_with_bounded_memory(count: int, small: Path, tmp_path: Path) -> None:
     """In a process of its own: it may hold 1 GiB more than at its start, and must not die."""
     done = python("-m", "support.gguf_fuzz", small, tmp_path, count, timeout_s=3000)
     refused = int(done.stdout.split()[-1])

@@ -188,9 +188,7 @@ def test_tensors_of_a_weight_lie_in_two_files(copied: Any) -> None:
     assert engine_ids(folder, [prompt], dtype="float32") == [expected]
 
 
-def test_what_older_tools_write_beside_weights(
-    copied: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_older_tools_write_beside(copied: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A bias of zeros for layers that have none; scales of activations."""
     folder, state = copied("gptq")
     bias = "model.layers.0.mlp.up_proj.bias"

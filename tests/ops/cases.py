@@ -37,11 +37,7 @@ CACHES = (
 )
 """Dtypes of a model and of its cache on a CPU."""
 CUDA_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CUDA_CACHES = (
-    *((dtype, dtype) for dtype in CUDA_DTYPES),
-    (torch.float16, FP8),
-    (torch.bfloat16, FP8),
-)
+CUDA_CACHES = (*((d, d) for d in CUDA_DTYPES), (torch.float16, FP8), (torch.bfloat16, FP8))
 CUDA_OPS = {"stand-in": StandIn(0), "stand-in wide": StandIn(1, is_wide=True), "gpu": on_card}
 """How CUDA kernels are found: two ways on the CPU, and one on a card, if there is one."""
 GPU = [

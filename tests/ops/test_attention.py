@@ -42,9 +42,7 @@ OPTIONS = [
     (False, None, None), (True, None, None), (False, 20, None), (True, 1, None),
     (False, None, 0.7), (True, 20, 3.0),
 ]  # fmt: skip
-NAMES = [
-    (name, *dtypes) for name, dtypes in itertools.product(("reference", *reversed(ISAS)), CACHES)
-]
+NAMES = [(name, *d) for name, d in itertools.product(("reference", *reversed(ISAS)), CACHES)]
 IN_INT8 = [names for names in NAMES if names[-1] == torch.int8]
 # in int8, which has its own operands only, a shape of each block size
 PROBLEMS = [

@@ -26,10 +26,7 @@ from .cases import (
 from .cuda_host_library import FAR_BLOCKS, needs_compiler
 from .cuda_host_ops import FP8, StandIn
 
-NAMES = [
-    *((name, *dtypes) for name, dtypes in itertools.product(BACKENDS, CACHES)),
-    *on_cuda(*CUDA_CACHES),
-]
+NAMES = [*((name, *d) for name, d in itertools.product(BACKENDS, CACHES)), *on_cuda(*CUDA_CACHES)]
 CUDA = on_cuda()
 
 

@@ -214,9 +214,7 @@ WRONG = [
 @pytest.mark.parametrize(
     ("name", "break_it", "message"), WRONG, ids=lambda v: "" if callable(v) else str(v)[:40]
 )
-def test_wrong_arguments_are_named(
-    name: str, break_it: Callable[[tuple], Sequence], message: str
-) -> None:
+def test_wrong_arguments(name: str, break_it: Callable[[tuple], Sequence], message: str) -> None:
     arguments = break_it(_arguments()[name])
     with pytest.raises(RuntimeError, match=f"tpengine::{name}: .*{message}"):
         getattr(torch.ops.tpengine, name).default(*arguments)
@@ -276,9 +274,7 @@ def test_choice_of_instruction_set() -> None:
     assert library.cpu_isa() == before
 
 
-def test_an_instruction_set_that_was_not_built_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unbuilt_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     states = library.IsaState
     isas = {"avx512": states.NOT_HERE, "avx2": states.NOT_BUILT, "generic": states.USABLE}
     monkeypatch.setattr(library, "_cpu_isas", lambda: isas)

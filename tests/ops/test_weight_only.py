@@ -82,9 +82,7 @@ def test_dequantize(name: str, form: QuantizedFormat) -> None:
 
 
 @pytest.mark.parametrize("form", [QuantizedFormat(4, 32), per_output(INPUTS)], ids=str)
-def test_a_weight_is_rounded_as_on_a_cpu(
-    form: QuantizedFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounded_as_on_a_cpu(form: QuantizedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpengine.ops.weight_only._PIECE", 64 * INPUTS)  # in pieces of 32 outputs
     values = torch.randn(100, INPUTS, generator=generator(3)).bfloat16()
     weight = quantize_for_gpu(values, form)

@@ -44,9 +44,7 @@ def calm(models: ModelShop) -> tuple[Path, list[list[int]], list[RequestOutput]]
 
 
 @pytest.mark.parametrize("way", only(list(WAYS)[::3], WAYS))
-def test_same_ids_however_computed(
-    calm: tuple[Path, list[list[int]], list[RequestOutput]], way: str
-) -> None:
+def test_same_ids(calm: tuple[Path, list[list[int]], list[RequestOutput]], way: str) -> None:
     folder, prompts, expected = calm
     with log_steps() as log, open_llm(folder, **INT8, **WAYS[way]) as llm:
         assert ids(generate(llm, prompts, greedy())) == ids(expected)
@@ -118,9 +116,7 @@ def test_perplexity_is_within_half_a_percent(dtype: str) -> None:
     assert abs(math.expm1(rounded - exact)) < 0.005
 
 
-def test_more_blocks_in_the_same_memory(
-    models: ModelShop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_blocks_in_same_memory(models: ModelShop, caplog: pytest.LogCaptureFixture) -> None:
     folder = models.folder(PLAIN)
     blocks = []
     for args in ({}, INT8):

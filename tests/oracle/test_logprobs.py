@@ -92,8 +92,6 @@ def test_processed_logprobs_of_outputs_and_prompts(models: ModelShop) -> None:
         total = sum(own[len(prompt) - 1 :])
         assert completion.cumulative_logprob == pytest.approx(total, abs=1e-5)
     for three, best in zip(all_three, ranked, strict=True):
-        highest = max(three.outputs, key=lambda completion: completion.cumulative_logprob)
-        assert best.outputs[0].token_ids == highest.token_ids
-        assert best.outputs[0].cumulative_logprob == pytest.approx(
-            highest.cumulative_logprob, abs=1e-5
-        )
+        top = max(three.outputs, key=lambda completion: completion.cumulative_logprob)
+        assert best.outputs[0].token_ids == top.token_ids
+        assert best.outputs[0].cumulative_logprob == pytest.approx(top.cumulative_logprob, abs=1e-5)

@@ -27,11 +27,7 @@ def _prompts(lengths: list[int]) -> list[list[int]]:
 
 def _bad_words(prompts: list[list[int]]) -> list[list[int]]:
     """Returns single ids, and pairs whose first ids are a range, so that they occur often."""
-    return [
-        [50],
-        *([first, first + 100] for first in range(3, 150)),
-        *([p[-1], 77] for p in prompts),
-    ]
+    return [[50], *([i, i + 100] for i in range(3, 150)), *([p[-1], 77] for p in prompts)]
 
 
 def _expected(

@@ -377,9 +377,7 @@ def test_every_stream_goes_on(executor: str, row: Row, campaigns: Campaigns) -> 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("executor", RANKS)
-def test_driver_that_is_killed_while_it_rebuilds(
-    executor: str, models: ModelShop, tmp_path: Path
-) -> None:
+def test_driver_killed_while_it_rebuilds(executor: str, models: ModelShop, tmp_path: Path) -> None:
     """No rank outlives it, not even one that has just been started."""
     campaign = Campaign(models.folder(PLAIN), executor, tmp_path / "log")
     try:

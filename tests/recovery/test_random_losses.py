@@ -162,10 +162,7 @@ def compare(answer: Answer, undisturbed: Answer, job: Job) -> str:
 @pytest.mark.usefixtures("quiet")
 def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     events: Counter[str] = Counter()
-    configs = {
-        name: fake_config(max_num_seqs=6, max_model_len=64, **args)
-        for name, args in ENGINES.items()
-    }
+    configs = {k: fake_config(max_num_seqs=6, max_model_len=64, **v) for k, v in ENGINES.items()}
     restart = Scheduler.restart
     schedule = Scheduler.schedule
 

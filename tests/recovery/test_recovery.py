@@ -351,9 +351,7 @@ def use_mortal_ranks(
     return executor
 
 
-def test_offline_batches_and_streams_go_on(
-    fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_and_stream_go_on(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """`LLM.generate` and `LLM.stream`, and a stream that is left while the group is rebuilt."""
     fate = Fate(kills=frozenset({2, 13, 20}))
     use_mortal_ranks(monkeypatch, fake_config(), fate)

@@ -91,9 +91,7 @@ def make_request(
         rules=SamplingRules(min_tokens=params.min_tokens),
         seed=1000 + index,
         arrival_index=index,
-        sequences=[
-            Sequence(100 * index + place, place, prompt, len(prompt)) for place in range(width)
-        ],
+        sequences=[Sequence(100 * index + i, i, prompt, len(prompt)) for i in range(width)],
         metrics=RequestMetrics.of_arrival(float(index)),
         priority=priority,
         end_token_ids=ends,

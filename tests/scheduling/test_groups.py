@@ -43,9 +43,7 @@ def test_sequences_are_as_of_separate_requests(make_engine: MakeEngine, prompt_l
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_shared"), [(96, 12), (90, 11)])
-def test_the_prompt_is_held_once(
-    make_engine: MakeEngine, num_prompt_tokens: int, num_shared: int
-) -> None:
+def test_prompt_held_once(make_engine: MakeEngine, num_prompt_tokens: int, num_shared: int) -> None:
     """Eight sequences share its full blocks, and after the first token each has one more. A partly
     filled block is copied by all but one."""
     engine = make_engine(max_num_batched_tokens=128, enable_prefix_caching=False)

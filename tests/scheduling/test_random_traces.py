@@ -268,9 +268,7 @@ MIXES = {
     "lost singles": (traces(False, True), NO_FIELDS, 250, [*COMMON, *OF_LOSSES]),
     "lost groups": (DISTURBED, NO_FIELDS, 200, [*COMMON, *OF_LOSSES, "lost forks", "swap ins"]),
     "adapters": (
-        st.builds(
-            lambda trace, most: limited(trace, max_loras=most), DISTURBED, st.sampled_from([1, 2])
-        ),
+        st.builds(lambda trace, n: limited(trace, max_loras=n), DISTURBED, st.sampled_from([1, 2])),
         st.fixed_dictionaries({"adapters": ADAPTERS}),
         250,
         OF_ADAPTERS,

@@ -99,9 +99,7 @@ def test_max_num_seqs_bounds_the_running() -> None:
 def test_whole_prompts_wait_for_the_next_step() -> None:
     loop = Loop(Limits(tokens=10, chunked=False))
     loop.add_plain(6, 5, 4)
-    assert sizes(loop.step()) == [
-        6
-    ]  # 5 tokens do not fit into the same step, and 4 wait behind them
+    assert sizes(loop.step()) == [6]  # 5 do not fit into the same step, and 4 wait behind them
     assert sizes(loop.step()) == [5, 4]
     assert sizes(loop.step()) == [1, 1, 1]
 

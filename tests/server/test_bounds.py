@@ -255,9 +255,7 @@ def test_a_connection_gets_its_limit_of_calls() -> None:
         (_sampling(logit_bias=dict.fromkeys(range(16385), 1.0)), "logit_bias"),
     ],
 )
-async def test_entries_are_counted_before_they_are_parsed(
-    request_: pb.GenerateRequest, name: str
-) -> None:
+async def test_entries_are_counted_before_a_parse(request_: pb.GenerateRequest, name: str) -> None:
     """The server still loads: a message that was parsed is answered with UNAVAILABLE."""
     data = request_.SerializeToString()
     async with channel_to() as channel:

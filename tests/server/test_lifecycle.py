@@ -269,10 +269,7 @@ def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -
     log = tmp_path / "log"
     with dying_server(log, "start", *SMALL, "--http-port", "0") as (process, channel):
         wait_for(log, "the ranks start")
-        assert [check(channel, name) for name in ("liveness", "readiness")] == [
-            SERVING,
-            NOT_SERVING,
-        ]
+        assert [check(channel, of) for of in ("liveness", "readiness")] == [SERVING, NOT_SERVING]
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
         info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
         assert info.state == pb.SERVER_STATE_LOADING

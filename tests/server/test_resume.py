@@ -335,9 +335,7 @@ def test_headers_that_cannot_be_used(
         ("GenerateStream", {"resume_from": -1, "request_id": "k"}),
     ],
 )
-def test_fields_that_are_refused(
-    server: ServerProcess, method: str, fields: dict[str, Any]
-) -> None:
+def test_fields_refused(server: ServerProcess, method: str, fields: dict[str, Any]) -> None:
     refusal = calls.refused(
         getattr(server.stub, method),
         pb.GenerateRequest(prompt="a", **fields),

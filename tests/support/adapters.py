@@ -110,9 +110,7 @@ def serve(engine: LLMEngine, adapters: Adapters, jobs: Sequence[Job]) -> list[Re
     return engines.serve(engine, prompts, greedy(NUM_OUTPUT_TOKENS), requests)
 
 
-def assert_as_peft(
-    adapters: Adapters, jobs: Sequence[Job], outputs: Sequence[RequestOutput]
-) -> None:
+def assert_peft(adapters: Adapters, jobs: Sequence[Job], outputs: Sequence[RequestOutput]) -> None:
     """Makes sure that the ids are those of PEFT."""
     for (name, prompt), answer, output in zip(jobs, adapters.answers(jobs), outputs, strict=True):
         assert output.error is None

@@ -188,9 +188,7 @@ class Machines:
         first = self._first.pop(_name(machine))
         inside = namespace(first, "pid")
         os.kill(first, signal.SIGKILL)
-        wait_until(
-            lambda: inside is None or not processes_in([inside]), _END_S, f"no end of {machine}"
-        )
+        wait_until(lambda: inside is None or not processes_in([inside]), _END_S, f"{machine} lives")
 
     @property
     def namespaces(self) -> set[str]:

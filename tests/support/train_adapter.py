@@ -91,9 +91,7 @@ def main(file: str, folder: str, num_steps: str, num_tokens: str) -> None:
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     base.generation_config.eos_token_id = None
-    layers = list(
-        range(20, base.config.num_hidden_layers)
-    )  # gradients of the others are not needed
+    layers = list(range(20, base.config.num_hidden_layers))  # the others need no gradients
     model = get_peft_model(
         base,
         LoraConfig(

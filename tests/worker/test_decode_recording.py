@@ -104,9 +104,7 @@ def folder_of(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Ca
     ],
     ids=str,
 )
-def test_same_bits_as_op_by_op(
-    folder_of: Callable[[str], Path], name: str, args: dict[str, Any]
-) -> None:
+def test_same_bits(folder_of: Callable[[str], Path], name: str, args: dict[str, Any]) -> None:
     """Many requests at once, of all kinds, with swaps where the cache is small."""
     if args.get("quantization") is None:
         skip_without_packed_layers(args.get("dtype", "float32"))

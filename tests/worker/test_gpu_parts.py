@@ -218,9 +218,7 @@ def test_memory_that_another_process_took_meanwhile(models: ModelShop) -> None:
     assert executor.asked == [50]
 
 
-def test_a_gpus_ledger_is_shown_for_one_rank_too(
-    models: ModelShop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ledger_of_a_gpu_for_one_rank(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(startup.logger, "info", lambda text, *args: lines.append(text % args))
     start_workers(config(models), FakeExecutor(50))  # type: ignore[arg-type]

@@ -50,10 +50,7 @@ DIVISIONS = {  # the step, the slots that were begun, those left to compute, whe
     "as expected": (decodes(3, 1, 2, new_block_ids=[(1, [9])]), (3, 1, 2), [], None),
     "in another order and fewer": (decodes(2, 3, freed_slots=[1]), (3, 1, 2), [], [2, 0]),
     "new": (StepInput(7, [2, 5, 3, 4], [1, 1, 2, 3]), (3, 2), [5, 3, 4], [1, 2, 3, 4, 5, 6, 7]),
-    **{
-        field: (decodes(3, 1, **{field: value}), (3, 1), [1], [0, 2])
-        for field, value in CHANGES.items()
-    },
+    **{k: (decodes(3, 1, **{k: v}), (3, 1), [1], [0, 2]) for k, v in CHANGES.items()},
 }
 
 
@@ -79,9 +76,7 @@ def test_greedy_as_transformers(models: ModelShop, walk: GpuWalk, enforce_eager:
         outputs = generate(llm, prompts, params)
     assert [len(answer) for answer in ids(outputs)] == [param.max_tokens for param in params]
     oracle.assert_greedy(prompts, ids(outputs))
-    assert walk.begun == walk.taken, (
-        "the end of a request that reaches its length is known in advance"
-    )
+    assert walk.begun == walk.taken, "an end at its length is known in advance"
     assert walk.whole > 50
     assert walk.early > 50, "the next step was begun only after the ids had arrived"
 

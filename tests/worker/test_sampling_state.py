@@ -46,9 +46,7 @@ class OneDevice(TorchDispatchMode):
     ) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         kinds = {tensor.device.type for tensor in tensors if tensor.ndim}
-        assert func in _UPLOADS or len(kinds) < 2, (
-            f"{func} gets tensors of the host and of the device"
-        )
+        assert func in _UPLOADS or len(kinds) < 2, f"{func} gets tensors of host and device"
         return func(*args, **(kwargs or {}))
 
 

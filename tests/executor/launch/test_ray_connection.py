@@ -140,9 +140,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
     return fake
 
 
-def test_an_address_without_a_ray_fails_at_once(
-    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_address_without_ray_fails_fast(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself, which would try for most of a minute, is not asked."""
     with pytest.raises(EngineError, match=r"ray_address = '127.0.0.1:1'"):
         RayConnection("127.0.0.1:1")

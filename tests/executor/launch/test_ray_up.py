@@ -133,9 +133,7 @@ def wait_for_workers(machines: Machines) -> None:
         total = re.search(r"/([\d.]+) CPU", answers[-1])
         return total is not None and float(total[1]) >= wanted
 
-    wait_until(
-        there, WORKERS_S, "workers are missing", lambda: answers[-1] + logs(machines), LOOK_S
-    )
+    wait_until(there, WORKERS_S, "workers missing", lambda: answers[-1] + logs(machines), LOOK_S)
 
 
 def generated(output: str) -> list[list[int]]:

@@ -32,12 +32,8 @@ RAY = (
 def machines() -> Iterator[Machines]:
     """With a Ray over them, whose head is at the desk and holds no ranks."""
     pytest.importorskip("ray")
-    environment = {
-        "TPENGINE_NUM_THREADS": "1",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_worker_niceness": "0",
-    }
-    with Machines(NUM_MACHINES, environment) as cluster:
+    env = {"TPENGINE_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+    with Machines(NUM_MACHINES, env) as cluster:
         head = f"--head --node-ip-address={HEAD} --port=6379 --include-dashboard=false"
         start(cluster, None, RAY.format(head, 0))
         with ThreadPoolExecutor() as pool:

@@ -264,9 +264,7 @@ def _same_chat_logprobs(got: Any, pairs: Any, body: dict[str, Any]) -> None:
         assert entry["logprob"] == pytest.approx(logprobs[token].logprob, abs=1e-4)
         best = sorted(logprobs.values(), key=lambda logprob: logprob.rank)
         best = best[: body["top_logprobs"]]
-        assert [top["token"] for top in entry["top_logprobs"]] == [
-            logprob.decoded_token for logprob in best
-        ]
+        assert [top["token"] for top in entry["top_logprobs"]] == [p.decoded_token for p in best]
 
 
 def _same_logprobs(got: Any, pairs: Any, body: dict[str, Any]) -> None:

@@ -222,9 +222,7 @@ def test_an_answer_is_held(door: Door, fields: dict[str, Any]) -> None:
     ],
     ids=lambda value: str(value)[:50],
 )  # fmt: skip
-def test_a_constraint_that_cannot_be_held(
-    door: Door, fields: dict[str, Any], param: str, words: str
-) -> None:
+def test_constraint_not_held(door: Door, fields: dict[str, Any], param: str, words: str) -> None:
     status, error = door.refused("completions", {"prompt": "a", "max_tokens": 1, **fields})
     assert (status, error["type"]) == (400, "invalid_request_error")
     assert words in error["message"]

@@ -124,9 +124,7 @@ def test_a_choice_is_held(tooled: Door, form: str, choice: Any, names: set[str])
             for answer in pair:
                 assert answer["finish_reason"] == "tool_calls"
                 check_calls(answer["message"], names, form)
-            functions = [
-                [call["function"] for call in answer["message"]["tool_calls"]] for answer in pair
-            ]
+            functions = [[call["function"] for call in a["message"]["tool_calls"]] for a in pair]
             assert functions[0] == functions[1]
             assert len(functions[0]) == 1
 
