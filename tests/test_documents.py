@@ -100,8 +100,7 @@ def test_it_runs(snippet: Snippet, server: ServerProcess) -> None:
 
 @pytest.mark.check
 def test_the_demo_completes_four_prompts() -> None:
-    done = python("examples/offline_inference.py", cwd=ROOT)
-    assert done.stdout.count("\nOutput: ") == 4
+    assert python("examples/offline_inference.py", cwd=ROOT).stdout.count("\nOutput: ") == 4
 
 
 def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:

@@ -47,8 +47,7 @@ def texts(outputs: list[Any]) -> list[str]:
 
 
 def test_the_common_script(llm: LLM) -> None:
-    params = SamplingParams(temperature=0.8, top_p=0.95)
-    outputs = llm.generate(PROMPTS, params)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
     assert [output.prompt for output in outputs] == PROMPTS
     for output in outputs:
         assert output.finished
@@ -67,8 +66,7 @@ def test_the_common_script(llm: LLM) -> None:
 def test_outputs_are_plain_data() -> None:
     metrics = RequestMetrics.of_arrival(7.0)
     completion = CompletionOutput(0, "x", (9,), -1.0, [{9: Logprob(-1.0, 1, "x")}])
-    output = RequestOutput("r", "p", [1], [None], [completion], False, metrics)
-    as_dict = dataclasses.asdict(output)
+    as_dict = dataclasses.asdict(RequestOutput("r", "p", [1], [None], [completion], False, metrics))
     logprob = {"logprob": -1.0, "rank": 1, "decoded_token": "x"}
     assert as_dict["outputs"][0].items() >= {"logprobs": [{9: logprob}], "token_ids": (9,)}.items()
     assert as_dict["metrics"]["last_token_time"] == 7.0
@@ -158,8 +156,7 @@ def test_chat(llm: LLM) -> None:
     assert outputs[0].prompt == tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
-    many = llm.chat([messages, messages[:1]], greedy(8), use_tqdm=False)
-    assert ids(many) == ids(outputs) * 2
+    assert ids(llm.chat([messages, messages[:1]], greedy(8), use_tqdm=False)) == ids(outputs) * 2
     closed = llm.chat(messages, greedy(8), use_tqdm=False, add_generation_prompt=False)
     assert len(closed[0].prompt_token_ids) < len(expected)
     with pytest.raises(InvalidPromptError, match=r"^prompts\[1\]: messages\[0\] has no 'content'"):

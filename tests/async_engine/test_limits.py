@@ -106,8 +106,7 @@ async def test_the_end_of_a_request_does_not_wait_for_the_tokenizer(
     """One prompt is being tokenized, the others wait for the tokenizer."""
 
     def begin(request_id: str, **limits: float) -> asyncio.Task[object]:
-        params = greedy(3, output_kind=FINAL)
-        outputs = engine.generate("hello", params, request_id, **limits)
+        outputs = engine.generate("hello", greedy(3, output_kind=FINAL), request_id, **limits)
         return asyncio.create_task(collect(outputs))
 
     steps = engine.stats().num_steps

@@ -91,8 +91,7 @@ def test_each_part_with_tests_selects_some(tmp_path: Path) -> None:
     selections = [[*words, "--collect-only", "-q"] for words in words_after("pytest", tmp_path)]
     assert selections
     code = f"import sys, pytest; sys.exit(max(map(pytest.main, {selections!r})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=240)
-    assert done.returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=240).returncode == 0
 
 
 def test_a_visit_goes_on_after_failures(tmp_path: Path) -> None:

@@ -222,8 +222,7 @@ def main() -> None:
     facts = {"version": engine.version, "start_s": time.perf_counter() - start}
     print(json.dumps(facts), file=answers, flush=True)
     for line in sys.stdin:
-        answer = measure(engine, json.loads(line))
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(measure(engine, json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

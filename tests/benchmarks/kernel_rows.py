@@ -133,8 +133,7 @@ def decode_rows(setting: Setting) -> Iterator[Row]:
         for batch, context in DECODE if heads == HEADS[0] else ((64, 4096),):
             if setting.match in ("", f"{batch} x {context}"):
                 batch, context = setting.small(batch), max(BLOCK_SIZE, setting.small(context))
-                case = f"{batch} x {context}"
-                yield decode_row(setting, dtype, heads, [context] * batch, case)
+                yield decode_row(setting, dtype, heads, [context] * batch, f"{batch} x {context}")
         if heads == HEADS[0] and not setting.match:
             skewed = [setting.small(65536)] + [setting.small(1024)] * setting.small(63)
             yield decode_row(setting, dtype, heads, skewed, "one of 64 k among 63 of 1 k")
@@ -166,8 +165,7 @@ def decode_row(
         plan = attention.make_decode_plan(
             device, len(lengths), num_heads, num_kv_heads, head_dim, cache_dtype
         )
-        shortest = attention.min_item_tokens(head_dim, cache_dtype)
-        attention.plan_decode(plan, lens, shortest)
+        attention.plan_decode(plan, lens, attention.min_item_tokens(head_dim, cache_dtype))
         extra = plan._asdict()
         is_split = int(plan.item_start[-1]) > len(lengths)
     q = setting.randn(len(lengths), num_heads, head_dim)
@@ -329,8 +327,7 @@ def _sampling_rows(setting: Setting) -> Iterator[Row]:
         ("argmax", partial(fused.argmax, out, logits)),
         ("sample_tokens, k and p", partial(fused.sample_tokens, out, logits, *parameters)),
     ):
-        seconds = setting.timer([action] * 8)
-        yield Row(name, f"{rows} x {vocab}", seconds, logits.nbytes)
+        yield Row(name, f"{rows} x {vocab}", setting.timer([action] * 8), logits.nbytes)
 
 
 def block_rows(setting: Setting) -> Iterator[Row]:

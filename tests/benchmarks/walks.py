@@ -135,8 +135,7 @@ def _over_grpc() -> None:
     sampling = pb.SamplingParams(max_tokens=1, temperature=0.0)
     request = pb.GenerateRequest(prompt=PROMPT, sampling=sampling)
     with grpc.insecure_channel(f"127.0.0.1:{PORTS['gRPC']}") as channel:
-        stub = GenerationServiceStub(channel)
-        list(stub.GenerateStream(request, timeout=TIMEOUT_S))
+        list(GenerationServiceStub(channel).GenerateStream(request, timeout=TIMEOUT_S))
 
 
 def _over_http() -> None:

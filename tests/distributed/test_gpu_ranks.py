@@ -70,8 +70,7 @@ def test_a_graph_holds_exchanges(nccl: NcclCollectives) -> None:
 
 @pytest.fixture(scope="module")
 def on_a_gpu(config: EngineConfig) -> EngineConfig:
-    cache = replace(config.cache, gpu_memory_utilization=0.3)
-    return replace(config, device="cuda", cache=cache)
+    return replace(config, device="cuda", cache=replace(config.cache, gpu_memory_utilization=0.3))
 
 
 def answers_of(answers: list[StepOutput]) -> list[list[int]]:

@@ -30,8 +30,7 @@ def test_interface() -> None:
 
 
 def test_store_that_is_not_there(two: ranks.Ranks) -> None:
-    rendezvous = replace(two.rendezvous(connect_timeout_s=1.0), port=1)
-    two.start(1, ranks.connect_by_any_means, rendezvous)
+    two.start(1, ranks.connect_by_any_means, replace(two.rendezvous(connect_timeout_s=1.0), port=1))
     error = two.outcome(1)
     assert isinstance(error, RendezvousError)
     assert "cannot reach rank 0 at 127.0.0.1:1" in str(error)

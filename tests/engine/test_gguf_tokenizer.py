@@ -78,8 +78,7 @@ def test_byte_level_ids(pre: str, tmp_path: Path) -> None:
     assert tokenizer.byte_table is not None
     assert tokenizer.eos_token_id == 2
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])[0] == 1
-    adds_bos = pre in ("llama-bpe", "tekken")
-    assert (tokenizer.encode("Hello")[:1] == [1]) == adds_bos
+    assert (tokenizer.encode("Hello")[:1] == [1]) == (pre in ("llama-bpe", "tekken"))
 
 
 def sentencepiece(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:

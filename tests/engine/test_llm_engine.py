@@ -73,8 +73,7 @@ def test_duplicate_id(engine: LLMEngine, prompt: list[int]) -> None:
     engine.add_request("twin", None, greedy(2), prompt_token_ids=prompt)
     with pytest.raises(DuplicateRequestError, match="'twin'"):
         engine.add_request("twin", None, greedy(9), prompt_token_ids=prompt)
-    outputs = run(engine)
-    assert [len(o.outputs[0].token_ids) for o in outputs if o.finished] == [2]
+    assert [len(o.outputs[0].token_ids) for o in run(engine) if o.finished] == [2]
     engine.add_request("twin", None, greedy(3), prompt_token_ids=prompt)  # free again at its end
     assert len(run(engine)[-1].outputs[0].token_ids) == 3
 

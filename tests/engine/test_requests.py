@@ -227,6 +227,5 @@ def test_params_survive_pickling_and_their_makers_changes() -> None:
 
 
 def test_form_of_a_processor_is_found_by_its_parameters() -> None:
-    short = load_logits_processor("support.logits_processors:forbid_last")
-    assert not short.wants_prompt
+    assert not load_logits_processor("support.logits_processors:forbid_last").wants_prompt
     assert load_logits_processor("support.logits_processors:forbid_prompt").wants_prompt

@@ -74,8 +74,7 @@ def test_wait_for_an_unknown_rank() -> None:
 
 @pytest.mark.parametrize("state", ["T", "t", ""])
 def test_stopped_or_gone_is_lost_at_once(state: str) -> None:
-    rank = diagnosis(state=state)
-    assert rank.is_frozen(0, FROZEN_S, may_hold=True)
+    assert diagnosis(state=state).is_frozen(0, FROZEN_S, may_hold=True)
 
 
 @pytest.mark.parametrize("state", ["R", "S", "D"])

@@ -60,8 +60,7 @@ def test_a_driver_that_holds_a_bundle() -> None:
     strategy = PlacementGroupSchedulingStrategy(group, 1, placement_group_capture_child_tasks=True)
     driver = ray.remote(DriverInAGroup).options(num_cpus=1, scheduling_strategy=strategy).remote()
     try:
-        placed = ray.get(driver.place.remote(2, 60.0), timeout=PATIENCE_S + 60.0)
-        assert placed == ([0, 2], "")
+        assert ray.get(driver.place.remote(2, 60.0), timeout=PATIENCE_S + 60.0) == ([0, 2], "")
         _, error = ray.get(driver.place.remote(3, 1.0), timeout=PATIENCE_S)
         assert "bundle 1 has {CPU: 0} left" in error
         assert "the driver's own actor holds {CPU: 1}" in error

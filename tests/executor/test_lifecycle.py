@@ -139,8 +139,7 @@ def test_engines(folder: Path, two_ranks: LLMEngine, ray_address: str, models: M
         rank_engine(folders[1], 2) as second,
     ):
         driver.hear()  # its ranks are there
-        engines = [two_ranks, second]
-        assert serve_in_turn(engines) == expected
+        assert serve_in_turn([two_ranks, second]) == expected
         assert driver.hear()[:NUM_TOKENS] == expected[0][0]
         message, is_initialized = driver.hear()
         assert "Ray was shut down under the engine" in message
@@ -253,8 +252,7 @@ def test_interrupt_in_a_step_leaves_the_engine_usable(
     with pytest.raises(KeyboardInterrupt):
         run(two_ranks)
     assert len(steps) == 3
-    outputs = run(two_ranks)
-    assert list(outputs[-1].outputs[0].token_ids) == expected
+    assert list(run(two_ranks)[-1].outputs[0].token_ids) == expected
 
 
 @pytest.mark.check

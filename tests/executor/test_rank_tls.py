@@ -96,8 +96,7 @@ def test_ends_without_our_certificate(
     theirs = use(name) if name else None
 
     def folder() -> Path | None:
-        is_theirs = threading.current_thread().name.startswith("theirs")
-        return theirs if is_theirs else tmp_path / "ours"
+        return theirs if threading.current_thread().name.startswith("theirs") else tmp_path / "ours"
 
     monkeypatch.setattr("tpengine.envs.rank_tls", folder)
     with refusing_driver() as driver, ThreadPoolExecutor(1, "theirs") as pool:

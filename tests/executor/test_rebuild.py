@@ -223,8 +223,7 @@ def test_node_that_pauses_is_used_again(folder: Path, monkeypatch: pytest.Monkey
 
     with bare_ranks(folder, 1, executor="ray") as ranks:
         expected = ranks.generate()
-        loss = ranks.lose(0)
-        assert ray.util.get_node_ip_address() in loss.place
+        assert ray.util.get_node_ip_address() in ranks.lose(0).place
         monkeypatch.setattr(Agents, "silent", silent)
         ranks.rebuild()
         assert [len(answer) for answer in answers] == [1, 1, 0]
@@ -270,8 +269,7 @@ def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path) -> None:
         assert ranks.generate() == expected
         norm = "blk.1.attn_norm.weight"
         ones = np.ones(open_gguf(path).tensors[norm].shape, np.float32)
-        others = partial(str.__ne__, norm)
-        write(only=others, further={norm: ones})
+        write(only=partial(str.__ne__, norm), further={norm: ones})
         assert len(path.read_bytes()) == len(old)
         ranks.lose(0)
         with pytest.raises(ModelLoadError, match=r"model\.gguf are no longer those"):

@@ -129,8 +129,7 @@ def test_silent_rank_that_runs_is_given_time(pair: Pair, clock: Clock) -> None:
 def test_watching_costs_almost_nothing(pair: Pair, clock: Clock) -> None:
     """The watch wakes up for heartbeats, of this side and of the ranks, and for nothing else."""
     clock.beating, clock.silent_at = pair[1], 100.0
-    watched = Found(pair[0], lambda silent_s: True)
-    watched.run()
+    Found(pair[0], lambda silent_s: True).run()
     assert clock.now >= clock.silent_at + watch.FROZEN_S - watch.HEARTBEAT_S
     assert clock.num_waits < 3 * clock.now / watch.HEARTBEAT_S
 

@@ -117,8 +117,7 @@ class TopLeft(SdpaBackend):
     """A library that aligns causal masks with the top left corner."""
 
     def run(self, q: Any, k: Any, v: Any, chunks: Any, rule: AttentionRule) -> torch.Tensor:
-        moved = make_chunks(chunks.query_lens, chunks.query_lens, CPU)
-        return super().run(q, k, v, moved, rule)
+        return super().run(q, k, v, make_chunks(chunks.query_lens, chunks.query_lens, CPU), rule)
 
 
 def test_a_library_with_wrong_results_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,7 @@ def test_head_and_embedding_have_eight_bits(models: ModelShop, name: str, kind: 
         rows = model.embed_tokens.forward(torch.arange(256, dtype=torch.int32))
     expected = round_rows(hidden) @ round_weight(head, "int8").t()
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    table = oracle.model.embed_tokens.weight.detach()[:256]
-    assert torch.equal(rows, round_weight(table, "int8"))
+    assert torch.equal(rows, round_weight(oracle.model.embed_tokens.weight.detach()[:256], "int8"))
     assert model.embed_tokens.weight is None
     assert (model.lm_head._form is model.embed_tokens.form) == (name == "tied")
 

@@ -66,8 +66,7 @@ def test_angles_equal_those_of_transformers(scaling: dict[str, Any], theta: floa
     inverse, magnitude = init(oracle, torch.device("cpu"), seq_len=LONGEST)
     angles = torch.outer(torch.arange(LONGEST).float(), inverse)
     expected = torch.cat([angles.cos(), angles.sin()], dim=1) * magnitude
-    actual = build(new_style(scaling, theta))
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(build(new_style(scaling, theta)), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("original", "factors"), [(LONGEST - 1, "long"), (LONGEST, "short")])

@@ -71,8 +71,7 @@ def test_the_chosen_tokens_logprob_is_there_unasked(processed: bool, dtype: torc
         if slot % 2:
             assert entry is not None
             assert entry.rank == 1 + int((exact > exact[token_id] + 1e-6).sum())
-            best = exact.topk(2)
-            assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+            assert entry.top_logprobs == pytest.approx(exact.topk(2).values.tolist(), abs=1e-5)
     costly = {slot // 2 for slot in findings.logprobs if slot % 2 == 0}
     assert costly == ({4, 6, 7, 8, 9} if processed else set())
 

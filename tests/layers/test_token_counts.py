@@ -28,8 +28,7 @@ def _read(counts: TokenCounts, slots: list[int]) -> list[dict[int, int]]:
 
 def _expected(prompt: list[int], output: list[int]) -> dict[int, int]:
     times = Counter(output)
-    entries = {token_id: times[token_id] for token_id in {*prompt, *output}}
-    return entries or {0: 0}
+    return {token_id: times[token_id] for token_id in {*prompt, *output}} or {0: 0}
 
 
 def test_against_counter() -> None:

@@ -46,8 +46,7 @@ def test_the_addition_is_that_of_a_plain_base(form: str) -> None:
         weights.finish()
         with torch.inference_mode():
             for slot in (0, 1):
-                part = pack_part(a[slot], b[slot], torch.float32)
-                layers.fill(slot, {"model.up": part})
+                layers.fill(slot, {"model.up": pack_part(a[slot], b[slot], torch.float32)})
             bare = linear.forward(x)
             with layers.applied(rows):
                 added.append(linear.forward(x) - bare)

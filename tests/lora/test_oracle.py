@@ -118,6 +118,5 @@ def test_a_changed_folder_is_another_adapter(models: Any, tmp_path: Path, eight:
             for file in Path(eight.requests[name].lora_path).iterdir():
                 (folder / file.name).write_bytes(file.read_bytes())
             moved = LoRARequest("moved", eight.requests["rank64"].lora_int_id, str(folder))
-            requests = [moved, eight.requests[name]]
-            outputs = serve_ids(engine, [prompt] * 2, greedy(64), requests)
+            outputs = serve_ids(engine, [prompt] * 2, greedy(64), [moved, eight.requests[name]])
             assert ids(outputs) == [eight.answers([(name, prompt)])[0].token_ids] * 2

@@ -67,8 +67,7 @@ def sources(folder: Path) -> dict[str, TensorSource]:
     assert scheme is not None
     path = folder / "model.safetensors"
     tensors = ((path.name, name, source) for name, source in read_tensors(path))
-    merged = merge_tensors(tensors, scheme, lambda name: [])
-    return {name: source for _, name, source in merged}
+    return {name: source for _, name, source in merge_tensors(tensors, scheme, lambda name: [])}
 
 
 def dequantised_model(folder: Path) -> tuple[LlamaForCausalLM, dict[str, TensorSource]]:

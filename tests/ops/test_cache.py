@@ -50,8 +50,7 @@ def test_write_fills_the_named_slots_and_nothing_else(
     name: str, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int
 ) -> None:
     gen = generator(0)
-    layout = layout_of(name)
-    case = make_case([45, 7], 3, 48, dtype, gen, block_size, layout, cache_dtype)
+    case = make_case([45, 7], 3, 48, dtype, gen, block_size, layout_of(name), cache_dtype)
     k_cache, v_cache = (poisoned(x.shape, cache_dtype) for x in (case.k_cache, case.v_cache))
     slots = [
         int(case.block_table[seq, i // block_size]) * block_size + i % block_size

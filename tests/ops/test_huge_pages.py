@@ -79,8 +79,7 @@ def test_populated_memory_is_there_and_unchanged() -> None:
 
 def test_populating_ends_with_its_time() -> None:
     tensor = huge_pages.empty((4 << 30,), torch.int8)
-    done = huge_pages.populate([tensor], 4 << 30, seconds=0.02)
-    assert done < tensor.nbytes
+    assert huge_pages.populate([tensor], 4 << 30, seconds=0.02) < tensor.nbytes
     assert huge_pages.populate([tensor], 4 << 30, seconds=0.0) == 0
     assert huge_pages.populate([], 4 << 30, seconds=1.0) == 0
 

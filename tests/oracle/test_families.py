@@ -73,8 +73,7 @@ def test_oracle_could_tell(variant: Variant, subjects: Subjects, tmp_path: Path)
     # If every layer has a window, the last token does not see a long prompt's early tokens.
     first = PROMPT_LENGTHS.index(19) if all_windowed(variant) else 0
     changed = [[3 + (p[0] + 1) % (VOCAB_SIZE - 3), *p[1:]] for p in subject.prompts[first:3]]
-    others = subject.oracle.answers(changed)
-    pairs = zip(others, answers[first:3], strict=True)
+    pairs = zip(subject.oracle.answers(changed), answers[first:3], strict=True)
     assert any(other.token_ids != answer.token_ids for other, answer in pairs)
     if variant.ablation:
         variant.write_ablated(subject.folder, tmp_path / "ablated")
@@ -159,6 +158,5 @@ def test_ranks_on_a_gpus_way(subjects: Subjects, monkeypatch: pytest.MonkeyPatch
     walk = walk_the_gpus_way(monkeypatch)
     subject = subjects(next(variant for variant in VARIANTS if _divides(variant, 2)))
     args = {"max_num_batched_tokens": 3 * CHUNK, "num_device_blocks_override": JUST_TWO + 1}
-    outputs = generate(subject, 2, max_num_seqs=8, **args)
-    assert_equal_to_oracle(subject, outputs)
+    assert_equal_to_oracle(subject, generate(subject, 2, max_num_seqs=8, **args))
     assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0

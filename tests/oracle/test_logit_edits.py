@@ -164,8 +164,7 @@ def test_a_processor_that_fails_ends_its_request_alone(
 ) -> None:
     good = clear_prompts(oracle, [5, 30], 10, seed=1)
     plain = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    processors = [_processor(name, by_name)]
-    bad = SamplingParams(n=2, seed=0, max_tokens=10, logits_processors=processors)
+    bad = SamplingParams(n=2, seed=0, max_tokens=10, logits_processors=[_processor(name, by_name)])
     first, failed, last = run(engine, [(good[0][0], plain), ([4, 5, 6], bad), (good[1][0], plain)])
     assert [list(o.outputs[0].token_ids) for o in (first, last)] == [good[0][1], good[1][1]]
     assert failed.finished

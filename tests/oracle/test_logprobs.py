@@ -89,8 +89,7 @@ def test_processed_logprobs_of_outputs_and_prompts(models: ModelShop) -> None:
             logprob = entries[place][tokens[place]].logprob
             assert logprob == pytest.approx(float(exact[tokens[place]]), abs=TOLERANCE)
         own = [entry[token].logprob for entry, token in zip(entries, tokens, strict=True) if entry]
-        total = sum(own[len(prompt) - 1 :])
-        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-5)
+        assert completion.cumulative_logprob == pytest.approx(sum(own[len(prompt) - 1 :]), abs=1e-5)
     for three, best in zip(all_three, ranked, strict=True):
         top = max(three.outputs, key=lambda completion: completion.cumulative_logprob)
         assert best.outputs[0].token_ids == top.token_ids

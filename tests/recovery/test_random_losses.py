@@ -111,8 +111,7 @@ def job_of(arrival: Arrival, number: int, policy: str) -> Job:
 
 
 def play(trace: Trace, config: EngineConfig, events: Counter[str]) -> None:
-    fate = Fate(trace.kills, deque(trace.rebuilds), trace.blocks)
-    client = open_client(config, [], fate)
+    client = open_client(config, [], Fate(trace.kills, deque(trace.rebuilds), trace.blocks))
     engine, executor = client.engine, client.executor
     arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.call)
     jobs = [job_of(a, i, config.scheduler.policy) for i, a in enumerate(arrivals)]

@@ -353,8 +353,7 @@ def use_mortal_ranks(
 
 def test_batch_and_stream_go_on(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """`LLM.generate` and `LLM.stream`, and a stream that is left while the group is rebuilt."""
-    fate = Fate(kills=frozenset({2, 13, 20}))
-    use_mortal_ranks(monkeypatch, fake_config(), fate)
+    use_mortal_ranks(monkeypatch, fake_config(), Fate(kills=frozenset({2, 13, 20})))
     llm = LLM()
     engine = llm.llm_engine
     params = SamplingParams(max_tokens=8, ignore_eos=True, seed=5)

@@ -53,8 +53,7 @@ def test_the_least_urgent_is_preempted() -> None:
         for index, priority in enumerate([1, 0, 0])
     ]
     loop.step()
-    output = loop.step()
-    assert output.preempted == [requests[0]]
+    assert loop.step().preempted == [requests[0]]
     loop.run()
 
 

@@ -151,8 +151,7 @@ def test_a_conversation_finds_its_own_output(make_engine: MakeEngine) -> None:
     longer = [*SHARED, *first.outputs[0].token_ids, 9, 8, 7]
     second = run(engine, [("second", longer, GREEDY)])["second"]
     assert second.num_cached_tokens == 48  # of 43 + 10, whole blocks whose K and V were computed
-    cold = make_engine(enable_prefix_caching=False)
-    wanted = run(cold, [("second", longer, GREEDY)])["second"]
+    wanted = run(make_engine(enable_prefix_caching=False), [("second", longer, GREEDY)])["second"]
     assert second.outputs[0].token_ids == wanted.outputs[0].token_ids
 
 

@@ -77,8 +77,7 @@ def test_more_running_than_budget_serves_the_oldest() -> None:
     loop.step()
     loop.add_plain(1, first=2)
     for _ in range(2):
-        output = loop.step()
-        assert output.rows == [s for r in requests for s in r.sequences]
+        assert loop.step().rows == [s for r in requests for s in r.sequences]
     assert statuses(*requests) == ["FINISHED_LENGTH"] * 2
     loop.run()
 

@@ -201,8 +201,7 @@ def test_calls_wait_while_the_loop_is_busy() -> None:
         path, numbers = SERVICE + "Generate", range(1, 2 * 1270, 2)
         calls = [http2.call(target, path, b"", number) for number in numbers]
         # gRPC answers the ping when it has read the calls before it.
-        ping = http2.frame(http2.PING, 0, 0, bytes(8))
-        flood.sendall(http2.greeting() + b"".join(calls) + ping)
+        flood.sendall(http2.greeting() + b"".join(calls) + http2.frame(http2.PING, 0, 0, bytes(8)))
         ends: list[int | None] = []
         for kind, flags, payload in _frames(flood):
             if kind == http2.PING and flags & http2.ACK:
@@ -360,5 +359,4 @@ def test_silent_connections_leave_descriptors_for_new_ranks(strict: ServerProces
         with grpc.insecure_channel(strict.target) as channel:
             stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
             assert stub.Generate(long_request(1), wait_for_ready=True, timeout=TIMEOUT_S).finished
-    recoveries = strict.stub.GetServerInfo(pb.GetServerInfoRequest()).recoveries
-    assert recoveries == 1
+    assert strict.stub.GetServerInfo(pb.GetServerInfoRequest()).recoveries == 1

@@ -148,8 +148,7 @@ def test_requests_go_elsewhere_when_a_server_is_lost(client: OpenAI, servers: Se
     """The last test: it kills a server that others use."""
 
     def ask(_: object) -> str:
-        answer = client.completions.create(prompt=PROMPT, max_tokens=12, **GREEDY)
-        return answer.choices[0].text
+        return client.completions.create(prompt=PROMPT, max_tokens=12, **GREEDY).choices[0].text
 
     expected = ask(None)
     os.killpg(servers[1].pid, signal.SIGKILL)

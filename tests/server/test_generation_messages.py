@@ -208,8 +208,7 @@ def test_candidates_of_a_prompt_are_bounded_by_its_length(
     num_ids: int, truncate: int | None, is_taken: bool
 ) -> None:
     params = pb.SamplingParams(prompt_logprobs=63, truncate_prompt_tokens=truncate)
-    token_ids = pb.TokenIds(ids=[5] * num_ids)
-    message = pb.GenerateRequest(prompt_token_ids=token_ids, sampling=params)
+    message = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * num_ids), sampling=params)
     refusal = pytest.raises(
         errors.InvalidSamplingParamsError, match=f"= 63 of up to {truncate or num_ids}"
     )

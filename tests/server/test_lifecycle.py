@@ -160,8 +160,7 @@ def test_a_drain_and_the_signal_after_it(guarded: Guarded) -> None:
     wait_until(lambda: ready.said == [SERVING, NOT_SERVING], TIMEOUT_S)
     process.send_signal(signal.SIGTERM)
     wait_for(guarded.process.log, "SIGTERM: the server ends already")
-    refusal = refused(stub.Generate, long_request(1), **as_client(TOKEN))
-    assert refusal.code is Code.UNAVAILABLE
+    assert refused(stub.Generate, long_request(1), **as_client(TOKEN)).code is Code.UNAVAILABLE
     assert (guarded.door.open("/health").status, guarded.door.open("/ready").status) == (200, 503)
     assert http_refused(guarded.door.open("completions", LONG)) == (503, "draining")
     assert process.poll() is None

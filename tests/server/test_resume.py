@@ -296,8 +296,7 @@ def test_a_position_is_the_end_of_a_message(server: ServerProcess) -> None:
         assert refusal.code is Code.NOT_FOUND
         assert f"begins after position {position} " in refusal.text
     request.resume_from = 3
-    rest = [*server.stub.GenerateStream(request, **calls.as_client(ONE))]
-    assert rest == whole[1:]
+    assert [*server.stub.GenerateStream(request, **calls.as_client(ONE))] == whole[1:]
     assert Grpc(server).abort("inside")
 
 

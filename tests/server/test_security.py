@@ -196,8 +196,7 @@ def test_only_health_is_free_of_tokens() -> None:
         assert next(watch).status == 2
         watch.cancel()
         path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-        refusal = refused(channel.stream_stream(path), iter([b""]))
-        assert refusal.code is Code.UNAUTHENTICATED
+        assert refused(channel.stream_stream(path), iter([b""])).code is Code.UNAUTHENTICATED
 
 
 def secure(target: str, authority: Authority, own: TlsFiles | None = None) -> grpc.Channel:

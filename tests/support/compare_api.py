@@ -113,8 +113,7 @@ class Comparison:
             is_pythons_own = deviation == word or any(text in deviation for text in _PYTHONS_OWN)
             if word in deviation and not is_pythons_own:
                 self._unused.discard(label)
-                reason = " ".join(deviation.split()).partition(": ")[2]
-                return Item(label, Status.REFUSED, reason)
+                return Item(label, Status.REFUSED, " ".join(deviation.split()).partition(": ")[2])
         if deviation is None and label in self._declarations:
             return Item(label, *self._declarations[label])
         if deviation is None and label in self._other_values:

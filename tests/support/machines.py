@@ -246,8 +246,7 @@ class Machines:
             self.folder_of(machine, "tmp").mkdir()
 
     def _start_machine(self, machine: int) -> None:
-        enter = self._enter(None, "pid", "mnt")
-        self._start(machine, [*enter, *UNSHARE], depth=2)
+        self._start(machine, [*self._enter(None, "pid", "mnt"), *UNSHARE], depth=2)
         name, switch = _name(machine), self._enter(None, "net")
         end = ("peer", "name", "eth0", "netns", str(self._first[name]))
         self._call(*switch, "ip", "link", "add", name, "type", "veth", *end)

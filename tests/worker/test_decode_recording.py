@@ -245,15 +245,13 @@ def test_memory_is_used_again_only_when_no_tensor_uses_it() -> None:
         return again
 
     model = TinyModel(between)
-    recording = DecodeRecording(model.forward, ROWS, 3)
-    assert recording.num_calls == 6
+    assert DecodeRecording(model.forward, ROWS, 3).num_calls == 6
     assert len(kept) == 1
 
 
 @as_by_the_engine
 def test_wrong_inputs_are_named() -> None:
-    model = TinyModel()
-    recording = DecodeRecording(model.forward, ROWS, 3)
+    recording = DecodeRecording(TinyModel().forward, ROWS, 3)
     steps = arrays(2)
     steps.token_ids = steps.token_ids + 8
     recording.write(steps, None)  # type: ignore[arg-type]

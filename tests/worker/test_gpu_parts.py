@@ -179,8 +179,7 @@ class FakeExecutor:
         return ["a GPU"]
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
-        blocks = self.measured[len(self.asked)]
-        return [MemoryLedger(0, "cuda:0", GIB, 1, 1, GIB, 1 << 20, blocks)]
+        return [MemoryLedger(0, "cuda:0", GIB, 1, 1, GIB, 1 << 20, self.measured[len(self.asked)])]
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int) -> None:
         self.asked.append(num_blocks)

@@ -281,8 +281,7 @@ def test_a_store_that_is_frozen() -> None:
         "ray_connection.RayConnection(sys.argv[1])"
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        done = python("-c", code, address, code=1)
+        done = python("-c", code, f"127.0.0.1:{server.getsockname()[1]}", code=1)
     assert "Ray did not answer within 1 s, when asked for its address" in done.stderr
 
 

@@ -110,8 +110,7 @@ class Killer:
             self._settle()
             if not self._targets or self._is_flying or not group.places:
                 return
-            target = self._targets[0]
-            wanted = {"loading": "load_model", "recovery": self._phase}.get(target)
+            wanted = {"loading": "load_model", "recovery": self._phase}.get(self._targets[0])
             if phase == wanted:
                 self._fire(self._rng.uniform(0.0, MAX_DELAY_S))
 

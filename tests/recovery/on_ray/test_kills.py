@@ -88,8 +88,7 @@ def test_one_in_each_phase(folder: Path, executor: str, targets: list[str]) -> N
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_file_on_transformers_code(folder: Path, tmp_path: Path) -> None:
-    metadata = {"tokenizer.ggml.eos_token_id": 2}
-    path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata)
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata={"tokenizer.ggml.eos_token_id": 2})
     args = {"model_impl": "transformers", "tokenizer": str(folder)}
     run(path, ONE_OF_EACH, 1, 1, **args)
 

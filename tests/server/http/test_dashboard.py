@@ -41,8 +41,7 @@ def test_it_can_be_imported() -> None:
     assert names == ["datasource", "model", "instance"]
     sources = set(re.findall(r'"uid": "(.*?)"', json.dumps(DASHBOARD)))
     assert sources == {"${datasource}", DASHBOARD["uid"]}
-    used = re.findall(r"\$\{?(\w+)", " ".join(queries()))
-    assert {*used} <= {*names, "__rate_interval"}
+    assert {*re.findall(r"\$\{?(\w+)", " ".join(queries()))} <= {*names, "__rate_interval"}
 
 
 def test_its_metrics_exist(server: ServerProcess) -> None:

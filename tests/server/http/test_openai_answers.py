@@ -98,8 +98,7 @@ def test_forms_of_a_conversation(door: Door, llm: LLM) -> None:
     assert ids(plain, add_generation_prompt=False) == llm.chat_token_ids(plain, False)
     assert ids(plain, chat_template_kwargs={"enable_thinking": False}) == wanted
     last = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
-    continued = ids(last, continue_final_message=True)
-    assert llm.get_tokenizer().decode(continued).endswith("b c")
+    assert llm.get_tokenizer().decode(ids(last, continue_final_message=True)).endswith("b c")
 
 
 def test_chunks_of_a_stream(door: Door) -> None:

@@ -108,8 +108,7 @@ def test_the_feed_of_a_server(server: ServerProcess, door: Door) -> None:
     assert engine["output_tokens"] == server.metric("tpengine:generation_tokens_total")
     (rank,) = engine["ranks"]
     for use, num_bytes in rank["memory_bytes"].items():
-        named = server.metric("tpengine:rank_memory_bytes", rank="0", use=use)
-        assert named == num_bytes
+        assert server.metric("tpengine:rank_memory_bytes", rank="0", use=use) == num_bytes
     assert rank["memory_bytes"]["weights"] > 0
     assert rank["memory_bytes"]["kv_cache"] % loads.num_total_blocks == 0
 

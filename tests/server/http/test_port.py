@@ -198,8 +198,7 @@ def test_large_bodies_leave_time_for_others(monkeypatch: pytest.MonkeyPatch) -> 
         parsed.append((len(body) > SMALL, begin, time.monotonic()))
         return {}
 
-    json = SimpleNamespace(loads=parse, JSONDecodeError=ValueError)
-    monkeypatch.setattr(calls, "orjson", json)
+    monkeypatch.setattr(calls, "orjson", SimpleNamespace(loads=parse, JSONDecodeError=ValueError))
     large, small = posted(b"{%66000s}" % b""), posted(b"{}")
     with open_port() as port, ExitStack() as stack:
         ends = [stack.enter_context(port.connect()) for _ in range(5)]
