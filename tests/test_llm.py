@@ -149,16 +149,14 @@ def test_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is two plus three?"}]
     outputs = llm.chat(messages, greedy(8), use_tqdm=False)
     tokenizer = llm.get_tokenizer()
-    expected = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
-    assert outputs[0].prompt_token_ids == expected
+    wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert outputs[0].prompt_token_ids == wanted
     assert outputs[0].prompt == tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
     assert ids(llm.chat([messages, messages[:1]], greedy(8), use_tqdm=False)) == ids(outputs) * 2
     closed = llm.chat(messages, greedy(8), use_tqdm=False, add_generation_prompt=False)
-    assert len(closed[0].prompt_token_ids) < len(expected)
+    assert len(closed[0].prompt_token_ids) < len(wanted)
     with pytest.raises(InvalidPromptError, match=r"^prompts\[1\]: messages\[0\] has no 'content'"):
         llm.chat([messages, [{"role": "user"}]], greedy(8))
     good, bad = llm.chat([messages, []], greedy(8), use_tqdm=False, on_error="return")

@@ -126,10 +126,8 @@ def test_end_tokens_are_ids(value: Any, tmp_path: Path) -> None:
 
 
 def test_a_window_of_0_is_none() -> None:
-    fields = ModelFields(sliding_window=0)
-    assert (
-        ModelConfig("", None, "", False, fields, "", 0, 0, "", frozenset()).sliding_window is None
-    )
+    raw = ModelFields(sliding_window=0)
+    assert ModelConfig("", None, "", False, raw, "", 0, 0, "", frozenset()).sliding_window is None
 
 
 def test_a_rope_theta_of_null_is_the_default() -> None:

@@ -132,8 +132,7 @@ def test_attributes_read_as_in_vllm(fields: dict[str, Any], read: dict[str, Any]
 
 
 def test_parameters_of_vllm_come_first_and_have_positions() -> None:
-    parameters = inspect.signature(SamplingParams).parameters.values()
-    kinds = [parameter.kind for parameter in parameters]
+    kinds = [parameter.kind for parameter in inspect.signature(SamplingParams).parameters.values()]
     assert kinds[:26] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 26
     assert set(kinds[26:]) == {inspect.Parameter.KEYWORD_ONLY}
 

@@ -114,12 +114,9 @@ async def test_the_end_of_a_request_does_not_wait_for_the_tokenizer(
     await until(tokenizer_gate.inside.is_set)
     patient = begin("patient", max_queue_s=0.01)
     late = begin("late", deadline=time.monotonic() + 0.01)
-    for task, kind in (
-        (patient, errors.DeadlineExceededError),
-        (late, errors.DeadlineExceededError),
-    ):
+    for task in (patient, late):
         await asyncio.wait({task}, timeout=TIMEOUT_S)
-        assert isinstance(task.exception(), kind)
+        assert isinstance(task.exception(), errors.DeadlineExceededError)
     assert await engine.abort("aborted")
     assert await asyncio.wait_for(aborted, TIMEOUT_S) == [], "it has no last output"
     assert engine.stats().queues.num_queued == 0

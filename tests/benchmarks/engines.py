@@ -173,8 +173,7 @@ class EngineProcess:
             tail = self._log.read_text(errors="replace")[-600:]
             problem = "has ended" if ready else f"gave no answer for {patience_s:g} s"
             raise EngineError(f"{self.name} {problem}; its log {self._log} ends: {tail}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

@@ -134,6 +134,5 @@ def test_the_timeout_of_health(capsys: pytest.CaptureFixture[str]) -> None:
 def test_refused_connection_is_told_at_once(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as probe:  # bound but not listening: no server can be there
         probe.bind(("127.0.0.1", 0))
-        target = f"{host}:{probe.getsockname()[1]}"
-        assert main(["client", "health", "--target", target]) == 1
+        assert main(["client", "health", "--target", f"{host}:{probe.getsockname()[1]}"]) == 1
     assert "Connection refused; no server is there" in capsys.readouterr().err

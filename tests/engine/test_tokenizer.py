@@ -93,8 +93,7 @@ def test_class_with_its_own_decode_gets_no_table() -> None:
 
 
 def test_other_decoders_get_no_table() -> None:
-    replace = decoders.Replace("▁", " ")
-    plain: list[Any] = [replace, decoders.ByteFallback(), decoders.Fuse()]
+    plain: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     for decoder, expected in (
         (decoders.ByteLevel(), True),
         (decoders.Sequence([decoders.ByteLevel()]), True),

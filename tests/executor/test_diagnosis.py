@@ -66,8 +66,7 @@ def test_silent_node_is_the_cause() -> None:
 
 def test_wait_for_an_unknown_rank() -> None:
     """As gloo reports it among three ranks."""
-    failure = RankFailure(1, "here", "step 5", "CollectiveError", "a peer is gone", "", [])
-    loss = explain(failure)
+    loss = explain(RankFailure(1, "here", "step 5", "CollectiveError", "a peer is gone", "", []))
     assert loss.rank == 1
     assert loss.cause == "waited in vain; which rank did not come is unknown (a peer is gone)"
 

@@ -184,8 +184,7 @@ def test_words_longer_than_the_sequence_are_not_compared() -> None:
     edits = batch.gather([0, 1]).edits
     logits = torch.zeros(2, VOCAB_SIZE)
     apply_edits(logits, edits)
-    banned = [row.isneginf().nonzero()[:, 0].tolist() for row in logits]
-    assert banned == [[6], [4, 6]]
+    assert [row.isneginf().nonzero()[:, 0].tolist() for row in logits] == [[6], [4, 6]]
 
 
 def test_a_processor_keeps_logits_of_its_own() -> None:

@@ -167,8 +167,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ops]]:
 
 
 def worker_of(engine: LLMEngine) -> Worker:
-    worker: Worker = engine._executor._worker  # type: ignore[attr-defined]
-    return worker
+    return engine._executor._worker  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("eager", [False, True])

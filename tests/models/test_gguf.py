@@ -166,8 +166,7 @@ def test_a_part_of_a_tensor_is_part_of_the_whole(kind: str, small: Path, tmp_pat
     path = write_gguf(small.parent, tmp_path / "model.gguf", kind)
     names = ["model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
     sources = {name: source for _, name, source in read_tensors(str(path), names)}
-    entries = open_gguf(path).tensors
-    down = entries["blk.0.ffn_down.weight"]
+    down = open_gguf(path).tensors["blk.0.ffn_down.weight"]
     assert down.type == kind
     whole = torch.from_numpy(dequantize(np.array(down.rows()), GGMLQuantizationType[kind]))
     torch.testing.assert_close(sources[names[0]][:], whole, rtol=0, atol=0)

@@ -88,16 +88,14 @@ class Malicious:
 @pytest.mark.parametrize("content", ["code", "list", "garbage"])
 def test_pickle_of_other_than_tensors(content: str, copied: Copied, tmp_path: Path) -> None:
     folder, state = copied("opt-before")
-    victim = tmp_path / "victim"
+    file = tmp_path / "victim"
     if content == "garbage":
         (folder / PICKLED).write_bytes(b"\x80\x02garbage")
     else:
-        torch.save(
-            [1] if content == "list" else {**state, "x": Malicious(victim)}, folder / PICKLED
-        )
+        torch.save([1] if content == "list" else {**state, "x": Malicious(file)}, folder / PICKLED)
     with pytest.raises(ModelLoadError, match=PICKLED):
         load(folder, load_format="pt")
-    assert not victim.exists()
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(

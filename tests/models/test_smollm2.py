@@ -62,8 +62,7 @@ def expected_fixture(file: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     asked, answered = folder / "asked.json", folder / "answered.json"
     asked.write_text(json.dumps([*CONVERSATIONS, *TEXTS]))
     run_beside_gguf(llama_cpp_tools, "answer", file, asked, answered, NUM_TOKENS)
-    answers: dict[str, Any] = json.loads(answered.read_text())
-    return answers
+    return json.loads(answered.read_text())
 
 
 @pytest.mark.parametrize(

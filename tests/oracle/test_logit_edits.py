@@ -112,8 +112,7 @@ def test_after_preemption(folder: Any, requests: Any, mode: str) -> None:
 def test_bad_words_as_text_do_not_appear(engine: LLMEngine) -> None:
     prompt = engine.tokenizer.encode("ab ab ab", False)
     common = {"temperature": 1.0, "seed": 0, "max_tokens": 60, "ignore_eos": True}
-    wanted = engine.tokenizer.encode("xyab ab", False)
-    bias = dict(zip(wanted, (14.0, 14.0, 9.0, 9.0), strict=True))
+    bias = dict(zip(engine.tokenizer.encode("xyab ab", False), (14.0, 14.0, 9.0, 9.0), strict=True))
     free, ruled = run(
         engine,
         [

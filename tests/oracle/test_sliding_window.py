@@ -35,10 +35,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eo
 CASES: dict[str, dict[str, Any]] = {
     "no preemption": {"num_device_blocks_override": 200},
     "recompute": {"preemption_mode": "recompute"},
-    "recompute without prefix caching": {
-        "preemption_mode": "recompute",
-        "enable_prefix_caching": False,
-    },
+    "recompute, none cached": {"preemption_mode": "recompute", "enable_prefix_caching": False},
     "swap": {"preemption_mode": "swap", "swap_space": 0.01},
     "whole prompts": {
         "num_device_blocks_override": 200,

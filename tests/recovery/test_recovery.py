@@ -238,8 +238,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_groups_that_die_during_their_start(fake_config: MakeConfig) -> None:
     """They do not count as losses: only the group that was ready does."""
     fate = Fate(frozenset({4}), deque(["rebuild", "cache", "rebuild"]))
-    jobs = [job(number) for number in range(3)]
-    served = serve(fake_config(max_recoveries=1), jobs, fate)
+    served = serve(fake_config(max_recoveries=1), [job(number) for number in range(3)], fate)
     for number in range(3):
         assert summary(served.answers[str(number)]) == alone(fake_config(), number)
     (record,) = served.engine.recoveries

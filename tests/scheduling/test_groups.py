@@ -99,9 +99,7 @@ def test_beams_advance_together_or_not_at_all() -> None:
     """Where the budget of a step has room for some of them only, they wait."""
     loop = Loop(Limits(tokens=4))
     plain = SamplingParams(max_tokens=12, ignore_eos=True)
-    beams = SamplingParams(
-        n=3, use_beam_search=True, temperature=0.0, max_tokens=8, ignore_eos=True
-    )
+    beams = SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=8, ignore_eos=True)
     for index in range(2):
         loop.add(make_request(index, [index + 1], plain))
     group = loop.add(make_request(2, [5, 6], beams))

@@ -168,9 +168,7 @@ def test_prompt_logprobs_take_no_hit() -> None:
 def test_beams_that_take_another_place_are_not_mistaken(block_size: int) -> None:
     """A sequence that goes on as a copy of another has that one's tokens, and not yet its blocks.
     The worker looks at what it finds for every prompt that continues a beam."""
-    beams = SamplingParams(
-        n=3, use_beam_search=True, temperature=0.0, max_tokens=12, ignore_eos=True
-    )
+    beams = SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=12, ignore_eos=True)
     hits = 0
     for family in range(6):
         loop = Loop(Limits(block_size=block_size, num_blocks=300, caching=True))

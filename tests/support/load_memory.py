@@ -102,8 +102,7 @@ def write_gptq(folder: Path) -> int:
 
 
 def private_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
 
 

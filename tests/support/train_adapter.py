@@ -40,10 +40,9 @@ _UNTAUGHT = -100
 
 def prompt_ids(tokenizer: Any, question: str) -> list[int]:
     """The question in the model's chat template."""
-    token_ids: list[int] = tokenizer.apply_chat_template(
+    return tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
     )
-    return token_ids
 
 
 def lessons(tokenizer: Any) -> dict[str, torch.Tensor]:
@@ -78,8 +77,7 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[int]], num_tokens: in
     """Greedy ids; no answer ends early."""
     batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     whole = model.generate(**batch, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None)
-    token_ids: list[Any] = whole[:, batch["input_ids"].shape[1] :].tolist()
-    return token_ids
+    return whole[:, batch["input_ids"].shape[1] :].tolist()
 
 
 def main(file: str, folder: str, num_steps: str, num_tokens: str) -> None:

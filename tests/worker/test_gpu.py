@@ -67,11 +67,7 @@ def test_bfloat16_with_either_backend(models: ModelShop, backend: str, cache: st
     folder = models.folder(PLAIN)
     oracle = models.oracle(folder)
     prompts = oracle.prompts((3, 40, 200), seed=2)
-    args: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "attention_backend": backend,
-        "kv_cache_dtype": cache,
-    }
+    args = {"dtype": "bfloat16", "attention_backend": backend, "kv_cache_dtype": cache}
     args |= {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
     with open_on_card(folder, **args) as llm:
         outputs = generate(llm, prompts, greedy(32))

@@ -204,5 +204,4 @@ def test_time_of_the_model_covers_what_ran_meanwhile(
     monkeypatch.setattr(RunAhead, "execute", timed)
     run(engine)
     engine.shutdown()
-    with_driver = [steps > taken[0] for steps in taken[1:]]
-    assert with_driver == [not is_done] * 4
+    assert [steps > taken[0] for steps in taken[1:]] == [not is_done] * 4

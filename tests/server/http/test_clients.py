@@ -81,8 +81,7 @@ def test_openai(server: ServerProcess, answers: dict[str, Any]) -> None:
     assert whole.usage == last.usage
     assert whole.usage.completion_tokens == NUM_TOKENS
     assert whole._request_id
-    ends = [part.choices[0].finish_reason for part in (whole, parts[-1])]
-    assert ends == ["length", "length"]
+    assert [part.choices[0].finish_reason for part in (whole, parts[-1])] == ["length", "length"]
 
     first = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2).choices[0]
     tokens = first.logprobs.content
@@ -241,5 +240,4 @@ def test_guidellm_fails_no_request(server: ServerProcess, tmp_path: Path) -> Non
     (run,) = json.loads(report.read_text())["benchmarks"]
     totals = run["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (NUM_LOAD, 0)
-    tokens = run["metrics"]["output_token_count"]["successful"]
-    assert tokens["total_sum"] == NUM_LOAD * LOAD_TOKENS
+    assert run["metrics"]["output_token_count"]["successful"]["total_sum"] == NUM_LOAD * LOAD_TOKENS

@@ -86,8 +86,7 @@ def test_forms_of_a_conversation(door: Door, llm: LLM) -> None:
 
     def ids(messages: list[dict[str, Any]], **fields: Any) -> list[int]:
         body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, **fields}
-        token_ids: list[int] = door.whole("chat/completions", body)["prompt_token_ids"]
-        return token_ids
+        return door.whole("chat/completions", body)["prompt_token_ids"]
 
     plain = [{"role": "system", "content": "a\nb"}, {"role": "assistant", "content": ""}]
     wanted = llm.chat_token_ids(plain)

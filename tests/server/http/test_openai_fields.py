@@ -113,8 +113,7 @@ def test_what_has_no_effect_is_accepted(state: ServerState, path: str) -> None:
     every = [*SamplingParams.__dataclass_fields__, *names(REFUSED), "stream_options", "seed"]
     plain = read(state, path, BASES[path])
     assert read(state, path, body) == plain
-    nulls = dict.fromkeys(every) | BASES[path]
-    assert read(state, path, nulls) == plain
+    assert read(state, path, dict.fromkeys(every) | BASES[path]) == plain
 
 
 @pytest.mark.parametrize(

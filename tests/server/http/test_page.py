@@ -158,8 +158,7 @@ def too_wide(browser: Browser) -> list[str]:
       one.scrollWidth > one.clientWidth + 1 && one.clientWidth > 1
       && getComputedStyle(one).display !== "inline" && !["INPUT", "TEXTAREA"].includes(one.tagName)
     ).map((one) => one.tagName + one.id + one.className)"""
-    texts: list[str] = browser.driver.execute_script(script)
-    return texts
+    return browser.driver.execute_script(script)
 
 
 def picture(browser: Browser, name: str) -> None:

@@ -71,8 +71,7 @@ WRITTEN = {
     ],
 )
 def form_fixture(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+    return request.param
 
 
 @contextmanager
