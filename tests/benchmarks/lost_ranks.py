@@ -241,7 +241,7 @@ def _step_until(engine: LLMEngine, streams: _Streams, done: Callable[[], bool]) 
     last = next(reversed(streams.lengths))
     while not done():
         if time.monotonic() > deadline:
-            raise EngineError(f"no stream continued within {_SERVE_S:g} s: {streams.lengths}")
+            raise EngineError(f"streams did not continue within {_SERVE_S:g} s: {streams.lengths}")
         for output in engine.step():
             count = len(output.outputs[0].token_ids)
             streams.lengths[output.request_id] += count
