@@ -42,7 +42,9 @@ test: setup
 
 # Root, namespaces, Debian packages and clients of other projects, which are fetched once.
 check: setup
-	$(BIN)/python -m pytest -m check
+	$(BIN)/python -m pytest -m check -n 2 --dist loadgroup --no-loadscope-reorder $(CHECKED)
+# Only the files with such tests, since collecting the others takes as long as many a test.
+CHECKED = $(sort $(shell grep -rl --include='test_*.py' 'pytest\.mark\.check' tests))
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600

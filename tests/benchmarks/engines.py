@@ -204,7 +204,7 @@ def _start_ours(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]
 
 
 def _start_llama_cpp(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]:
-    python, _ = third_party.llama_cpp()
+    python = third_party.llama_cpp_python()
     return python, str(files.gguf(form)), {}
 
 

@@ -71,18 +71,17 @@ class ModelFiles:
         path = self.folder / f"{kind}.gguf"
         if path.exists():
             return path
-        python, source = third_party.llama_cpp()
         self.folder.mkdir(parents=True, exist_ok=True)
         if kind == "BF16" and self.name != SMOLLM2:
             packages = third_party.gguf_packages()
-            convert = [sys.executable, _SCRIPT, "convert", source]
+            convert = [sys.executable, _SCRIPT, "convert", third_party.converter()]
             _run([*convert, str(self.whole()), str(path), "bf16"], packages)
             return path
         source_file = self.gguf("stored" if kind == "BF16" else "BF16")
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             link = Path(folder) / "source.gguf"  # the quantizer writes beside it
             link.symlink_to(source_file)
-            _run([python, _SCRIPT, "quantize", str(link), kind])
+            _run([third_party.llama_cpp_python(), _SCRIPT, "quantize", str(link), kind])
             link.with_name(path.name).rename(path)
         return path
 

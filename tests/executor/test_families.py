@@ -180,7 +180,7 @@ def test_greedy(
     num_blocks = 64 if mode == "whole" else JUST_ONE
     engine = taken_over(ranks, folder, num_device_blocks_override=num_blocks, **MODES[mode])
     answers, log = generate(engine, prompts, params)
-    oracle.assert_greedy(prompts, [ids for [ids] in answers])
+    oracle.assert_greedy(prompts, [ids for [ids] in answers], NUM_TOKENS)
     assert len({token for [ids] in answers for token in ids}) >= 15
     if mode == "whole":
         assert log.num_partial_chunks == log.num_preemptions == 0

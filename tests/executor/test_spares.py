@@ -13,24 +13,24 @@ from tpengine.executor.launch.node_agent import NodeAgent
 
 
 def test_spares_become_ranks(folder: Path) -> None:
-    with bare_ranks(folder, 1, spare_workers=1, executor="ray") as ranks:
+    with bare_ranks(folder, 2, spare_workers=2, executor="ray") as ranks:
         expected = ranks.generate()
-        wait_until(lambda: len(ranks.spare_processes()) == 1)
-        assert ranks.have_transformers() == [False] * 2
+        wait_until(lambda: len(ranks.spare_processes()) == 2)
+        assert ranks.have_transformers() == [False] * 4
         # Spares ask for nothing. Ray tells what is held a bit later.
-        wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 1)
+        wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2)
         spares = ranks.spare_processes()
-        ranks.lose(0)
+        ranks.lose(1)
         ranks.rebuild()
         # The next spares would take the cores from waiting requests.
         assert not ranks.executor.home.spares.num_started
-        assert [place.process for place in ranks.executor.places] == spares
+        assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
         # Reserved again.
-        wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 1)
+        wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2)
         assert ranks.generate() == expected
 
-        wait_until(lambda: len(ranks.spare_processes()) == 1)
-        assert ranks.spare_processes() != spares
+        wait_until(lambda: len(ranks.spare_processes()) == 2)
+        assert not set(ranks.spare_processes()) & set(spares)
         left = [*ranks.spare_processes(), *spares]
         ranks.executor.shutdown()
         wait_until(lambda: not any(map(NodeAgent.state, left)))

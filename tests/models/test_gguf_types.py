@@ -47,16 +47,22 @@ def marked(model_type: str) -> Any:
 @pytest.mark.parametrize("model_type", [marked(kind) for kind in MODELS])
 def test_types(model_type: str, tmp_path: Path) -> None:
     packages = third_party.gguf_packages()
-    python, source = third_party.llama_cpp("-O0")
-    wide = {**WIDE, "intermediate_size": None} if model_type in ("bloom", "gpt2") else WIDE
+    wide = dict(WIDE)
+    if model_type in ("bloom", "gpt2"):
+        wide["intermediate_size"] = None
+    if "head_dim" in MODELS[model_type]:
+        wide["head_dim"] = 128
     folder = make_model(model_type, tmp_path / "hf", **wide)
     vocab = {str(i): i for i in range(320)}  # Gemma's converter counts it
     vocabulary = json.dumps({"model": {"vocab": vocab}, "added_tokens": []})
     (folder / "tokenizer.json").write_text(vocabulary)
     whole = tmp_path / "F32.gguf"
+    source = third_party.converter()
     run([sys.executable, SCRIPT, "convert", source, str(folder), str(whole)], packages)
-    run([python, SCRIPT, "quantize", str(whole)])
     paths = [whole, *(tmp_path / f"{kind}.gguf" for kind in llama_cpp_tools.FILE_TYPES)]
+    quantize = [third_party.quantizer(), "--pure"]
+    for path, number in zip(paths[1:], llama_cpp_tools.FILE_TYPES.values(), strict=True):
+        run([*quantize, str(whole), str(path), str(number), "1"])
     run([sys.executable, SCRIPT, "read", str(folder), *map(str, paths)], packages)
     cells: dict[str, list[str]] = {}
     for path in paths:

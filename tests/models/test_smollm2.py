@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import operator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,14 +57,20 @@ def run_beside_gguf(script: Any, *args: object) -> None:
     python(script.__file__, *args, PYTHONPATH=third_party.gguf_packages(), **threads)
 
 
-@pytest.fixture(name="expected", scope="module")
-def expected_fixture(file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Prompt ids and output ids of transformers: conversations, then texts."""
+@pytest.fixture(scope="module")
+def answers(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of what transformers answered, and read."""
     folder = tmp_path_factory.mktemp("answers")
     asked, answered = folder / "asked.json", folder / "answered.json"
     asked.write_text(json.dumps([*CONVERSATIONS, *TEXTS]))
     run_beside_gguf(llama_cpp_tools, "answer", file, asked, answered, NUM_TOKENS)
-    return json.loads(answered.read_text())
+    return folder
+
+
+@pytest.fixture
+def expected(answers: Path) -> dict[str, Any]:
+    """Prompt ids and output ids of transformers: conversations, then texts."""
+    return json.loads((answers / "answered.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -114,19 +122,28 @@ def test_a_piped_message_is_answered(file: Path) -> None:
     assert done.stderr.count("tokens/s") == 1
 
 
-def test_an_adapter_that_was_trained(file: Path, tmp_path: Path) -> None:
-    """Twelve steps teach it another tone: over both doors its ids are those of PEFT, and the base's
+def test_an_adapter_that_was_trained(file: Path, answers: Path, tmp_path: Path) -> None:
+    """Eight steps teach it another tone: over both doors its ids are those of PEFT, and the base's
     own those of transformers."""
     folder = tmp_path / "pirate"
-    run_beside_gguf(train_adapter, file, folder, 12, 24)
+    run_beside_gguf(train_adapter, answers / "float32", folder, 8, 16)
     facts = json.loads((folder / "answered.json").read_text())
     assert len(set(map(tuple, facts["pirate"]))) == len(facts["prompts"]), "it repeats one sentence"
     options = ["--model", str(file), "--served-model-name", "base", "--dtype", "float32"]
     options += ["--cpu-kv-cache-space", "0.2", "--max-model-len", "256", "--http-port", "0"]
     options += ["--enable-lora", "--lora-modules", f"pirate={folder}"]
-    with ServerProcess(*options, log=tmp_path / "log") as server:
-        for *answers, prompt in zip(facts["base"], facts["pirate"], facts["prompts"], strict=True):
-            assert answers[0] != answers[1]
-            for model, answer in zip(("base", "pirate"), map(tuple, answers), strict=True):
-                assert over_http(server, model, prompt, len(answer)) == (model, answer)
-                assert over_grpc(server, model, prompt, len(answer)) == answer
+    assert not any(map(operator.eq, facts["base"], facts["pirate"]))
+    jobs = [
+        (model, prompt, tuple(answer))
+        for model in ("base", "pirate")
+        for prompt, answer in zip(facts["prompts"], facts[model], strict=True)
+    ]
+
+    def check(job: tuple[str, list[int], tuple[int, ...]]) -> None:
+        model, prompt, answer = job
+        assert over_http(server, model, prompt, len(answer)) == (model, answer)
+        assert over_grpc(server, model, prompt, len(answer)) == answer
+
+    log = tmp_path / "log"
+    with ServerProcess(*options, log=log) as server, ThreadPoolExecutor(len(jobs)) as pool:
+        assert len(list(pool.map(check, jobs))) == len(jobs)

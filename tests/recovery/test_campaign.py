@@ -117,12 +117,12 @@ def below_ranks(executor: str) -> Iterator[Row]:
 
 
 def rows() -> Iterator[Any]:
-    """One is for `make test`, the others are for `make soak`."""
-    for executor in ("processes", "ray"):
+    """One of each executor is for `make test`, the others are for `make soak`."""
+    few = {"processes": "a rank killed again in recovery", "ray": "GCS and rank 1 killed"}
+    for executor, name in few.items():
         for row in (*of_ranks(), *below_ranks(executor)):
-            name = f"{executor}-{row.name}"
-            marks = [] if name == "ray-GCS and rank 1 killed" else [pytest.mark.soak]
-            yield pytest.param(executor, row, id=name, marks=marks)
+            marks = [] if row.name == name else [pytest.mark.soak]
+            yield pytest.param(executor, row, id=f"{executor}-{row.name}", marks=marks)
 
 
 def keep_full(folder: Path, left_mib: float, seconds: float) -> None:

@@ -22,6 +22,7 @@ from tpengine.server import lifecycle
 from tpengine.server.grpc.server import GrpcServer
 from tpengine.server.http.http_server import HttpServer
 
+gc.unfreeze()  # what a template has frozen
 when, *options = sys.argv[1:]
 schedule = Scheduler.schedule
 listen, listen_http = GrpcServer.start, HttpServer.start

@@ -64,6 +64,7 @@ def patient(server: ServerProcess) -> Iterator[Watcher]:
     ]
     with grpc.insecure_channel(server.target, options) as channel:
         watcher = Watcher(channel, "liveness", timeout_s=5.0)
+        wait_until(lambda: bool(watcher.said), TIMEOUT_S)
         yield watcher
         watcher.close()
 

@@ -7,16 +7,22 @@ process is a child of the process that asked for it, with its own arguments, env
 session and signals. So a test kills it, and learns how it ended, like any other process.
 
 A test about imports runs `python -c`, which is executed. So is a program whose environment differs
-in one of `_READ_AT_IMPORT`.
+in one of `_READ_AT_IMPORT`, and all that `make check` and `make soak` start.
+
+What a forked program cannot show: a module that it forgets to import, an order of a set that
+depends on the seed of hashes, limits of the process that asked. A rank's parent is the main thread
+of its driver, and not the thread that asked for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
 import importlib
 import inspect
+import itertools
 import json
 import os
 import runpy
@@ -42,6 +48,8 @@ _PRELOADED = (
     "tpengine.worker.worker",
 )
 _OF_RANKS = "tpengine.executor.launch.rank_process"
+_ALONE = {"OPENBLAS_NUM_THREADS": "1"}
+"""Variables of a template, which must have a single thread: numpy's library starts others."""
 _READ_AT_IMPORT = ("GOMP_SPINCOUNT", "LD_PRELOAD", "OMP_NUM_THREADS", "TPENGINE_CPU_ISA")
 _FLAGS = ("-u", "-P")
 _PATIENCE_S = 120.0
@@ -51,6 +59,8 @@ _CLONE_PARENT = 0x8000  # linux/sched.h
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 
 _template: _Template | None = None
+_read_at_import: dict[str, str | None] = {}
+"""`_READ_AT_IMPORT`, as the template found them."""
 
 
 class _Template:
@@ -73,10 +83,18 @@ class _Template:
 
 
 def ask(connection: socket.socket, order: Mapping[str, Any], files: Sequence[int]) -> int:
-    """Sends an order to a template, and returns the number of the new process."""
+    """Sends an order to a template, and returns the number of the new process.
+
+    Raises:
+        OSError: the template has ended, or did not answer, and cannot be asked again.
+    """
     connection.settimeout(_PATIENCE_S)
-    socket.send_fds(connection, [json.dumps(order).encode()], files)
-    answer = connection.recv(_MOST_BYTES)
+    try:
+        socket.send_fds(connection, [json.dumps(order).encode()], files)
+        answer = connection.recv(_MOST_BYTES)
+    except BaseException:
+        connection.close()  # the next caller would get a late answer
+        raise
     if not answer:
         raise OSError("the template process of the tests has ended")
     return int(answer)
@@ -89,7 +107,7 @@ class _Popen(subprocess.Popen[Any]):
         """See the standard library, which has no public place for another way to start."""
         parent: Any = super()
         asked = inspect.signature(parent._execute_child).bind(*args).arguments
-        if _template is None or not _is_ours(asked["args"], asked["env"]):
+        if _template is None or not _is_ours(asked):
             parent._execute_child(*args)
             return
         pipes = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -109,21 +127,38 @@ class _Popen(subprocess.Popen[Any]):
             parent._close_pipe_fds(*(asked[name] for name in ends))
 
 
-def _is_ours(command: Any, environment: Mapping[str, str] | None) -> bool:
-    """Whether a command runs a program that may be forked."""
+def _is_ours(asked: Mapping[str, Any]) -> bool:
+    """Whether a program may be forked: one of ours, and nothing is asked that a fork cannot give.
+
+    Args:
+        asked: arguments of `Popen._execute_child`.
+    """
+    command, environment = asked["args"], asked["env"]
     if not isinstance(command, list | tuple) or command[0] != sys.executable:
         return False
-    variables = os.environ if environment is None else environment
-    if any(variables.get(name) != os.environ.get(name) for name in _READ_AT_IMPORT):
+    others = ("preexec_fn", "executable", "shell", "gid", "gids", "uid")
+    if any(asked[name] not in (None, False, sys.executable) for name in others):
         return False
-    words = [os.fspath(word) for word in command[1:] if word not in _FLAGS]
-    if words[0] == "-m":
+    if (asked["umask"], asked["process_group"]) != (-1, -1):
+        return False
+    variables = os.environ if environment is None else environment
+    if any(variables.get(name) != value for name, value in _read_at_import.items()):
+        return False
+    _, words = _parted([os.fspath(word) for word in command[1:]])
+    if words[:1] == ["-m"]:
         path = Path(*words[1].split("."))
-        return any(
-            (at / path).with_suffix(end).exists() for at in (_TESTS, _ROOT) for end in ("", ".py")
-        )
+        files = (at / path for at in (_TESTS, _ROOT))
+        return any(file.exists() or file.with_suffix(".py").exists() for file in files)
+    if not words or words[0].startswith("-"):
+        return False
     script = Path(words[0]).resolve()
     return any(script.is_relative_to(folder) for folder in (_TESTS, _ROOT / "examples"))
+
+
+def _parted(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The interpreter's flags that a fork can follow, and the words from `-m` or the script on."""
+    count = sum(1 for _ in itertools.takewhile(_FLAGS.__contains__, words))
+    return words[:count], words[count:]
 
 
 def start() -> None:
@@ -136,9 +171,15 @@ def start() -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": f"{_TESTS}:{_ROOT}"},
+            env=template_environment(),
         )
+    _read_at_import.update({name: os.environ.get(name) for name in _READ_AT_IMPORT})
     _use(ours)
+
+
+def template_environment() -> dict[str, str]:
+    """The variables of a template that this process starts."""
+    return {**os.environ, **_ALONE, "PYTHONPATH": f"{_TESTS}:{_ROOT}"}
 
 
 def is_started() -> bool:
@@ -162,8 +203,10 @@ def fork_sibling() -> int:
     pid = int(python.syscall(_SYS_CLONE[os.uname().machine], flags, 0, 0, 0, 0))
     if pid == 0:
         python.PyOS_AfterFork_Child()
-    else:
-        python.PyOS_AfterFork_Parent()
+        return 0
+    python.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError("the system starts no process: raise the limit of processes (ulimit -u)")
     return pid
 
 
@@ -191,15 +234,15 @@ def fork_for(
         run(json.loads(message), files)
     for file in files:
         os.close(file)
-    connection.send(str(pid).encode())
+    with contextlib.suppress(OSError):  # the other end was killed meanwhile
+        connection.send(str(pid).encode())
     return True
 
 
 def _run(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     """Becomes what a fresh interpreter with these words is."""
     become(order, files)
-    flags = [word for word in order["words"] if word in _FLAGS]
-    words = [word for word in order["words"] if word not in _FLAGS]
+    flags, words = _parted(order["words"])
     is_module = words[0] == "-m"
     if words[1:2] != [_OF_RANKS]:  # a rank starts no program
         _branch(order["places"])
@@ -256,14 +299,15 @@ def _branch(files: Sequence[int]) -> None:
     _use(ours)
 
 
-def preload(*modules: str) -> None:
+def preload() -> None:
     """Imports what programs need, in a process that will be a template."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal
     warnings.filterwarnings("ignore", ".*found in sys.modules.*", RuntimeWarning)  # by runpy
-    for module in (*_PRELOADED, *modules):
+    for module in _PRELOADED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a child would copy all pages
+    assert len(os.listdir("/proc/self/task")) == 1, "a template must have a single thread"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,14 +23,12 @@ try:
 except ImportError:  # in the program that asks, which has only its own folder on its path
     import forked  # type: ignore[no-redef]
 
-_TESTS = Path(__file__).parents[1]
 _SCRIPT = """#!/bin/sh
 case "$1" in
 */setup_worker.py | */default_worker.py) exec {python} -S -E {file} {folder} "$@" ;;
 esac
 exec {python} "$@"
 """
-_MODULES = ("ray", "ray._private.node", "ray._private.runtime_env.context", "ray.actor")
 
 
 def worker_python(folder: Path) -> Path:
@@ -48,9 +47,12 @@ def _ask(folder: Path, words: Sequence[str]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not os.path.exists(address):
+            try:
+                connection.connect(address)
+            except OSError:  # there is none yet, or it has ended
+                Path(address).unlink(missing_ok=True)
                 _start(address)
-            connection.connect(address)
+                connection.connect(address)
         forked.ask(connection, order, [0, 1, 2])
 
 
@@ -59,32 +61,35 @@ def _start(address: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(64)
+        raylet = os.getppid()
         if forked.fork_sibling() == 0:
             os.setpgid(0, 0)  # Ray ends the group of each worker that has ended
             listener.set_inheritable(True)
-            variables = {**os.environ, "PYTHONPATH": f"{_TESTS}:{_TESTS.parent}"}
-            words = [sys.executable, "-m", "support.forked_ray", str(listener.fileno())]
-            os.execve(sys.executable, words, variables)
+            words = ["-m", "support.forked_ray", str(listener.fileno()), str(raylet)]
+            os.execve(sys.executable, [sys.executable, *words], forked.template_environment())
 
 
-def _serve(listener: socket.socket) -> NoReturn:
+def _serve(listener: socket.socket, raylet: int) -> NoReturn:
     """Forks a worker for each connection, until the raylet ends."""
     from tpengine import host
 
-    host.end_with_parent(os.getppid(), "tests-template")
-    forked.preload(*_MODULES)
+    host.end_with_parent(raylet, "tests-template")
+    forked.preload()  # not ray, which keeps the number of a worker's job when it is imported
     while True:
         connection, _ = listener.accept()
         with connection:
-            forked.fork_for(connection, _become_worker)
+            forked.fork_for(connection, partial(_become_worker, listener))
 
 
-def _become_worker(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
+def _become_worker(
+    listener: socket.socket, order: Mapping[str, Any], files: Sequence[int]
+) -> NoReturn:
     """As Ray's `setup_worker`, if that comes first, but without starting another interpreter."""
-    from ray._private.runtime_env.context import RuntimeEnvContext
-
+    listener.close()
     forked.become(order, files)
     os.setpgid(0, 0)
+    from ray._private.runtime_env.context import RuntimeEnvContext
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context", default="{}")
     parser.add_argument("--language")
@@ -101,6 +106,6 @@ def _become_worker(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
 
 if __name__ == "__main__":
     if sys.argv[1].isdecimal():
-        _serve(socket.socket(fileno=int(sys.argv[1])))
+        _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     else:
         _ask(Path(sys.argv[1]), sys.argv[2:])

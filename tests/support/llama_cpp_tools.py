@@ -1,7 +1,6 @@
-"""GGUF files by llama.cpp itself: its converter and its quantizer, from the source of
-`llama-cpp-python` (`third_party.llama_cpp` builds them).
+"""GGUF files by llama.cpp itself: its converter (`third_party.converter`) and its quantizer.
 
-Commands: `convert SOURCE FOLDER FILE [DTYPE]`; `quantize FILE [TYPE ...]`, with the Python that has
+Commands: `convert SOURCE FOLDER FILE [DTYPE]`; `quantize FILE TYPE`, with the Python that has
 `llama_cpp`; `read FOLDER FILE ...` and `answer FILE ASKED ANSWERED NUM_TOKENS` by transformers.
 """
 
@@ -60,24 +59,20 @@ def convert(source: str, folder: str, file: str, dtype: str = "f32") -> None:
     convert_hf_to_gguf.main()
 
 
-def quantize(file: str, *kinds: str) -> None:
-    """Writes `TYPE.gguf` beside the file for these types, with the mixture of types that llama.cpp
-    has for each; without types for every type, pure. Matrices whose rows have no whole blocks take
-    a similar type."""
+def quantize(file: str, kind: str) -> None:
+    """Writes `TYPE.gguf` beside the file, with the mixture of types that llama.cpp has for it."""
     import ctypes
 
     import llama_cpp
 
-    for kind in kinds or FILE_TYPES:
-        params = llama_cpp.llama_model_quantize_default_params()
-        params.ftype, params.nthread = FILE_TYPES[kind], 1
-        params.pure, params.allow_requantize = not kinds, bool(kinds)
-        target = Path(file).with_name(f"{kind}.gguf")
-        status = llama_cpp.llama_model_quantize(
-            file.encode(), str(target).encode(), ctypes.byref(params)
-        )
-        if status:
-            sys.exit(f"quantizing {file} to {kind} failed: {status}")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread, params.allow_requantize = FILE_TYPES[kind], 1, True
+    target = Path(file).with_name(f"{kind}.gguf")
+    status = llama_cpp.llama_model_quantize(
+        file.encode(), str(target).encode(), ctypes.byref(params)
+    )
+    if status:
+        sys.exit(f"quantizing {file} to {kind} failed: {status}")
 
 
 def read(folder: str, *files: str) -> None:
@@ -103,7 +98,8 @@ def read(folder: str, *files: str) -> None:
 
 def answer(file: str, asked: str, answered: str, num_tokens: str) -> None:
     """Writes ids of prompts and greedy answers of transformers in float32; a list of messages goes
-    through the file's chat template."""
+    through the file's chat template. Beside them `float32`, a folder with the model and the
+    tokenizer as transformers read them, which takes it longest."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -113,6 +109,11 @@ def answer(file: str, asked: str, answered: str, num_tokens: str) -> None:
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     model.generation_config.eos_token_id = None
+    del model.hf_quantizer  # with it a model is not written, although it is float32
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    for whole_part in (tokenizer, model):
+        whole_part.save_pretrained(Path(answered).with_name("float32"))
     template = {"add_generation_prompt": True, "return_dict": False}
     prompts = [
         tokenizer.encode(text)

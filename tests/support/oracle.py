@@ -72,6 +72,16 @@ class Oracle:
         return logits[len(prompt) - 1 : -1]
 
     def assert_greedy(
+        self,
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        num_tokens: int = 0,
+    ) -> None:
+        """Makes sure that each output is greedy and has so many tokens, by default all."""
+        assert {len(token_ids) for token_ids in outputs} == {num_tokens or self.num_tokens}
+        self.assert_likeliest(prompts, outputs)
+
+    def assert_likeliest(
         self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
     ) -> None:
         """Makes sure that each token is the likeliest one after those before it, or as likely but

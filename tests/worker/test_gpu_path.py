@@ -71,7 +71,7 @@ def test_more_context_than_scratch_goes_in_groups(
         generate(llm, [prompt[:150] for prompt in prompts], greedy(1))
         walk.gathers = 0
         outputs = generate(llm, prompts, greedy(8))
-    oracle.assert_greedy(prompts, ids(outputs))
+    oracle.assert_greedy(prompts, ids(outputs), 8)
     assert walk.gathers > PLAIN.num_layers  # the context of each prompt is gathered separately
 
 

@@ -195,6 +195,7 @@ def _first_frame(data: bytes | bytearray) -> Frame | None:
 
 
 Check = Callable[[], None]
+"""Called during everything that may take long; an exception of it ends the wait."""
 Invitation = tuple[tuple[str, int], bytes]
 """What a rank needs to connect: (host, port), and the group's secret."""
 

@@ -39,7 +39,8 @@ _GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
     for kind in (*vars(config).values(), *vars(messages).values())
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
-"""How the fields of an object are read. None of these classes has fewer than two."""
+"""How the fields of an object are read."""
+assert all(len(dataclasses.fields(kind)) > 1 for kind in _GETTERS), "a getter of one gives no tuple"
 _ARGS = _GETTERS | {
     tuple: lambda value: (list(value),),
     frozenset: lambda value: (list(value),),

@@ -57,7 +57,6 @@ class StartTimes:
         self.appear_s = min(self.appear_s, patience_s)
 
 
-"""Called during everything that may take long; an exception of it ends the wait."""
 Places = Sequence[RankPlace]
 EndGroup = Callable[[set[str]], None]
 """Ends what is left of a group, except on these nodes, which do not answer."""

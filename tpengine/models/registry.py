@@ -42,8 +42,8 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None, 1.0), "residual_multiplier embedding_multiplier logits_scaling logit_scale"),
 )
 """Values that change nothing, and the fields that have them, which otherwise change a model's
-result. A family that supports
-one names it in its class attribute `own_fields`; all others refuse it."""
+result. A family that supports one of them names it in its class attribute `own_fields`; all others
+refuse it."""
 
 
 class CausalLM(Protocol):

@@ -45,7 +45,10 @@ def server(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     if request.param == "ray":
         options += ["--ray-address", request.getfixturevalue("ray_address")]
     options += ["--dtype", "float32", "--device", "cpu", "--num-device-blocks-override", "256"]
-    with ServerProcess(*options, "--max-recoveries", "1", log=tmp_path / "log") as process:
+    # By a shell, so that it is executed and not forked: new ranks import torch, and the requests of
+    # this test come while they do.
+    more: dict[str, Any] = {"log": tmp_path / "log", "max_files": 1024}
+    with ServerProcess(*options, "--max-recoveries", "1", **more) as process:
         yield process
 
 
