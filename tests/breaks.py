@@ -90,11 +90,11 @@ class Break:
         return self.line.sub(lambda match: match[1] + self.new, text)
 
 
-def check_line(one: Break) -> None:
+def check_line(fault: Break) -> None:
     """Raises LostError if its file does not hold the line once."""
-    text = path.read_text() if (path := ROOT / one.file).exists() else ""
-    if (number := len(one.line.findall(text))) != 1:
-        raise LostError(f"{one.file} has the line {number} times")
+    text = path.read_text() if (path := ROOT / fault.file).exists() else ""
+    if (number := len(fault.line.findall(text))) != 1:
+        raise LostError(f"{fault.file} has the line {number} times")
 
 
 def enter_tree(tree: Path) -> None:
@@ -190,45 +190,45 @@ class Breaker:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        for one in self._breaks:
+        for fault in self._breaks:
             start = time.monotonic()
-            ids = {*one.tests}
+            ids = {*fault.tests}
             items = [x for x in session.items if {x.nodeid, x.nodeid.partition("[")[0]} & ids]
             try:
-                verdict = self._verdict(one, items)
+                verdict = self._verdict(fault, items)
             except LostError as error:
                 verdict = str(error)
-            self.counts[one.room] += verdict in (CAUGHT, THERE)
+            self.counts[fault.room] += verdict in (CAUGHT, THERE)
             if verdict != THERE:
-                show(one, verdict, time.monotonic() - start)
+                show(fault, verdict, time.monotonic() - start)
         return True
 
-    def _verdict(self, one: Break, items: Sequence[pytest.Item]) -> str:
+    def _verdict(self, fault: Break, items: Sequence[pytest.Item]) -> str:
         if not items:
             return "no quick test has its ids"
         if self._limit_s is None:
             return THERE
-        path = self._tree / one.file
+        path = self._tree / fault.file
         text, times = path.read_text(), (path.stat().st_atime, path.stat().st_mtime)
         try:
-            path.write_text(one.apply(text))
+            path.write_text(fault.apply(text))
             # Python compiles a module anew if its time or size has changed.
             os.utime(path, (times[0], times[1] - 1000.0 - time.monotonic()))
-            verdict = self._run(one, items)
+            verdict = self._run(fault, items)
         finally:
             path.write_text(text)
             os.utime(path, times)
-        if verdict == CAUGHT and self._run(one, items, is_whole=True) != GREEN:
+        if verdict == CAUGHT and self._run(fault, items, is_whole=True) != GREEN:
             return "red without the break"
         return verdict
 
-    def _run(self, one: Break, items: Sequence[pytest.Item], is_whole: bool = False) -> str:
+    def _run(self, fault: Break, items: Sequence[pytest.Item], is_whole: bool = False) -> str:
         """Runs the tests of a break, which is in its file unless the package is whole."""
-        if one.needs_build:
+        if fault.needs_build:
             build_cpu(self._tree)
         answer, fork = Path("verdict.txt"), multiprocessing.get_context("fork")
         answer.unlink(missing_ok=True)
-        process = fork.Process(target=self._fork, args=(one, items, is_whole))
+        process = fork.Process(target=self._fork, args=(fault, items, is_whole))
         process.start()
         process.join(self._limit_s)
         if process.exitcode is None:
@@ -237,16 +237,17 @@ class Breaker:
             return f"over {self._limit_s:g} s"
         return answer.read_text() if answer.exists() else f"exit code {process.exitcode}"
 
-    def _fork(self, one: Break, items: Sequence[pytest.Item], is_whole: bool) -> None:
+    def _fork(self, fault: Break, items: Sequence[pytest.Item], is_whole: bool) -> None:
+        path = self._tree / fault.file
         os.setsid()  # so that what it starts can be ended with it
         log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        if one.needs_build:  # this process has loaded the other library
+        if fault.needs_build:  # this process has loaded the other library
             command = [sys.executable, "-m", "pytest", *PYTEST, *(item.nodeid for item in items)]
             code = subprocess.run(command, check=False).returncode
             self._outcomes = [{0: GREEN, 1: CAUGHT}.get(code, f"exit code {code} of pytest")]
-        elif is_whole or not one.file.endswith(".py") or put_into_functions(self._tree / one.file):
+        elif is_whole or path.suffix != ".py" or put_into_functions(path):
             for item, following in zip(items, [*items[1:], None], strict=True):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         else:
@@ -256,8 +257,8 @@ class Breaker:
         os._exit(0)
 
 
-def show(one: Break, verdict: str, spent_s: float = 0.0) -> None:
-    line = f"{one.room:13} {one.id:22} {spent_s:5.1f} s  {verdict}"
+def show(fault: Break, verdict: str, spent_s: float = 0.0) -> None:
+    line = f"{fault.room:13} {fault.id:22} {spent_s:5.1f} s  {verdict}"
     print(line, file=sys.__stdout__, flush=True)
 
 
@@ -270,21 +271,21 @@ def main() -> int:
     start, located = time.monotonic(), list[Break]()
     breaks = [Break(**entry) for entry in tomllib.loads(DATA.read_text())["break"]]
     chosen = [x for x in breaks if not args.names or {x.id, x.room} & {*args.names}]
-    for one in sorted(chosen, key=lambda one: one.needs_build):  # the library stays changed
+    for fault in sorted(chosen, key=lambda b: b.needs_build):  # the library stays changed
         try:
-            check_line(one)
-            located.append(one)
+            check_line(fault)
+            located.append(fault)
         except LostError as error:
-            show(one, f"lost: {error}")
+            show(fault, f"lost: {error}")
     with tempfile.TemporaryDirectory(prefix="breaks-") as folder:
         tree = Path(folder).resolve()
         enter_tree(tree)
         breaker = Breaker(located, tree, None if args.check else args.limit)
-        places = {test.partition("::")[0] for one in located for test in one.tests}
+        places = {test.partition("::")[0] for fault in located for test in fault.tests}
         with open("collection.txt", "w") as report, contextlib.redirect_stdout(report):
             pytest.main([*PYTEST, *filter(os.path.exists, sorted(places))], plugins=[breaker])
     word = THERE if args.check else CAUGHT
-    for room, number in Counter(one.room for one in chosen).items():
+    for room, number in Counter(fault.room for fault in chosen).items():
         print(f"{room:13} {breaker.counts[room]:3} of {number:3} {word}")
     total = breaker.counts.total()
     print(f"{total} of {len(chosen)} {word} in {time.monotonic() - start:.0f} s")

@@ -69,9 +69,9 @@ def test_classes_of_the_roof_are_those_that_everything_imports() -> None:
 
 
 def test_all_names_at_once() -> None:
-    found: dict[str, Any] = {}
-    exec("from tpengine import *", found)
-    assert set(tpengine.__all__) <= found.keys()
+    names: dict[str, Any] = {}
+    exec("from tpengine import *", names)
+    assert set(tpengine.__all__) <= names.keys()
     assert {"LLM", "LLMEngine", "AsyncLLMEngine", "SamplingParams"} <= set(tpengine.__all__)
 
 
@@ -103,9 +103,9 @@ def test_names_that_are_not_there(statement: str, words: str) -> None:
 
 def test_nothing_is_imported_before_it_is_used() -> None:
     paths = [path for path in aliases.MODULES if path != "tpengine.distributed.parallel_state"]
-    found = imported(*(f"import {path}" for path in paths))
-    assert set(paths) <= found
-    assert not {"torch", "transformers", "ray", "argparse", "tpengine.engine_args"} & found
+    modules = imported(*(f"import {path}" for path in paths))
+    assert set(paths) <= modules
+    assert not {"torch", "transformers", "ray", "argparse", "tpengine.engine_args"} & modules
 
 
 def test_modules_look_like_modules() -> None:
@@ -116,7 +116,7 @@ def test_modules_look_like_modules() -> None:
     before = module.Counter
     assert importlib.reload(module).Counter is before
     importlib.reload(tpengine)
-    finders = [getattr(one, "__name__", type(one).__name__) for one in sys.meta_path]
+    finders = [getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path]
     assert finders.count("_Finder") == 1
     assert inspect.getsourcefile(tpengine.config) == tpengine.config.__file__, "files come first"
 
@@ -158,7 +158,7 @@ def test_counters_and_ids() -> None:
     assert next(counter) == 0
     ids = {aliases.random_uuid() for _ in range(9)}
     assert len(ids) == 9
-    assert {len(one) for one in ids} == {32}
+    assert {len(answer) for answer in ids} == {32}
     assert [aliases.nullable_str(text) for text in ("a", "None", "")] == ["a", None, None]
     assert aliases.UsageContext.LLM_CLASS == "LLM_CLASS"
 
@@ -178,5 +178,5 @@ def test_a_parser_takes_underscores() -> None:
     parser = aliases.find_name("tpengine.utils", "FlexibleArgumentParser")(prog="script")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("name")
-    given = parser.parse_args(["--max_model_len=5", "a_b"])
-    assert (given.max_model_len, given.name) == (5, "a_b")
+    args = parser.parse_args(["--max_model_len=5", "a_b"])
+    assert (args.max_model_len, args.name) == (5, "a_b")

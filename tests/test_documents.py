@@ -62,7 +62,7 @@ def reason_not_to_run(snippet: Snippet) -> str | None:
 
 
 ALL = list(snippets())
-RUN = [one for one in ALL if reason_not_to_run(one) is None and SERVES not in one.text]
+RUN = [block for block in ALL if reason_not_to_run(block) is None and SERVES not in block.text]
 
 
 def words(snippet: Snippet, server: ServerProcess) -> list[str]:
@@ -80,8 +80,8 @@ def words(snippet: Snippet, server: ServerProcess) -> list[str]:
 def test_few_commands_are_not_run() -> None:
     assert len(RUN) > 10
     for start in NOT_RUN:
-        assert any(one.text.startswith(start) for one in ALL), f"no page has {start!r} any more"
-    assert any(SERVES in one.text for one in ALL), "the fixture below runs it"
+        assert any(block.text.startswith(start) for block in ALL), f"no page has {start!r} any more"
+    assert any(SERVES in block.text for block in ALL), "the fixture below runs it"
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +100,7 @@ def test_it_runs(snippet: Snippet, server: ServerProcess) -> None:
 
 @pytest.mark.check
 def test_the_demo_completes_four_prompts() -> None:
-    done = python("examples/offline_inference.py", cwd=ROOT)
-    assert done.stdout.count("\nOutput: ") == 4
+    assert python("examples/offline_inference.py", cwd=ROOT).stdout.count("\nOutput: ") == 4
 
 
 def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:

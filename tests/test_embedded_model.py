@@ -55,9 +55,9 @@ def words(texts: Iterable[str]) -> set[str]:
 
 
 def test_folder_is_complete_and_small() -> None:
-    found = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
-    assert set(found) == FILES
-    assert sum(found.values()) <= MAX_FOLDER_BYTES
+    sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    assert set(sizes) == FILES
+    assert sum(sizes.values()) <= MAX_FOLDER_BYTES
 
 
 def test_model_has_five_million_parameters_that_ranks_can_share(embedded_oracle: Oracle) -> None:
@@ -116,9 +116,7 @@ def test_prompts_continue_with_different_readable_text(
 
 
 @pytest.mark.soak
-def test_script_is_reproducible(
-    examples: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reproducible(examples: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = importlib.import_module("train_embedded_model")
     outputs = []
     for name in ("first", "second"):

@@ -172,7 +172,7 @@ def test_other_spellings(args: dict[str, Any], place: str, expected: object) -> 
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "names"),
+    ("model", "served", "names"),
     [
         (EMBEDDED_MODEL, None, ("embedded",)),
         ("/some/where/", None, ("where",)),
@@ -181,16 +181,14 @@ def test_other_spellings(args: dict[str, Any], place: str, expected: object) -> 
         ("some/where", ["a", "b"], ("a", "b")),
     ],
 )
-def test_served_names(model: str, given: str | list[str] | None, names: tuple[str, ...]) -> None:
-    assert EngineArgs(model, given).served_names == names
+def test_served_names(model: str, served: str | list[str] | None, names: tuple[str, ...]) -> None:
+    assert EngineArgs(model, served).served_names == names
 
 
 @pytest.mark.parametrize(
     ("files", "device"), [(["nvidiactl"], "cpu"), (["nvidiactl", "nvidia0"], "cuda")]
 )
-def test_device_may_be_left_out(
-    files: list[str], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_left_out(files: list[str], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineArgs(device="cpu").create_engine_config()
     assert (config.device, config.scheduler.max_num_batched_tokens) == ("cpu", 512)
     monkeypatch.setattr(
@@ -214,8 +212,8 @@ def test_rotary_arguments_are_those_of_another_config(subjects: Subjects, tmp_pa
     change = {"rope_scaling": scaling, "rope_theta": 777.0}
     edit_json(tmp_path / "config.json", lambda config: config.update(change))
     expected = EngineArgs(str(tmp_path)).create_engine_config().model
-    for given in ({"rope_scaling": scaling, "rope_theta": 777}, change):
-        config = EngineArgs(str(source), **given).create_engine_config().model
+    for other in ({"rope_scaling": scaling, "rope_theta": 777}, change):
+        config = EngineArgs(str(source), **other).create_engine_config().model
         assert rope_parameters(config.hf_config) == rope_parameters(expected.hf_config)
     config = EngineArgs(str(source), rope_theta=777.0).create_engine_config().model
     assert rope_parameters(config.hf_config)["rope_type"] == "yarn"
@@ -351,15 +349,13 @@ def test_what_does_nothing_on_cpu_is_named_once(
         ({"num_device_blocks_override": 20}, "num_device_blocks_override", "to"),
     ],
 )
-def test_what_is_advised_is_enough(
-    models: ModelShop, args: dict[str, Any], name: str, advice: str
-) -> None:
+def test_advice_is_enough(models: ModelShop, args: dict[str, Any], name: str, advice: str) -> None:
     folder, args = models.folder(PLAIN), {"num_device_blocks_override": None, **args}
     with refused(CacheSizeError, name) as raised:
         make_engine(folder, **args)
-    found = re.search(rf"{name} {advice} ([\d.]+\d)", str(raised.value))
-    assert found is not None, raised.value
-    value = float(found[1]) if name == "cpu_kv_cache_space" else int(found[1])
+    match = re.search(rf"{name} {advice} ([\d.]+\d)", str(raised.value))
+    assert match is not None, raised.value
+    value = float(match[1]) if name == "cpu_kv_cache_space" else int(match[1])
     with make_engine(folder, **{**args, name: value}) as engine:
         assert len(complete(engine, [5, 6, 7], greedy(4)).token_ids) == 4
     if name == "num_device_blocks_override":

@@ -95,9 +95,7 @@ def test_architecture_is_checked_before_weights_are_fetched(
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy", "pt"])
-def test_engine_of_a_hub_name(
-    hub: Hub, models: ModelShop, tmp_path: Path, load_format: str
-) -> None:
+def test_engine_of_hub_name(hub: Hub, models: ModelShop, tmp_path: Path, load_format: str) -> None:
     """The engine asks for its own format; of a tokenizer of another name it wants no weights."""
     hub.add("some/model", models.folder(PLAIN, tokenizer=True))
     hub.add("some/tokenizer", models.folder(TinyLlama(seed=9), tokenizer=True))
@@ -120,8 +118,7 @@ def test_engine_of_a_hub_name(
 def test_a_revision_of_the_tokenizer_alone(hub: Hub, tmp_path: Path, opt: dict[str, bytes]) -> None:
     hub.models["some/model"] = {**opt, "tokenizer.json": b"{}"}
     args = EngineArgs("some/model", tokenizer_revision="v2", download_dir=str(tmp_path))
-    folder = args.create_engine_config().model.tokenizer
-    assert str(folder).endswith("b" * 40)
+    assert str(args.create_engine_config().model.tokenizer).endswith("b" * 40)
     assert "pytorch_model.bin" in hub.of("some/model")
     assert hub.of("some/model", "v2") == {*opt, "tokenizer.json"} - {"pytorch_model.bin"}
 

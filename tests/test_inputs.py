@@ -168,7 +168,7 @@ def test_numbers_beyond_any_vocabulary(llm: LLM, number: int) -> None:
     prompt = {"prompt_token_ids": [5, 6, 7]}
     usual = SamplingParams(temperature=1.0, seed=1, max_tokens=4, ignore_eos=True)
     huge = replace(usual, top_k=number)
-    one, other = llm.generate([prompt, prompt], [usual, huge], use_tqdm=False)
-    assert other.outputs[0].token_ids == one.outputs[0].token_ids
+    plain, other = llm.generate([prompt, prompt], [usual, huge], use_tqdm=False)
+    assert other.outputs[0].token_ids == plain.outputs[0].token_ids
     (longest,) = llm.generate(prompt, replace(usual, max_tokens=number), use_tqdm=False)
     assert longest.outputs[0].finish_reason == "length"

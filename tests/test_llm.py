@@ -47,8 +47,7 @@ def texts(outputs: list[Any]) -> list[str]:
 
 
 def test_the_common_script(llm: LLM) -> None:
-    params = SamplingParams(temperature=0.8, top_p=0.95)
-    outputs = llm.generate(PROMPTS, params)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
     assert [output.prompt for output in outputs] == PROMPTS
     for output in outputs:
         assert output.finished
@@ -67,8 +66,7 @@ def test_the_common_script(llm: LLM) -> None:
 def test_outputs_are_plain_data() -> None:
     metrics = RequestMetrics.of_arrival(7.0)
     completion = CompletionOutput(0, "x", (9,), -1.0, [{9: Logprob(-1.0, 1, "x")}])
-    output = RequestOutput("r", "p", [1], [None], [completion], False, metrics)
-    as_dict = dataclasses.asdict(output)
+    as_dict = dataclasses.asdict(RequestOutput("r", "p", [1], [None], [completion], False, metrics))
     logprob = {"logprob": -1.0, "rank": 1, "decoded_token": "x"}
     assert as_dict["outputs"][0].items() >= {"logprobs": [{9: logprob}], "token_ids": (9,)}.items()
     assert as_dict["metrics"]["last_token_time"] == 7.0
@@ -151,17 +149,14 @@ def test_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is two plus three?"}]
     outputs = llm.chat(messages, greedy(8), use_tqdm=False)
     tokenizer = llm.get_tokenizer()
-    expected = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
-    assert outputs[0].prompt_token_ids == expected
+    wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert outputs[0].prompt_token_ids == wanted
     assert outputs[0].prompt == tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
-    many = llm.chat([messages, messages[:1]], greedy(8), use_tqdm=False)
-    assert ids(many) == ids(outputs) * 2
+    assert ids(llm.chat([messages, messages[:1]], greedy(8), use_tqdm=False)) == ids(outputs) * 2
     closed = llm.chat(messages, greedy(8), use_tqdm=False, add_generation_prompt=False)
-    assert len(closed[0].prompt_token_ids) < len(expected)
+    assert len(closed[0].prompt_token_ids) < len(wanted)
     with pytest.raises(InvalidPromptError, match=r"^prompts\[1\]: messages\[0\] has no 'content'"):
         llm.chat([messages, [{"role": "user"}]], greedy(8))
     good, bad = llm.chat([messages, []], greedy(8), use_tqdm=False, on_error="return")
@@ -212,14 +207,14 @@ def test_a_forked_process_cannot_use_the_engine(llm: LLM) -> None:
 def test_beam_search_is_that_of_generate(llm: LLM) -> None:
     params = SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=8)
     wanted = llm.generate(PROMPTS[:2], params, use_tqdm=False)
-    found = llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=8))
-    for output, expected in zip(found, wanted, strict=True):
+    outputs = llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=8))
+    for output, expected in zip(outputs, wanted, strict=True):
         assert output.error is None
-        for beam, one in zip(output.sequences, expected.outputs, strict=True):
-            assert beam.tokens == [*expected.prompt_token_ids, *one.token_ids]
+        for beam, completion in zip(output.sequences, expected.outputs, strict=True):
+            assert beam.tokens == [*expected.prompt_token_ids, *completion.token_ids]
             assert beam.text == llm.get_tokenizer().decode(beam.tokens)
-            assert beam.cum_logprob == one.cumulative_logprob
-    assert found[0].sequences[0].cum_logprob > found[0].sequences[2].cum_logprob
+            assert beam.cum_logprob == completion.cumulative_logprob
+    assert outputs[0].sequences[0].cum_logprob > outputs[0].sequences[2].cum_logprob
     question = llm.llm_engine.tokenizer.render_chat([{"role": "user", "content": "Two plus two?"}])
     ids_of = llm.get_tokenizer().convert_tokens_to_ids
     for is_shown in (False, True):
@@ -228,9 +223,7 @@ def test_beam_search_is_that_of_generate(llm: LLM) -> None:
         assert (best.tokens[-1] == ids_of("<|end|>")) == is_shown
     with pytest.raises(InvalidSamplingParamsError, match=r"temperature = 0\.0, got 0\.5"):
         llm.beam_search(PROMPTS[0], BeamSearchParams(3, 8, temperature=0.5))
-    with pytest.raises(
-        InvalidSamplingParamsError, match="BeamSearchParams, or use_beam_search=True"
-    ):
+    with pytest.raises(InvalidSamplingParamsError, match="BeamSearchParams, or use_beam_search"):
         llm.beam_search(PROMPTS[0], SamplingParams())
     with pytest.raises(InvalidSamplingParamsError, match="beam_width must be an integer, got '2'"):
         BeamSearchParams("2", 4)
@@ -264,9 +257,7 @@ def test_progress_bar_moves_before_a_prompt_ends(
     assert capsys.readouterr().err == ""
 
 
-def test_progress_bar_shows_refused_prompts_apart(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_bar_shows_refusals_apart(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     for prompts, done in (([PROMPTS[0], "", PROMPTS[1]], "2/3"), ([""], "0/1")):
         llm.generate(prompts, greedy(4), on_error="return")
         last = capsys.readouterr().err.rpartition("Processed prompts")[2]
@@ -325,9 +316,9 @@ def test_tokenizer_can_be_replaced(models: ModelShop) -> None:
         with pytest.raises(ConfigError, match="one of transformers, got 3"):
             llm.set_tokenizer(3)
         assert llm.get_tokenizer() is llm.llm_engine.tokenizer.tokenizer is hf
-        told = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
-        assert told.outputs[0].token_ids == bare.outputs[0].token_ids
-        assert told.outputs[0].text == hf.decode(bare.outputs[0].token_ids)
+        chosen = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
+        assert chosen.outputs[0].token_ids == bare.outputs[0].token_ids
+        assert chosen.outputs[0].text == hf.decode(bare.outputs[0].token_ids)
         llm.set_tokenizer(None)
         assert llm.get_tokenizer() is None
 
@@ -423,9 +414,7 @@ def test_ctrl_c_drops_all_prompts(llm: LLM, owner: type, name: str, number: int)
 
 
 @pytest.mark.parametrize("step", [2, 5])
-def test_what_was_done_by_then_is_not_lost(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_what_was_done_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """A Ctrl-C in or after the step in which the first of three prompts, given last, was done."""
     params = [greedy(20), greedy(20), greedy(2)]
     expected = llm.generate(PROMPTS, params, use_tqdm=False)

@@ -36,7 +36,7 @@ def words_in_the_package() -> set[str]:
     the models that have no table are left out."""
     paths = list(Path(tpengine.__file__).parent.rglob("*.py"))
     others = ("fallback", "gguf")
-    trees = [ast.parse(p.read_text()) for p in paths if not any(one in str(p) for one in others)]
+    trees = [ast.parse(p.read_text()) for p in paths if not any(o in str(p) for o in others)]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
@@ -54,23 +54,21 @@ def facts(hf_config: ModelFields) -> dict[str, Any]:
     """All that the package can find out, of fields in any spelling."""
     model = ModelConfig("", None, "", False, hf_config, "", 0, 0, "", frozenset())
     names = sorted(READ - ROTARY - COMPUTED - NOT_READ)
-    found = {name: hf_config.get(name) or None for name in names}  # False is as good as absent
-    found["heads"] = (model.total_num_kv_heads, model.head_dim)
-    found["rotary"] = rope_parameters(hf_config) if ROTARY & hf_config.keys() else None
-    return found
+    values = {name: hf_config.get(name) or None for name in names}  # False is as good as absent
+    values["heads"] = (model.total_num_kv_heads, model.head_dim)
+    values["rotary"] = rope_parameters(hf_config) if ROTARY & hf_config.keys() else None
+    return values
 
 
 def assert_read_alike(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = facts(of_transformers(folder))
     with monkeypatch.context() as patch:
         patch.setattr(AutoConfig, "from_pretrained", None)  # a call of it would fail
-        found = facts(read_hf_config(str(folder), trust_remote_code=False))
-    assert found == expected
+        actual = facts(read_hf_config(str(folder), trust_remote_code=False))
+    assert actual == expected
 
 
-WITH_TABLE = [
-    variant for variant in VARIANTS if complete_config({"model_type": variant.model_type})
-]
+WITH_TABLE = [v for v in VARIANTS if complete_config({"model_type": v.model_type})]
 MODELS: list[Variant | TinyLlama] = [*WITH_TABLE, *ZOO.values()]
 
 
@@ -94,8 +92,8 @@ def test_an_architecture_without_a_table_is_read_through_transformers(tmp_path: 
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "gpt_neox", "hidden_size": 128})
     )
-    found = read_hf_config(str(tmp_path), trust_remote_code=False)
-    assert (found["hidden_size"], found["vocab_size"]) == (128, 50432)
+    hf_config = read_hf_config(str(tmp_path), trust_remote_code=False)
+    assert (hf_config["hidden_size"], hf_config["vocab_size"]) == (128, 50432)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +126,8 @@ def test_end_tokens_are_ids(value: Any, tmp_path: Path) -> None:
 
 
 def test_a_window_of_0_is_none() -> None:
-    fields = ModelFields(sliding_window=0)
-    assert (
-        ModelConfig("", None, "", False, fields, "", 0, 0, "", frozenset()).sliding_window is None
-    )
+    raw = ModelFields(sliding_window=0)
+    assert ModelConfig("", None, "", False, raw, "", 0, 0, "", frozenset()).sliding_window is None
 
 
 def test_a_rope_theta_of_null_is_the_default() -> None:
@@ -156,9 +152,9 @@ def test_a_rope_theta_of_null_is_the_default() -> None:
     ],
 )
 def test_sampling_defaults(recommended: dict[str, Any], fields: dict[str, Any]) -> None:
-    found, source = sampling_defaults("", recommended, max_tokens=50)
-    assert found == {"max_tokens": 50, **fields}
-    SamplingParams(**found)
+    defaults, source = sampling_defaults("", recommended, max_tokens=50)
+    assert defaults == {"max_tokens": 50, **fields}
+    SamplingParams(**defaults)
     assert ("tpengine" in source) == (fields.get("temperature") == 0.7)
     with pytest.raises(ModelLoadError, match=r"generation_config\.json of /x .*temperature.*'hot'"):
         sampling_defaults("/x", recommended | {"do_sample": True, "temperature": "hot"})

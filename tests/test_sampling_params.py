@@ -91,7 +91,7 @@ def test_borders_are_inside(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "read"),
+    ("fields", "read"),
     [
         ({}, {"top_k": -1, "stop": [], "stop_token_ids": [], "best_of": 1}),
         ({}, {"logits_processors": None, "seed": None, "logprobs": None}),
@@ -123,17 +123,16 @@ def test_borders_are_inside(fields: dict[str, Any]) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_attributes_read_as_in_vllm(given: dict[str, Any], read: dict[str, Any]) -> None:
-    params = SamplingParams(**given)
-    found = {name: getattr(params, name) for name in read}
-    assert repr(found) == repr(read)  # also tells a tuple from a list
+def test_attributes_read_as_in_vllm(fields: dict[str, Any], read: dict[str, Any]) -> None:
+    params = SamplingParams(**fields)
+    values = {name: getattr(params, name) for name in read}
+    assert repr(values) == repr(read)  # also tells a tuple from a list
     params.check()
     assert {name: getattr(params, name) for name in read} == read
 
 
 def test_parameters_of_vllm_come_first_and_have_positions() -> None:
-    parameters = inspect.signature(SamplingParams).parameters.values()
-    kinds = [parameter.kind for parameter in parameters]
+    kinds = [parameter.kind for parameter in inspect.signature(SamplingParams).parameters.values()]
     assert kinds[:26] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 26
     assert set(kinds[26:]) == {inspect.Parameter.KEYWORD_ONLY}
 

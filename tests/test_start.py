@@ -88,12 +88,7 @@ def _with_specials(backend: Backend) -> Backend:
         ("llama", "TokenizersBackend", byte_level(), {"add_bos_token": False}),
         ("llama", "GPT2Tokenizer", byte_level(True), {"add_prefix_space": True}),
         ("llama", "LlamaTokenizer", of_llama2(), {"add_bos_token": False}),
-        (
-            "llama",
-            "LlamaTokenizerFast",
-            of_llama2(),
-            {"legacy": True, "add_eos_token": True},
-        ),
+        ("llama", "LlamaTokenizerFast", of_llama2(), {"legacy": True, "add_eos_token": True}),
         ("llama", "LlamaTokenizer", byte_level(), {}),
         ("mistral", "LlamaTokenizer", of_llama2(), {}),
         ("mistral", "PreTrainedTokenizerFast", of_llama2(), {}),

@@ -40,8 +40,8 @@ CHAIN = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(6000)), "a600
 
 
 def generate(llm: LLM, count: int = 1, **params: Any) -> list[RequestOutput]:
-    given = {"temperature": 1.0, "seed": 3, "max_tokens": 200, **params}
-    return llm.generate(["Once upon"] * count, SamplingParams(**given), use_tqdm=False)
+    fields = {"temperature": 1.0, "seed": 3, "max_tokens": 200, **params}
+    return llm.generate(["Once upon"] * count, SamplingParams(**fields), use_tqdm=False)
 
 
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
@@ -83,9 +83,9 @@ def test_each_output_matches(
     llm: LLM, others: dict[str, Any], constraint: dict[str, Any], pattern: str
 ) -> None:
     (output,) = generate(llm, structured_outputs=constraint, **others)
-    for one in output.outputs:
-        assert one.finish_reason == "stop"
-        assert re.fullmatch(pattern, one.text), one.text
+    for completion in output.outputs:
+        assert completion.finish_reason == "stop"
+        assert re.fullmatch(pattern, completion.text), completion.text
 
 
 def test_where_a_bias_leads(llm: LLM) -> None:
@@ -94,7 +94,7 @@ def test_where_a_bias_leads(llm: LLM) -> None:
         (StructuredOutputsParams(json_object=True), {'"': 12.0, "}": 12.0}, r'\{.*".*\}'),
         ({"structural_tag": TAG}, {"<": 40.0}, r"(<f=1>\s*5</f>){3}.*"),
     ):
-        bias = {llm.get_tokenizer().encode(one)[0]: more for one, more in favoured.items()}
+        bias = {llm.get_tokenizer().encode(text)[0]: more for text, more in favoured.items()}
         (output,) = generate(llm, structured_outputs=constraint, logit_bias=bias)
         text = output.outputs[0].text
         assert re.fullmatch(pattern, text, re.DOTALL), text
@@ -137,9 +137,9 @@ def test_detours_change_no_token(mode: str) -> None:
     log.assert_only(mode, at_least=3)
     for before, after in zip(calm, tight, strict=True):
         assert before.outputs[0].token_ids == after.outputs[0].token_ids
-    whole = [one.outputs[0] for one in tight[::3] if one.outputs[0].finish_reason == "stop"]
+    whole = [o.outputs[0] for o in tight[::3] if o.outputs[0].finish_reason == "stop"]
     assert len(whole) >= 3
-    assert all(is_valid(one.text, PERSON) for one in whole)
+    assert all(is_valid(completion.text, PERSON) for completion in whole)
 
 
 def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -> None:
@@ -158,7 +158,7 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
             for i, piece in enumerate(texts):
                 is_text = i not in tokenizer.special_token_ids and piece != ""
                 if (i == end_id and text in choices) or (
-                    is_text and any(one.startswith(text + piece) for one in choices)
+                    is_text and any(choice.startswith(text + piece) for choice in choices)
                 ):
                     edited[i] = logits[i]
             return edited
@@ -166,12 +166,12 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
         oracle = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for length in (3, 20, 40):
             for seed in range(3):
-                (found,) = clear_prompts(oracle, [length], 1, only_choices, seed)
+                (prompts,) = clear_prompts(oracle, [length], 1, only_choices, seed)
                 params = SamplingParams(
                     temperature=0.0, max_tokens=20, structured_outputs={"choice": choices}
                 )
-                (output,) = run(engine, [(found[0], params)])
-                ids, wanted = list(output.outputs[0].token_ids), list(found[0])
+                (output,) = run(engine, [(prompts[0], params)])
+                ids, wanted = list(output.outputs[0].token_ids), list(prompts[0])
                 with torch.inference_mode():
                     while wanted[-1] != end_id:
                         logits = oracle(torch.tensor([wanted])).logits[0, -1]
@@ -180,7 +180,7 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("constraint", "words"),
     [
         ({}, "exactly one of json, .* got none of them"),
         ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
@@ -204,11 +204,11 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
         ({"structural_tag": {**TAG, "triggers": ["g"]}}, "each begin starts with one"),
         ("a", "structured_outputs must be StructuredOutputsParams or a dict"),
     ],
-    ids=lambda one: str(one)[:40],
+    ids=lambda value: str(value)[:40],
 )
-def test_a_bad_constraint_is_an_error_of_its_request(llm: LLM, given: Any, told: str) -> None:
-    with pytest.raises(InvalidSamplingParamsError, match=f"(?s){told}"):
-        generate(llm, structured_outputs=given)
+def test_a_bad_constraint_is_an_error_of_its_request(llm: LLM, constraint: Any, words: str) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=f"(?s){words}"):
+        generate(llm, structured_outputs=constraint)
     assert generate(llm, max_tokens=2)[0].finished
 
 
@@ -226,8 +226,8 @@ def test_a_limit_is_named_and_ends_its_request_alone(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: int, constraint: dict[str, Any]
 ) -> None:
     params = [
-        SamplingParams(max_tokens=100, seed=1, structured_outputs=one)
-        for one in (constraint, {"regex": "[ab]{3}"})
+        SamplingParams(max_tokens=100, seed=1, structured_outputs=value)
+        for value in (constraint, {"regex": "[ab]{3}"})
     ]
     with LLM(dtype="float32", cpu_kv_cache_space=0.05) as llm:
         generate(llm, structured_outputs=params[1].structured_outputs)
@@ -322,11 +322,11 @@ def test_a_hundred_schemas_of_the_suite() -> None:
     args: dict[str, Any] = {"dtype": "float32", "tensor_parallel_size": 2, "executor": "processes"}
     with LLM(**args, block_size=8, num_device_blocks_override=130, max_model_len=1024) as llm:
         for name, schema in suite_schemas():
-            one = closed(schema)
-            key = json.dumps(one, sort_keys=True)
+            bounded = closed(schema)
+            key = json.dumps(bounded, sort_keys=True)
             if key not in schemas and key not in refused and len(schemas) < 100:
                 try:
-                    generate(llm, max_tokens=1, structured_outputs={"json": one})
+                    generate(llm, max_tokens=1, structured_outputs={"json": bounded})
                     schemas[key] = name
                 except InvalidSamplingParamsError as error:
                     refused[key] = f"{name}: {str(error).partition('refused: ')[2][:80]}"

@@ -43,8 +43,7 @@ def opt_with_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_hidden_layers": 2}
     config = OPTConfig(vocab_size=1536, num_attention_heads=4, **sizes)
-    model = OPTForCausalLM(config)
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(OPTForCausalLM(config).state_dict(), folder / "pytorch_model.bin")
     config.architectures = ["OPTForCausalLM"]
     config.save_pretrained(folder)
     for path in Path(EMBEDDED_MODEL).glob("*token*"):
@@ -66,8 +65,8 @@ def test_each_name_is_the_same_or_different_or_refused() -> None:
 
 def test_names_of_later_versions_exist() -> None:
     for name in json.loads((compare_api.FOLDER / "later.json").read_text()):
-        found, _, part = name.partition(".")
-        owner = getattr(tpengine, found)
+        owner_name, _, part = name.partition(".")
+        owner = getattr(tpengine, owner_name)
         assert hasattr(owner, part) or part in inspect.signature(owner).parameters, name
 
 

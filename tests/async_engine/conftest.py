@@ -89,8 +89,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGate]:
         return gates[-1]
 
     yield hold
-    for one in gates:
-        one.open()
+    for gate in gates:
+        gate.open()
 
 
 @pytest.fixture

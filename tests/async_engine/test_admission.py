@@ -78,15 +78,10 @@ def test_a_full_queue_has_places_for_owners_below_their_share(limits: QueueLimit
     queue = Admission(limits, "owner")
     flood, other, heavy = Owner("a", "a"), Owner("b", "b"), Owner("c", "c", weight=2.0)
     flooding = [_add(queue, flood) for _ in range(SIZE)]
-    for owner, num_new, num_held in (
-        (flood, 0, 100),
-        (other, 50, 50),
-        (heavy, 50, 50),
-        (other, 0, 50),
-    ):
+    for owner, num_new, held in ((flood, 0, 100), (other, 50, 50), (heavy, 50, 50), (other, 0, 50)):
         for _ in range(num_new):
             _add(queue, owner)
-        part = num_held if limits.max_requests == SIZE else 10 * num_held
+        part = held if limits.max_requests == SIZE else 10 * held
         with pytest.raises(QueueFullError, match=f"already, {part} of them this client's"):
             _add(queue, owner)
     for request in flooding:

@@ -21,9 +21,7 @@ def step_while_the_loop_is_blocked(engine: AsyncLLMEngine, held: Gate) -> None:
     wait_until(lambda: engine.stats().step_seconds["hand_over"] != before, TIMEOUT_S)
 
 
-async def test_a_request_that_ends_with_the_drain_is_whole(
-    make: MakeEngine, gate: MakeGate
-) -> None:
+async def test_a_request_that_ends_with_a_drain_is_whole(make: MakeEngine, gate: MakeGate) -> None:
     """Its last output is on its way when the time is over; the reader gets all outputs."""
     engine = make()
     held = gate(engine)

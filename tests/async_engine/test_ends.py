@@ -22,16 +22,11 @@ from async_engine.tools import (
     until,
 )
 from tpengine import AsyncLLMEngine, RequestOutputKind
-from tpengine.errors import (
-    DeadlineExceededError,
-    RequestAbortedError,
-)
+from tpengine.errors import DeadlineExceededError, RequestAbortedError
 
 
 @pytest.mark.parametrize("way", ["cancel", "abort", "abort of a server", "deadline"])
-async def test_blocks_are_back_before_the_next_step(
-    make: MakeEngine, gate: MakeGate, way: str
-) -> None:
+async def test_blocks_are_back_before_a_step(make: MakeEngine, gate: MakeGate, way: str) -> None:
     engine = make()
     held = gate(engine)
     total = engine.llm_engine.num_total_blocks
@@ -125,9 +120,7 @@ async def test_an_id_may_be_used_again_at_once(engine: AsyncLLMEngine) -> None:
 
 
 @pytest.mark.parametrize("where", ["queued", "prefill", "decode"])
-async def test_a_deadline_says_how_far_it_came(
-    make: MakeEngine, gate: MakeGate, where: str
-) -> None:
+async def test_deadline_says_how_far_it_came(make: MakeEngine, gate: MakeGate, where: str) -> None:
     engine = make(max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=False)
     held = gate(engine)
     num_steps = {"queued": 0, "prefill": 1, "decode": 4}[where]
@@ -162,9 +155,7 @@ async def test_a_deadline_that_has_passed(engine: AsyncLLMEngine) -> None:
     assert engine.stats().num_steps == steps
 
 
-async def test_max_queue_s_does_not_end_a_request_that_started(
-    make: MakeEngine, gate: MakeGate
-) -> None:
+async def test_max_queue_s_ends_no_request_that_started(make: MakeEngine, gate: MakeGate) -> None:
     engine = make(max_num_seqs=1)
     held = gate(engine)
 

@@ -15,16 +15,8 @@ from support.engines import make_engine
 from support.event_loop import run_async
 from support.waiting import wait_until
 
+from async_engine import tools
 from async_engine.conftest import MakeEngine
-from async_engine.tools import (
-    TIMEOUT_S,
-    MakeGate,
-    last_output,
-    read_ids,
-    read_mailbox,
-    stream,
-    until,
-)
 from tpengine import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from tpengine.async_engine import async_llm_engine
 from tpengine.errors import (
@@ -46,9 +38,7 @@ def refuse_long(token_ids: list[int], logits: Any) -> Any:
     return logits
 
 
-def test_a_failing_step_reaches_every_reader_once(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_step_reaches_each_once(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     execute = LocalExecutor.execute_model
 
@@ -60,7 +50,7 @@ def test_a_failing_step_reaches_every_reader_once(
     monkeypatch.setattr(LocalExecutor, "execute_model", fail)
 
     async def one(index: int) -> Exception:
-        outputs = engine.generate(None, stream(50), prompt_token_ids=[index + 4] * 9)
+        outputs = engine.generate(None, tools.stream(50), prompt_token_ids=[index + 4] * 9)
         with pytest.raises(EngineDeadError, match="the device is on fire") as caught:
             async for _ in outputs:
                 pass
@@ -73,7 +63,7 @@ def test_a_failing_step_reaches_every_reader_once(
         errors = await asyncio.gather(*(one(index) for index in range(8)))
         assert len({id(error) for error in errors}) == 8, "each has a traceback of its own"
         with pytest.raises(EngineDeadError, match="the device is on fire"):
-            await read_ids(engine, [5], stream(3))
+            await tools.read_ids(engine, [5], tools.stream(3))
         assert not await engine.abort("unknown")
         assert await engine.drain(5) == 0
 
@@ -101,13 +91,13 @@ async def test_the_reason_is_known_while_the_ranks_end(
 
     def end_slowly(self: LocalExecutor) -> None:
         ends.set()
-        assert may_end.wait(TIMEOUT_S)
+        assert may_end.wait(tools.TIMEOUT_S)
         shutdown(self)
 
     monkeypatch.setattr(LocalExecutor, "execute_model", lose)
     monkeypatch.setattr(LocalExecutor, "shutdown", end_slowly)
-    request = asyncio.create_task(read_ids(engine, [5], stream(3)))
-    await asyncio.to_thread(ends.wait, TIMEOUT_S)
+    request = asyncio.create_task(tools.read_ids(engine, [5], tools.stream(3)))
+    await asyncio.to_thread(ends.wait, tools.TIMEOUT_S)
     reason = engine.health().reason
     may_end.set()
     for word in ("the engine is dead: EngineDeadError", "max_recoveries = 0", "pid 4711"):
@@ -118,9 +108,9 @@ async def test_the_reason_is_known_while_the_ranks_end(
 
 async def test_a_request_fails_alone(make: MakeEngine) -> None:
     engine = make()
-    params = stream(20, logits_processors=[f"{__name__}:refuse_long"])
-    bad = asyncio.create_task(read_ids(engine, [5] * 9, params))
-    good = asyncio.create_task(read_ids(engine, [6] * 9, stream(20)))
+    params = tools.stream(20, logits_processors=[f"{__name__}:refuse_long"])
+    bad = asyncio.create_task(tools.read_ids(engine, [5] * 9, params))
+    good = asyncio.create_task(tools.read_ids(engine, [6] * 9, tools.stream(20)))
     with pytest.raises(RequestFailedError, match="on purpose"):
         await bad
     assert len(await good) == 20
@@ -134,7 +124,7 @@ OUTGROWN = SamplingParams(n=2, max_tokens=300, ignore_eos=True, seed=1)
 @pytest.mark.parametrize(
     ("num_tokens", "params", "words"),
     [
-        (641, stream(3), "641 tokens, more than max_model_len = 640"),
+        (641, tools.stream(3), "641 tokens, more than max_model_len = 640"),
         (300, OUTGROWN, "the KV cache has 41"),
     ],
     ids=["prompt", "output"],
@@ -146,16 +136,16 @@ async def test_a_request_that_is_too_long(
     alone is too long."""
     engine = make(num_device_blocks_override=41, max_model_len=640)
     prompt = [5] * num_tokens
-    output = await last_output(engine, None, params, prompt_token_ids=prompt)
+    output = await tools.last_output(engine, None, params, prompt_token_ids=prompt)
     assert words in str(output.error)
-    assert {one.finish_reason for one in output.outputs} == {"length"}
-    assert any(one.token_ids for one in output.outputs) == (params is OUTGROWN)
+    assert {completion.finish_reason for completion in output.outputs} == {"length"}
+    assert any(completion.token_ids for completion in output.outputs) == (params is OUTGROWN)
     num_steps = engine.stats().num_steps
     with pytest.raises(RequestIgnoredError, match=words):
-        await read_mailbox(engine, prompt, params)
+        await tools.read_mailbox(engine, prompt, params)
     assert (engine.stats().num_steps > num_steps) == (params is OUTGROWN)
     assert engine.stats().refused == ({} if params is OUTGROWN else {"RequestIgnoredError": 1})
-    assert len(await read_ids(engine, [6] * 9, stream(20))) == 20
+    assert len(await tools.read_ids(engine, [6] * 9, tools.stream(20))) == 20
     assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
 
 
@@ -170,7 +160,7 @@ def test_an_engine_that_takes_too_long_to_build(folder: Path) -> None:
     built, ended = threading.Event(), threading.Event()
 
     def slow() -> LLMEngine:
-        assert built.wait(TIMEOUT_S)
+        assert built.wait(tools.TIMEOUT_S)
         inner = make_engine(folder)
         shutdown = inner.shutdown
 
@@ -184,7 +174,7 @@ def test_an_engine_that_takes_too_long_to_build(folder: Path) -> None:
     with pytest.raises(EngineError, match="not ready within 0 s"):
         AsyncLLMEngine(slow, start_timeout_s=0.1)
     built.set()
-    assert ended.wait(TIMEOUT_S), "an engine that is ready too late is ended"
+    assert ended.wait(tools.TIMEOUT_S), "an engine that is ready too late is ended"
 
 
 def test_shutdown_fails_requests_and_leaves_no_thread(folder: Path) -> None:
@@ -193,15 +183,17 @@ def test_shutdown_fails_requests_and_leaves_no_thread(folder: Path) -> None:
 
     async def ask() -> None:
         await engine.tokenize("this starts the thread for texts")
-        readers = [asyncio.create_task(read_ids(engine, [4], stream(600))) for _ in range(3)]
-        await until(lambda: engine.stats().queues.num_running == 3)
+        readers = [
+            asyncio.create_task(tools.read_ids(engine, [4], tools.stream(600))) for _ in range(3)
+        ]
+        await tools.until(lambda: engine.stats().queues.num_running == 3)
         await engine.shutdown()
         await engine.shutdown()
         for reader in readers:
             with pytest.raises(EngineDeadError, match="was shut down"):
                 await reader
         with pytest.raises(EngineDeadError, match="was shut down"):
-            await read_ids(engine, [4], stream(3))
+            await tools.read_ids(engine, [4], tools.stream(3))
         with pytest.raises(EngineDeadError, match="was shut down"):
             await engine.tokenize("hello")
 
@@ -212,15 +204,15 @@ def test_shutdown_fails_requests_and_leaves_no_thread(folder: Path) -> None:
 
 
 async def test_health_means_progress(
-    make: MakeEngine, gate: MakeGate, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, gate: tools.MakeGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(max_step_s=100.0)
     held, ahead_s = gate(engine), [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
     monkeypatch.setattr(async_llm_engine, "time", clock)
     thread, seen = engine._thread, engine._thread.progress_at
-    await until(lambda: thread.progress_at > seen)  # an idle engine is ready
-    reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
+    await tools.until(lambda: thread.progress_at > seen)  # an idle engine is ready
+    reader = asyncio.create_task(tools.read_ids(engine, [4], tools.stream(10)))
     await held.reached(1)
     assert engine.health().ready
     ahead_s[0] = 200.0
@@ -231,12 +223,10 @@ async def test_health_means_progress(
     ahead_s[0] = 0.0
     held.open()
     assert len(await reader) == 10
-    await until(lambda: engine.health().ready)
+    await tools.until(lambda: engine.health().ready)
 
 
-async def test_steps_without_progress_are_seen(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_steps_without_progress(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose steps do nothing while requests wait is not ready, and does not
     run in a busy loop."""
     engine = make(max_step_s=1.0)
@@ -248,8 +238,8 @@ async def test_steps_without_progress_are_seen(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.llm_engine, "step", nothing)
-        reader = asyncio.create_task(read_ids(engine, [4], stream(10)))
-        await until(lambda: len(pauses) > 1 and not engine.health().ready)
+        reader = asyncio.create_task(tools.read_ids(engine, [4], tools.stream(10)))
+        await tools.until(lambda: len(pauses) > 1 and not engine.health().ready)
     assert min(pauses[1:]) > 0, "it pauses before each step but the first"
     assert len(await reader) == 10
 
@@ -259,14 +249,14 @@ def test_a_loop_that_is_closed_before_its_requests_end(make: MakeEngine) -> None
     engine = make()
 
     async def begin() -> Any:
-        outputs = engine.generate(None, stream(600), "it", prompt_token_ids=[4])
+        outputs = engine.generate(None, tools.stream(600), "it", prompt_token_ids=[4])
         await anext(outputs)
         return outputs
 
     loop = asyncio.new_event_loop()
     outputs = loop.run_until_complete(begin())
     loop.close()
-    assert len(run_async(read_ids(engine, [4], stream(5), request_id="it"))) == 5
+    assert len(run_async(tools.read_ids(engine, [4], tools.stream(5), request_id="it"))) == 5
     inner = engine.llm_engine
     wait_until(lambda: inner.num_free_blocks == inner.num_total_blocks)
     del outputs

@@ -21,22 +21,13 @@ from async_engine.tools import (
     stream,
     until,
 )
-from tpengine import AsyncLLMEngine
+from tpengine import AsyncLLMEngine, errors
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.requests import GenerateRequest
-from tpengine.errors import (
-    ConfigError,
-    DeadlineExceededError,
-    EngineDeadError,
-    InvalidPromptError,
-    QueueFullError,
-)
 from tpengine.scheduling.sequence import CheckedRequest
 
 
-async def test_a_full_queue_refuses_at_once_and_serves_again(
-    make: MakeEngine, gate: MakeGate
-) -> None:
+async def test_full_queue_refuses_then_serves_again(make: MakeEngine, gate: MakeGate) -> None:
     engine = make(QueueLimits(max_requests=4), max_num_seqs=2)
     held = gate(engine)
     running = [asyncio.create_task(read_ids(engine, [i + 4], stream(4))) for i in range(2)]
@@ -47,12 +38,12 @@ async def test_a_full_queue_refuses_at_once_and_serves_again(
     waiting = [asyncio.create_task(read_ids(engine, [i + 9], stream(4))) for i in range(4)]
     await until(lambda: engine.stats().queues.num_queued == 4)
     for _ in range(500):  # while a step is held: a refusal does not wait for it
-        with pytest.raises(QueueFullError, match="4 requests wait") as caught:
+        with pytest.raises(errors.QueueFullError, match="4 requests wait") as caught:
             await read_ids(engine, [7], stream(4))
         assert 0 < caught.value.retry_after_s < 60
     assert engine.stats().refused == {"QueueFullError": 500}
     held.open()
-    assert [len(one) for one in await asyncio.gather(*running, *waiting)] == [4] * 6
+    assert [len(ids) for ids in await asyncio.gather(*running, *waiting)] == [4] * 6
     assert len(await read_ids(engine, [7], stream(4))) == 4
 
 
@@ -65,18 +56,18 @@ async def test_the_queue_bounds_tokens_too(make: MakeEngine, gate: MakeGate) -> 
     await held.reached(2)
     waiting = [asyncio.create_task(read_ids(engine, [9] * 25, stream(4))) for _ in range(2)]
     await until(lambda: engine.stats().queues.num_queued_tokens == 50)
-    with pytest.raises(QueueFullError, match="50 prompt tokens wait already; with 1 more"):
+    with pytest.raises(errors.QueueFullError, match="50 prompt tokens wait already; with 1 more"):
         await read_ids(engine, [7], stream(4))
     assert engine.stats().queues.num_queued == 2
     held.open()
-    assert [len(one) for one in await asyncio.gather(first, *waiting)] == [4] * 3
+    assert [len(ids) for ids in await asyncio.gather(first, *waiting)] == [4] * 3
     assert engine.stats().queues.num_queued_tokens == 0
 
 
 async def test_a_refused_prompt_frees_its_place(make: MakeEngine) -> None:
     engine = make(QueueLimits(max_requests=1))
     for _ in range(3):
-        with pytest.raises(InvalidPromptError, match="no id of the vocabulary"):
+        with pytest.raises(errors.InvalidPromptError, match="no id of the vocabulary"):
             await read_ids(engine, [100_000], stream(4))
     assert engine.stats().queues.num_queued == 0
     assert len(await read_ids(engine, [7], stream(4))) == 4
@@ -84,7 +75,7 @@ async def test_a_refused_prompt_frees_its_place(make: MakeEngine) -> None:
 
 @pytest.mark.parametrize("name", ["max_requests", "max_tokens"])
 def test_limits_are_positive(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(errors.ConfigError, match=f"{name} must be at least 1, got 0"):
         QueueLimits(**{name: 0})
 
 
@@ -99,7 +90,7 @@ async def test_texts_wait_in_a_bounded_queue_behind_requests(
     texts += [asyncio.create_task(engine.detokenize([5, 6]))]
     await asyncio.sleep(0)  # now each task runs up to its first wait
     for refused in (engine.tokenize("one more"), engine.detokenize([5])):
-        with pytest.raises(QueueFullError, match="3 texts wait") as caught:
+        with pytest.raises(errors.QueueFullError, match="3 texts wait") as caught:
             await refused
         assert caught.value.retry_after_s > 0
     request = asyncio.create_task(last_output(engine, "request", stream(2)))
@@ -115,8 +106,7 @@ async def test_the_end_of_a_request_does_not_wait_for_the_tokenizer(
     """One prompt is being tokenized, the others wait for the tokenizer."""
 
     def begin(request_id: str, **limits: float) -> asyncio.Task[object]:
-        params = greedy(3, output_kind=FINAL)
-        outputs = engine.generate("hello", params, request_id, **limits)
+        outputs = engine.generate("hello", greedy(3, output_kind=FINAL), request_id, **limits)
         return asyncio.create_task(collect(outputs))
 
     steps = engine.stats().num_steps
@@ -124,9 +114,9 @@ async def test_the_end_of_a_request_does_not_wait_for_the_tokenizer(
     await until(tokenizer_gate.inside.is_set)
     patient = begin("patient", max_queue_s=0.01)
     late = begin("late", deadline=time.monotonic() + 0.01)
-    for task, kind in ((patient, DeadlineExceededError), (late, DeadlineExceededError)):
+    for task in (patient, late):
         await asyncio.wait({task}, timeout=TIMEOUT_S)
-        assert isinstance(task.exception(), kind)
+        assert isinstance(task.exception(), errors.DeadlineExceededError)
     assert await engine.abort("aborted")
     assert await asyncio.wait_for(aborted, TIMEOUT_S) == [], "it has no last output"
     assert engine.stats().queues.num_queued == 0
@@ -136,9 +126,7 @@ async def test_the_end_of_a_request_does_not_wait_for_the_tokenizer(
     assert engine.stats().num_steps == steps
 
 
-async def test_shutdown_ends_texts_that_wait(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_shutdown_ends_texts(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     held = TokenizerGate(engine, monkeypatch)
     first = asyncio.create_task(engine.tokenize("first"))
@@ -151,8 +139,8 @@ async def test_shutdown_ends_texts_that_wait(
     await asyncio.sleep(0)  # now each task runs up to its first wait
     await engine.shutdown()
     await asyncio.wait(waiting, timeout=TIMEOUT_S)
-    assert [type(task.exception()) for task in waiting] == [EngineDeadError] * 3
-    with pytest.raises(EngineDeadError):
+    assert [type(task.exception()) for task in waiting] == [errors.EngineDeadError] * 3
+    with pytest.raises(errors.EngineDeadError):
         await engine.tokenize("later")
     held.go_on.set()
 
@@ -169,4 +157,4 @@ async def test_a_grammar_is_compiled_beside_the_event_loop(make: MakeEngine) -> 
     engine.llm_engine.check_request = note  # type: ignore[method-assign]
     await read_ids(engine, [5], stream(2))
     await read_ids(engine, [5], stream(2, structured_outputs={"regex": "a"}))
-    assert [one is threading.current_thread() for one in threads] == [True, False]
+    assert [thread is threading.current_thread() for thread in threads] == [True, False]

@@ -33,9 +33,9 @@ def test_merged_deltas_are_the_deltas(steps: list[tuple[dict[int, list[int]], bo
     read: dict[int, tuple[list[int], str, list[Any]]] = {}
 
     def take(output: RequestOutput | None) -> None:
-        for one in output.outputs if output is not None else ():
-            ids, text, logprobs = read.get(one.index, ([], "", []))
-            read[one.index] = ([*ids, *one.token_ids], text + one.text, logprobs + one.logprobs)
+        for part in output.outputs if output is not None else ():
+            ids, text, logprobs = read.get(part.index, ([], "", []))
+            read[part.index] = ([*ids, *part.token_ids], text + part.text, logprobs + part.logprobs)
 
     box = Mailbox(merges=True)
     for tokens, looks in steps:
@@ -64,8 +64,7 @@ def test_nothing_comes_after_the_end() -> None:
     box.put(delta({0: [1]}, finished=True))
     box.put(delta({0: [2]}))
     box.close(ValueError("late"))
-    output = run_async(box.take())
-    assert output.outputs[0].token_ids == (1,)
+    assert run_async(box.take()).outputs[0].token_ids == (1,)
     box = Mailbox(merges=True)
     box.close(ValueError("first"))
     box.close(ValueError("second"))
@@ -81,12 +80,10 @@ async def test_a_stream_without_a_reader(engine: AsyncLLMEngine, gate: MakeGate)
     async def others() -> int:
         held, before = gate(engine), engine.stats().num_steps
         wanted = engine.get_num_unfinished_requests() + 4
-        reading = asyncio.gather(
-            *(read_ids(engine, [i + 4] * 8, stream(NUM_TOKENS)) for i in range(4))
-        )
+        ids = asyncio.gather(*(read_ids(engine, [i + 4] * 8, stream(NUM_TOKENS)) for i in range(4)))
         await until(lambda: engine.get_num_unfinished_requests() == wanted)
         held.open()  # from now on all of them run in the same steps
-        answers = await reading
+        answers = await ids
         assert [len(answer) for answer in answers] == [NUM_TOKENS] * 4
         return engine.stats().num_steps - before
 

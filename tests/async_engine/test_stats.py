@@ -38,12 +38,12 @@ EXPECTED = dict.fromkeys(NONE.split(), 0) | {
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
     """The log lines about requests."""
-    found: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("tpengine.async_engine.request_table")
     logger.addHandler(handler)
-    yield found
+    yield messages
     logger.removeHandler(handler)
 
 

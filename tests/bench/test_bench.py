@@ -53,15 +53,13 @@ def test_report_says_what_was_run(
         for head in ("machine", "commit", "model", "requests", "step, ms", "outside the model"):
             assert re.search(f"^{head}", shown, re.MULTILINE), shown
         for head in ("output", "prefill"):
-            found = re.search(rf"^{head} tokens/s +(\S+)", shown, re.MULTILINE)
-            assert found is not None
-            assert float(found[1]) > 0
+            match = re.search(rf"^{head} tokens/s +(\S+)", shown, re.MULTILINE)
+            assert match is not None
+            assert float(match[1]) > 0
     kind = "int8" if "int8" in options else "none"
     line = rf"^settings +device cpu, dtype float32, quantization {kind}$"
     assert re.search(line, shown, re.MULTILINE), shown
-    assert [path.name for path in tmp_path.iterdir()] == ["trace-2.json.gz"] * (
-        "--trace" in options
-    )
+    assert [p.name for p in tmp_path.iterdir()] == ["trace-2.json.gz"] * ("--trace" in options)
 
 
 def test_settings_are_resolved() -> None:
@@ -122,13 +120,13 @@ def test_what_a_decode_step_reads(models: ModelShop) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_quantized_head_is_read_once_tied_or_not(models: ModelShop, quantization: str) -> None:
     """A tied head is the table itself; a table of its own is not read."""
-    found, held = [], []
+    read, held = [], []
     for tied in (True, False):
         folder = models.folder(TinyLlama(64, 4, 2, tied=tied))
         with make_engine(folder, quantization=quantization) as engine:
-            found += [ledger.read_bytes for ledger in engine.stats().ledgers]
+            read += [ledger.read_bytes for ledger in engine.stats().ledgers]
             held.append(sum(engine.get_weights_bytes()))
-    assert found[0] == found[1]
+    assert read[0] == read[1]
     assert held[0] < held[1]
 
 

@@ -91,8 +91,7 @@ def test_each_part_with_tests_selects_some(tmp_path: Path) -> None:
     selections = [[*words, "--collect-only", "-q"] for words in words_after("pytest", tmp_path)]
     assert selections
     code = f"import sys, pytest; sys.exit(max(map(pytest.main, {selections!r})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=240)
-    assert done.returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=240).returncode == 0
 
 
 def test_a_visit_goes_on_after_failures(tmp_path: Path) -> None:
@@ -142,10 +141,7 @@ def test_a_cut_leaves_what_was_found_and_no_process(tmp_path: Path) -> None:
     """By SIGTERM. Each part is written while it runs, since the end may give it no time."""
     pid_file, all_text = tmp_path / "pid", tmp_path / "all.txt"
     running = f"echo half of it; {process_that_lives_on(pid_file)}"
-    parts = [
-        Part(1, "first", 90.0, ("echo", "1.7")),
-        Part(2, "second", 90.0, ("sh", "-c", running)),
-    ]
+    parts = [Part(1, "first", 90, ("echo", "1.7")), Part(2, "second", 90, ("sh", "-c", running))]
     code = (
         "import runpy, sys\nsys.path.insert(0, 'tests')\n"
         "from benchmarks import visit\nfrom benchmarks.visit import Part\n"
@@ -154,9 +150,7 @@ def test_a_cut_leaves_what_was_found_and_no_process(tmp_path: Path) -> None:
         "runpy.run_path('tests/benchmarks', run_name='__main__')"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    wait_until(
-        lambda: pid_file.exists() and "half of it" in all_text.read_text(), 60.0, "second not run"
-    )
+    wait_until(lambda: pid_file.exists() and "half of it" in all_text.read_text(), 60.0, "not run")
     process.send_signal(signal.SIGTERM)
     assert process.wait(60.0) == 1
     assert_ended(pid_file)
@@ -201,8 +195,7 @@ def test_a_visit_fits_into_ten_minutes(tmp_path: Path) -> None:
         stages[part.stage] = max(stages[part.stage], part.limit_s)
     parser = argparse.ArgumentParser()
     visit.add_arguments(parser)
-    budget_s = parser.parse_args([]).budget_s
-    assert sum(stages.values()) + visit.TELL_S <= budget_s <= 570.0
+    assert sum(stages.values()) + visit.TELL_S <= parser.parse_args([]).budget_s <= 570.0
     assert list(stages) == sorted(stages)
     assert [part.name for part in parts[:2]] == ["card", "one case of each kernel"]
     assert [part.name for part in parts[-2:]] == ["memcheck", "racecheck"]

@@ -82,9 +82,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     copy = copy_bandwidth(device)
     source = torch.zeros(timing.COPY_BYTES // 4, dtype=torch.float32, device=device)
     read_s = graph_s([source.sum] * 4)
-    a, b = (
-        torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2)
-    )
+    a, b = (torch.randn([MATMUL_SIZE] * 2, dtype=torch.bfloat16, device=device) for _ in range(2))
     matmul_s = graph_s([lambda: F.linear(a, b)] * 10)
     on_card = torch.zeros(BUS_BYTES, dtype=torch.uint8, device=device)
     on_host = torch.zeros(BUS_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -54,11 +54,11 @@ def alternate(
         measure: gets the kind and the number of the round; the warm-ups' numbers are below 0.
         warm_ups: rounds whose results are dropped.
     """
-    found: dict[K, list[T]] = {kind: [] for kind in kinds}
+    measured: dict[K, list[T]] = {kind: [] for kind in kinds}
     for number in tqdm(range(-warm_ups, rounds), desc="rounds", unit="round"):
         for kind in kinds if number % 2 == 0 else kinds[::-1]:
-            found[kind].append(measure(kind, number))
-    return {kind: results[warm_ups:] for kind, results in found.items()}
+            measured[kind].append(measure(kind, number))
+    return {kind: results[warm_ups:] for kind, results in measured.items()}
 
 
 @contextmanager

@@ -80,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
         costs = alternate(
             DOORS,
             args.rounds,
-            lambda door, number: _measure(
-                server.pid, clients, replace(loads[door], seed=number + 1)
-            ),
+            lambda door, i: _measure(server.pid, clients, replace(loads[door], seed=i + 1)),
         )
     work = f"{args.model or args.shape}, {args.streams} streams of {args.output_tokens} tokens"
     print(report_head(None, {"work": work, "server": args.server}))
@@ -108,12 +106,10 @@ def _measure(pid: int, clients: Pool, load: Load) -> Cost:
 
 
 def _line(door: str, costs: list[Cost]) -> str:
-    rate, cpu, cpu_of_doors, cpu_of_clients, tokens = map(
-        statistics.median, zip(*costs, strict=True)
-    )
+    rate, cpu, cpu_of_doors, clients_cpu, tokens = map(statistics.median, zip(*costs, strict=True))
     return (
         f"{door}: {rate:.1f} tokens/s; server's CPU, µs per token: {cpu:.1f}, without the engine "
-        f"{cpu_of_doors:.1f}; clients {cpu_of_clients:.1f}; {tokens:.2f} tokens a message"
+        f"{cpu_of_doors:.1f}; clients {clients_cpu:.1f}; {tokens:.2f} tokens a message"
     )
 
 

@@ -77,7 +77,7 @@ class Stepping:
             self._num_requests += 1
         while self._engine.has_unfinished_requests():
             outputs = self._engine.step()
-            yield {int(one.request_id) - first: len(one.outputs[0].token_ids) for one in outputs}
+            yield {int(o.request_id) - first: len(o.outputs[0].token_ids) for o in outputs}
 
 
 class OpenVINO:
@@ -116,7 +116,7 @@ class OpenVINO:
             new = {}
             for number, handle in enumerate(handles):
                 if handle.can_read():
-                    new[number] = sum(len(one.generated_ids) for one in handle.read().values())
+                    new[number] = sum(len(out.generated_ids) for out in handle.read().values())
             yield new
 
 
@@ -189,12 +189,7 @@ class LlamaCpp:
             raise SystemExit(f"llama.cpp failed in a batch of {len(rows)} tokens")
 
 
-ENGINES = {
-    "tpengine": Stepping,
-    "vllm": Stepping,
-    "openvino": OpenVINO,
-    "llama.cpp": LlamaCpp,
-}
+ENGINES = {"tpengine": Stepping, "vllm": Stepping, "openvino": OpenVINO, "llama.cpp": LlamaCpp}
 
 
 def measure(engine: Engine, workload: Workload) -> dict[str, float]:
@@ -202,23 +197,18 @@ def measure(engine: Engine, workload: Workload) -> dict[str, float]:
     that all have then."""
     engine.prepare(workload)
     lengths = [0] * len(workload)
-    first_s, first_tokens = 0.0, 0
+    first_s, first = 0.0, 0
     start = time.perf_counter()
     for new in engine.serve(workload):
         for number, count in new.items():
             lengths[number] += count
-        if not first_tokens and all(lengths):
-            first_s, first_tokens = time.perf_counter() - start, sum(lengths)
+        if not first and all(lengths):
+            first_s, first = time.perf_counter() - start, sum(lengths)
     total_s = time.perf_counter() - start
     wanted = [num_output for _, num_output in workload]
     if lengths != wanted:
         raise SystemExit(f"requests for {wanted} tokens got {lengths}: times cannot be compared")
-    return {
-        "first_s": first_s,
-        "first_tokens": first_tokens,
-        "total_s": total_s,
-        "tokens": sum(lengths),
-    }
+    return {"first_s": first_s, "first_tokens": first, "total_s": total_s, "tokens": sum(lengths)}
 
 
 def main() -> None:
@@ -229,11 +219,10 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": str(NUM_THREADS)}
     start = time.perf_counter()
     engine = ENGINES[settings["engine"]](settings)
-    about = {"version": engine.version, "start_s": time.perf_counter() - start}
-    print(json.dumps(about), file=answers, flush=True)
+    facts = {"version": engine.version, "start_s": time.perf_counter() - start}
+    print(json.dumps(facts), file=answers, flush=True)
     for line in sys.stdin:
-        answer = measure(engine, json.loads(line))
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(measure(engine, json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ class EngineProcess:
                 env={**os.environ, "PYTHONPATH": str(_ROOT) if python == sys.executable else ""},
             )
         try:
-            self.about: dict[str, Any] = self._read(_START_S)
+            self.facts: dict[str, Any] = self._read(_START_S)
             self._signal(signal.SIGSTOP)
         except BaseException:
             self.close()
@@ -173,8 +173,7 @@ class EngineProcess:
             tail = self._log.read_text(errors="replace")[-600:]
             problem = "has ended" if ready else f"gave no answer for {patience_s:g} s"
             raise EngineError(f"{self.name} {problem}; its log {self._log} ends: {tail}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
@@ -256,13 +255,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_model(model: str, names: list[str], cases: list[Case], runs: int) -> None:
     with started(names, ModelFiles(model)) as engines:
-        versions = {one.name.split(":")[0]: str(one.about["version"]) for one in engines}
+        versions = {engine.name.split(":")[0]: str(engine.facts["version"]) for engine in engines}
         print(f"\n{model}: {', '.join(f'{name} {it}' for name, it in versions.items())}")
         for case in cases if engines else []:
             rates = measure(case, engines, runs)
             print(f"\n{model} {case.name}, tokens/s")
-            for name, found in rates.items():
-                print(f"{name:<18} {median_of(found, _ratios(name, rates), 1)}", flush=True)
+            for name, measured in rates.items():
+                print(f"{name:<18} {median_of(measured, _ratios(name, rates), 1)}", flush=True)
 
 
 def measure(case: Case, engines: list[EngineProcess], runs: int) -> dict[str, list[float]]:
@@ -285,8 +284,8 @@ def measure(case: Case, engines: list[EngineProcess], runs: int) -> dict[str, li
 
 def _ratios(name: str, rates: dict[str, list[float]]) -> str:
     """What to print behind a rate: for each engine of ours the median of its ratios to this."""
-    own = [one for one in rates if one.startswith("tpengine") and one != name]
-    medians = [f"{one.split(':')[1]} {_median_ratio(rates[one], rates[name]):.2f} x" for one in own]
+    own = [n for n in rates if n.startswith("tpengine") and n != name]
+    medians = [f"{n.split(':')[1]} {_median_ratio(rates[n], rates[name]):.2f} x" for n in own]
     return f"; tpengine: {', '.join(medians)} that" if medians else ""
 
 

@@ -18,13 +18,7 @@ import torch.nn.functional as F
 from benchmarks.card_times import Ceilings, Timer, compare, decode_s, linear_s, small_s
 from tpengine.bench.timing import Action
 from tpengine.errors import ConfigError
-from tpengine.layers.gpu_attention import (
-    AttentionRule,
-    PrefillBackend,
-    PrefillShape,
-    choose_backend,
-    make_chunks,
-)
+from tpengine.layers import gpu_attention
 from tpengine.layers.gpu_quantized import KERNEL_ROWS, WORKSPACE_BYTES, GpuQuantizedForm
 from tpengine.ops import attention_ops as attention
 from tpengine.ops import cache_ops as cache
@@ -139,8 +133,7 @@ def decode_rows(setting: Setting) -> Iterator[Row]:
         for batch, context in DECODE if heads == HEADS[0] else ((64, 4096),):
             if setting.match in ("", f"{batch} x {context}"):
                 batch, context = setting.small(batch), max(BLOCK_SIZE, setting.small(context))
-                case = f"{batch} x {context}"
-                yield decode_row(setting, dtype, heads, [context] * batch, case)
+                yield decode_row(setting, dtype, heads, [context] * batch, f"{batch} x {context}")
         if heads == HEADS[0] and not setting.match:
             skewed = [setting.small(65536)] + [setting.small(1024)] * setting.small(63)
             yield decode_row(setting, dtype, heads, skewed, "one of 64 k among 63 of 1 k")
@@ -163,7 +156,7 @@ def decode_row(
     device, head_dim = setting.device, setting.head_dim
     blocks = [-(-length // BLOCK_SIZE) for length in lengths]
     num_blocks = sum(blocks)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     ids = torch.randperm(num_blocks, dtype=torch.int32).split(blocks)
     table = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True).to(device)
     extra: dict[str, torch.Tensor] = {}
@@ -172,8 +165,7 @@ def decode_row(
         plan = attention.make_decode_plan(
             device, len(lengths), num_heads, num_kv_heads, head_dim, cache_dtype
         )
-        shortest = attention.min_item_tokens(head_dim, cache_dtype)
-        attention.plan_decode(plan, seq_lens, shortest)
+        attention.plan_decode(plan, lens, attention.min_item_tokens(head_dim, cache_dtype))
         extra = plan._asdict()
         is_split = int(plan.item_start[-1]) > len(lengths)
     q = setting.randn(len(lengths), num_heads, head_dim)
@@ -181,9 +173,7 @@ def decode_row(
 
     def make() -> Action:
         k, v = setting.caches(num_blocks, num_kv_heads, cache_dtype)
-        return lambda: attention.paged_attention(
-            out, q, k, v, table, seq_lens, head_dim**-0.5, **extra
-        )
+        return lambda: attention.paged_attention(out, q, k, v, table, lens, head_dim**-0.5, **extra)
 
     num_bytes = 2 * sum(lengths) * num_kv_heads * head_dim * cache_dtype.itemsize
     seconds = setting.seconds(num_bytes, make)
@@ -197,11 +187,13 @@ def decode_row(
 def prefill_rows(setting: Setting) -> Iterator[Row]:
     """Prompts by each backend that works here, and torch's attention on equal lengths."""
     heads, kv_heads = HEADS[0]
-    shape = PrefillShape(heads, kv_heads, HEAD_DIM, setting.dtype, frozenset({None}), False)
+    shape = gpu_attention.PrefillShape(
+        heads, kv_heads, HEAD_DIM, setting.dtype, frozenset({None}), False
+    )
     batch, length = setting.small(8), setting.small(2048)
     for name in ("xformers", "varlen", "sdpa"):
         try:
-            backend = choose_backend(name, shape, setting.device)
+            backend = gpu_attention.choose_backend(name, shape, setting.device)
         except ConfigError:
             continue
         yield _prefill(setting, backend, [length] * batch, [length] * batch, "prefill")
@@ -218,7 +210,7 @@ def prefill_rows(setting: Setting) -> Iterator[Row]:
 
 def _prefill(
     setting: Setting,
-    backend: PrefillBackend,
+    backend: gpu_attention.PrefillBackend,
     queries: list[int],
     keys: list[int],
     name: str,
@@ -226,7 +218,7 @@ def _prefill(
 ) -> Row:
     heads, kv_heads = HEADS[0]
     device, total = setting.device, sum(keys)
-    chunks = make_chunks(queries, keys, device)
+    chunks = gpu_attention.make_chunks(queries, keys, device)
     q = setting.randn(sum(queries), heads, HEAD_DIM)
     k, v = (setting.randn(total, kv_heads, HEAD_DIM) for _ in range(2))
     blocks = [-(-length // BLOCK_SIZE) for length in keys]
@@ -236,7 +228,7 @@ def _prefill(
     def action() -> None:
         if gathers:
             cache.gather_kv(k, v, pages[0], pages[1], table, chunks.key_start)
-        backend.run(q, k, v, chunks, AttentionRule(HEAD_DIM**-0.5))
+        backend.run(q, k, v, chunks, gpu_attention.AttentionRule(HEAD_DIM**-0.5))
 
     seconds = setting.timer([action] * 4)
     pairs = sum(n * (total - n) + n * n / 2 for n, total in zip(queries, keys, strict=True))
@@ -330,15 +322,12 @@ def _sampling_rows(setting: Setting) -> Iterator[Row]:
 
     values = ((0.8, torch.float32), (50, torch.int32), (0.95, torch.float32), (0.0, torch.float32),
               (0.3, torch.float64))  # fmt: skip
-    parameters = [
-        torch.full((rows,), value, dtype=dtype, device=setting.device) for value, dtype in values
-    ]
+    parameters = [torch.full((rows,), v, dtype=dtype, device=setting.device) for v, dtype in values]
     for name, action in (
         ("argmax", partial(fused.argmax, out, logits)),
         ("sample_tokens, k and p", partial(fused.sample_tokens, out, logits, *parameters)),
     ):
-        seconds = setting.timer([action] * 8)
-        yield Row(name, f"{rows} x {vocab}", seconds, logits.nbytes)
+        yield Row(name, f"{rows} x {vocab}", setting.timer([action] * 8), logits.nbytes)
 
 
 def block_rows(setting: Setting) -> Iterator[Row]:

@@ -24,14 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.common import local_ray, write_weights
-from tpengine.bench.harness import (
-    SHAPES,
-    BenchOptions,
-    median_of,
-    report_facts,
-    report_head,
-    shape_folder,
-)
+from tpengine.bench import harness
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.stats import EngineState, RecoveryRecord
 from tpengine.engine_args import EngineArgs
@@ -108,12 +101,12 @@ class _Streams:
 
 
 @dataclass
-class RecoveryOptions(BenchOptions):
+class RecoveryOptions(harness.BenchOptions):
     """The engine, and what each kill meets."""
 
     ranks: int = option(2, at_least=1)
     """Ranks of the engine."""
-    shape: str = option("llama-124m", tuple(SHAPES))
+    shape: str = option("llama-124m", tuple(harness.SHAPES))
     """Shape of the model, which has random weights."""
     executor: str = option("both", ("both", "processes", "ray"))
     """Who starts the ranks."""
@@ -139,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     options = RecoveryOptions.parse(args)
     executors = ["processes", "ray"] if options.executor == "both" else [options.executor]
     with ExitStack() as stack:
-        folder = stack.enter_context(shape_folder(options.shape))
+        folder = stack.enter_context(harness.shape_folder(options.shape))
         if "ray" in executors:
             stack.enter_context(local_ray(options.ranks))
         engine_args = EngineArgs(
@@ -157,8 +150,8 @@ def run(args: argparse.Namespace) -> int:
             f"{options.shape} on {options.ranks} ranks, {options.num_streams} streams with "
             f"prompts of {options.input_len} tokens, {options.kills} kills of each kind"
         )
-        print(report_head(engine_args, {"work": work}))
-        data: dict[str, Any] = report_facts(engine_args) | {"work": work}
+        print(harness.report_head(engine_args, {"work": work}))
+        data: dict[str, Any] = harness.report_facts(engine_args) | {"work": work}
         for spare_workers, executor in product((0, options.ranks), executors):
             wanted = replace(engine_args, executor=executor, spare_workers=spare_workers)
             name = f"{spare_workers} spares"
@@ -248,9 +241,7 @@ def _step_until(engine: LLMEngine, streams: _Streams, done: Callable[[], bool]) 
     last = next(reversed(streams.lengths))
     while not done():
         if time.monotonic() > deadline:
-            raise EngineError(
-                f"the streams did not continue within {_SERVE_S:g} s: {streams.lengths}"
-            )
+            raise EngineError(f"streams did not continue within {_SERVE_S:g} s: {streams.lengths}")
         for output in engine.step():
             count = len(output.outputs[0].token_ids)
             streams.lengths[output.request_id] += count
@@ -260,14 +251,14 @@ def _step_until(engine: LLMEngine, streams: _Streams, done: Callable[[], bool]) 
 
 def _report(name: str, kills: list[Kill]) -> None:
     print(name)
-    print(f"  found after       {median_of([kill.found_s for kill in kills], ' s')}")
-    print(f"  ready after that  {median_of([kill.record.ready_s for kill in kills], ' s')}")
+    print(f"  found after       {harness.median_of([kill.found_s for kill in kills], ' s')}")
+    print(f"  ready after that  {harness.median_of([kill.record.ready_s for kill in kills], ' s')}")
     phases = {
         phase: statistics.median(kill.record.phases_s.get(phase, 0.0) for kill in kills)
         for phase in kills[0].record.phases_s
     }
     print(f"    median by phase {', '.join(f'{phase} {s:.2f}' for phase, s in phases.items())}")
-    print(f"  longest gap       {median_of([kill.gap_s for kill in kills], ' s')}")
-    print(f"  recompute alone   {median_of([kill.recompute_s for kill in kills], ' s')}")
+    print(f"  longest gap       {harness.median_of([kill.gap_s for kill in kills], ' s')}")
+    print(f"  recompute alone   {harness.median_of([kill.recompute_s for kill in kills], ' s')}")
     rests = [(kill.gap_s - kill.found_s - kill.record.ready_s) / kill.recompute_s for kill in kills]
-    print(f"  rest of the gap   {median_of(rests, ' x the time of recompute')}", flush=True)
+    print(f"  rest of the gap   {harness.median_of(rests, ' x the time of recompute')}", flush=True)

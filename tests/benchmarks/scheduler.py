@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         steps=(500, "decode steps to measure"),
     )
     parser.add_argument("--no-chunked-prefill", action="store_true", help="schedule prompts whole")
-    parser.add_argument(
-        "--no-prefix-caching", action="store_true", help="without it, which engines have on"
-    )
+    parser.add_argument("--no-prefix-caching", action="store_true", help="engines have it on")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,6 +91,5 @@ def _step(scheduler: Scheduler) -> float:
     """One step without a model; returns its milliseconds."""
     start = time.perf_counter()
     output = scheduler.schedule()
-    decisions = StepDecisions(tokens=[(sequence, 7) for sequence in output.sampled])
-    scheduler.update(output, decisions)
+    scheduler.update(output, StepDecisions(tokens=[(sequence, 7) for sequence in output.sampled]))
     return 1e3 * (time.perf_counter() - start)

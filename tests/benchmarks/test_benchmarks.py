@@ -32,9 +32,7 @@ def test_both_doors_serve_the_same_load(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.soak
-def test_transformers_serves_the_same_requests(
-    models: ModelShop, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_transformers_serves_alike(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", str(models.folder(PLAIN)), "--num-requests", "2", "--runs", "1", *ENGINE]
     assert main(["peers", *options]) == 0
     shown = capsys.readouterr().out

@@ -90,9 +90,7 @@ def walk_step() -> None:
             engine.step()
         engine.abort_request([str(index) for index in range(5)])
     report("a step", walk.entries)
-    report(
-        "  of it in the worker", [entry for entry in walk.entries if entry[1].startswith("worker")]
-    )
+    report("  of it in the worker", [e for e in walk.entries if e[1].startswith("worker")])
 
 
 def walk_request(door: str) -> None:
@@ -113,9 +111,7 @@ def walk_request(door: str) -> None:
         for index, (_, place, name) in enumerate(of_request)
         if (place, name) == (os.path.join("scheduling", "scheduler.py"), "add_request")
     )
-    computed = max(
-        index for index, (_, place, _) in enumerate(of_request) if place.startswith("worker")
-    )
+    computed = max(i for i, (_, place, _) in enumerate(of_request) if place.startswith("worker"))
     report(f"a request through {door} on its way down", of_request[: added + 1])
     report(f"a request through {door} on its way up", of_request[computed + 1 :])
 
@@ -139,8 +135,7 @@ def _over_grpc() -> None:
     sampling = pb.SamplingParams(max_tokens=1, temperature=0.0)
     request = pb.GenerateRequest(prompt=PROMPT, sampling=sampling)
     with grpc.insecure_channel(f"127.0.0.1:{PORTS['gRPC']}") as channel:
-        stub = GenerationServiceStub(channel)
-        list(stub.GenerateStream(request, timeout=TIMEOUT_S))
+        list(GenerationServiceStub(channel).GenerateStream(request, timeout=TIMEOUT_S))
 
 
 def _over_http() -> None:

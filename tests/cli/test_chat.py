@@ -72,7 +72,7 @@ def test_answers_follow_the_conversation(
 
     system = {"role": "system", "content": "Speak of the sea."}
     first, second = user("Hello, my name is Anna."), user("What is two plus three?")
-    answers = [one := answer(system, first), answer(system, first, one, second)]
+    answers = [hello := answer(system, first), answer(system, first, hello, second)]
     answers += [answer(first), answer(system, user("/reset\nlike this"))]
     assert main(["chat", *GREEDY, *first["content"].split()]) == 0
     assert capsys.readouterr().out == f"{answers[2]['content']}\n", "words are one message"
@@ -84,7 +84,7 @@ def test_answers_follow_the_conversation(
     )
     assert main(["chat", *GREEDY, "--system", system["content"]]) == 0
     shown = capsys.readouterr()
-    assert shown.out == "".join(one["content"] + "\n" for one in answers)
+    assert shown.out == "".join(message["content"] + "\n" for message in answers)
     assert shown.err.count("tokens/s") == 4
     assert "unknown command /unknown" in shown.err
     assert "\x1b" not in shown.err
@@ -117,7 +117,7 @@ def test_the_oldest_turns_are_forgotten(
     assert {prompt[0]["content"] for prompt in prompts} == {"Be brief."}
     assert [prompt[-1]["content"] for prompt in prompts] == lines
     for prompt in prompts:  # an unbroken end of the conversation, from a message of the user on
-        asked = [one["content"] for one in prompt if one["role"] == "user"]
+        asked = [message["content"] for message in prompt if message["role"] == "user"]
         last = lines.index(asked[-1])
         assert asked == lines[last + 1 - len(asked) : last + 1]
         assert len(prompt) == 2 * len(asked)
@@ -145,8 +145,8 @@ def test_sampling_comes_from_the_model(
     monkeypatch.setattr(LLM, "stream", noted)
     folder = tmp_path / "model"
     shutil.copytree(EMBEDDED_MODEL, folder)
-    found = {"do_sample": True, "temperature": 0.3, "top_k": 0, "max_new_tokens": 7}
-    edit_json(folder / "generation_config.json", lambda config: config.update(found))
+    recommended = {"do_sample": True, "temperature": 0.3, "top_k": 0, "max_new_tokens": 7}
+    edit_json(folder / "generation_config.json", lambda config: config.update(recommended))
     model = ["--model", str(folder), *SMALL]
     assert main(["chat", "Hello", *model, "--top-p", "0.5"]) == 0
     assert (
@@ -162,7 +162,7 @@ def test_sampling_comes_from_the_model(
     edit_json(folder / "generation_config.json", lambda config: config.update(temperature="hot"))
     assert main(["chat", "Hello", *model]) == 1
     assert f"generation_config.json of {folder} are wrong: temper" in capsys.readouterr().err
-    facts = [(one.temperature, one.top_p, one.top_k, one.max_tokens) for one in seen]
+    facts = [(params.temperature, params.top_p, params.top_k, params.max_tokens) for params in seen]
     assert facts[:3] == [(0.3, 0.5, -1, 7), (0.3, 1.0, -1, 7), (0.7, 0.9, -1, 1024)]
 
 

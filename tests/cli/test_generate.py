@@ -84,8 +84,8 @@ def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
         return capsys.readouterr().out
 
     hot = ["--temperature", "3"]
-    one, again, other = (show(*hot, "--sampling-seed", seed) for seed in "112")
-    assert one == again != other
+    first, again, other = (show(*hot, "--sampling-seed", seed) for seed in "112")
+    assert first == again != other
     greedy = show("--temperature", "0")
     assert show(*hot, "--top-k", "1") == greedy
     assert show(*hot, "--top-p", "1e-9", "--min-p", "1") == greedy

@@ -54,7 +54,7 @@ def test_help_says_what_each_option_is_and_its_default(
     monkeypatch.setenv("COLUMNS", "1000")  # no name is broken in two
     parser: Any = build_parser(words)
     for word in words:
-        (choices,) = (one.choices for one in parser.actions if one.nargs == argparse.PARSER)
+        (choices,) = (a.choices for a in parser.actions if a.nargs == argparse.PARSER)
         parser = choices[word]
     assert parser.description
     usage, _, text = parser.format_help().partition("\n\n")
@@ -81,9 +81,7 @@ def test_help_says_what_each_option_is_and_its_default(
         *((command, ["--no-such-option"]) for command in COMMANDS),
     ],
 )
-def test_wrong_usage(
-    command: list[str], wrong: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misuse(command: list[str], wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command, *wrong])
     assert ended.value.code == 2
@@ -101,9 +99,7 @@ def test_a_model_without_its_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{model!r} is a model, and stands" in capsys.readouterr().err
 
 
-def test_all_mistyped_options_are_named_below_a_short_usage(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_all_mistyped_options_are_named_below_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["--temprature=2", "-max-tokens", "3", "--like-none", "--stopp", "."]
     with pytest.raises(SystemExit) as ended:
         main(["generate", PROMPT, *wrong])

@@ -21,23 +21,12 @@ from support.server_process import ServerProcess, wait_until
 from support.servers import LASTING, MODEL_LENGTH
 
 from client.talks import PATIENCE_S, Talk, collect, joined_parts
-from tpengine import LLM, SamplingParams
+from tpengine import LLM, SamplingParams, errors
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
 from tpengine.client.client_messages import to_request
 from tpengine.client.generation_client import GenerationClient, typed_errors
 from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
-from tpengine.errors import (
-    DeadlineExceededError,
-    DuplicateRequestError,
-    InvalidPriorityError,
-    InvalidPromptError,
-    InvalidSamplingParamsError,
-    ModelNotFoundError,
-    QueueFullError,
-    RequestAbortedError,
-    ServerUnavailableError,
-)
 from tpengine.inputs import TokensPrompt
 from tpengine.proto.status_details import write_details
 from tpengine.server.auth import Authenticator
@@ -60,7 +49,7 @@ async def check_output(
     assert whole.prompt == prompt
     for usage in (whole.usage, parts[-1].usage):
         assert usage.num_prompt_tokens == len(offline.prompt_token_ids)
-        assert usage.num_output_tokens == sum(len(one.token_ids) for one in offline.outputs)
+        assert usage.num_output_tokens == sum(len(o.token_ids) for o in offline.outputs)
         assert 0.0 <= usage.queue_s <= usage.first_token_s <= usage.total_s
     assert joined_parts(parts) == offline.outputs
 
@@ -105,16 +94,14 @@ async def test_all_forms_of_a_prompt(server: ServerProcess, llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     async with GenerationClient(server.target) as client:
         ids, chat_ids = await client.tokenize(PROMPT), await client.chat_token_ids(messages)
-        by_text, by_ids = [await client.generate(one, greedy(8)) for one in (PROMPT, ids)]
+        by_text, by_ids = [await client.generate(prompt, greedy(8)) for prompt in (PROMPT, ids)]
         both: TokensPrompt = {"prompt": PROMPT, "prompt_token_ids": ids}  # type: ignore[typeddict-unknown-key]
         for form in ({"prompt": PROMPT}, {"prompt_token_ids": ids}, both):
             by_dict = await client.generate(form, greedy(8))  # type: ignore[arg-type]
             assert by_dict.outputs == by_text.outputs
             assert by_dict.prompt == form.get("prompt")
             assert by_dict.prompt_token_ids == form.get("prompt_token_ids", [])
-        by_chat, by_chat_ids = [
-            await client.generate(one, greedy(8)) for one in (messages, chat_ids)
-        ]
+        by_chat, by_chat_ids = [await client.generate(c, greedy(8)) for c in (messages, chat_ids)]
         assert by_text.outputs == by_ids.outputs
         assert by_chat.outputs == by_chat_ids.outputs != by_text.outputs
         assert by_ids.prompt_token_ids == ids
@@ -127,19 +114,19 @@ async def test_all_forms_of_a_prompt(server: ServerProcess, llm: LLM) -> None:
 
 
 REFUSED: list[tuple[type[Exception], str, Talk]] = [
-    (InvalidPromptError, "prompt", lambda c: c.generate([])),
-    (InvalidPromptError, str(MODEL_LENGTH),
+    (errors.InvalidPromptError, "prompt", lambda c: c.generate([])),
+    (errors.InvalidPromptError, str(MODEL_LENGTH),
      lambda c: c.generate([5] * (MODEL_LENGTH + 1), greedy(4))),
-    (InvalidSamplingParamsError, "stop_token_ids",
+    (errors.InvalidSamplingParamsError, "stop_token_ids",
      lambda c: c.generate(PROMPT, SamplingParams(stop_token_ids=[10**6]))),
-    (InvalidPriorityError, "priority", lambda c: c.generate(PROMPT, priority=5)),
-    (InvalidPromptError, "tokens_ids", lambda c: c.generate({"tokens_ids": [5]})),
-    (InvalidPromptError, "Unicode", lambda c: c.generate("\ud800")),
-    (InvalidSamplingParamsError, "logits_processors",
+    (errors.InvalidPriorityError, "priority", lambda c: c.generate(PROMPT, priority=5)),
+    (errors.InvalidPromptError, "tokens_ids", lambda c: c.generate({"tokens_ids": [5]})),
+    (errors.InvalidPromptError, "Unicode", lambda c: c.generate("\ud800")),
+    (errors.InvalidSamplingParamsError, "logits_processors",
      lambda c: c.generate(PROMPT, SamplingParams(logits_processors="os:getcwd"))),
-    (InvalidSamplingParamsError, "visible_token_ids",
+    (errors.InvalidSamplingParamsError, "visible_token_ids",
      lambda c: c.generate(PROMPT, SamplingParams(visible_token_ids=[1]))),
-    (ModelNotFoundError, "nothing", lambda c: c.health("nothing")),
+    (errors.ModelNotFoundError, "nothing", lambda c: c.health("nothing")),
 ]  # fmt: skip
 
 
@@ -152,19 +139,19 @@ async def test_errors_are_those_of_the_engine(
             with pytest.raises(kind, match=words):
                 await call(client)
         for _ in range(5):  # said by the server: it does not merely win a race
-            with pytest.raises(DeadlineExceededError) as late:
+            with pytest.raises(errors.DeadlineExceededError) as late:
                 await client.generate(PROMPT, LONG, timeout_s=0.05)
             assert late.value.where in ("queued", "prefill", "decode"), late.value
         assert not await client.abort("unknown")
         stream = client.stream(PROMPT, LONG, request_id="mine")
         await anext(stream)
-        with pytest.raises(DuplicateRequestError):
+        with pytest.raises(errors.DuplicateRequestError):
             await client.generate(PROMPT, request_id="mine")
         await stream.aclose()
         assert (await client.generate(PROMPT, greedy(1), request_id="mine")).finished
     async with GenerationClient(tight.target) as client:
         calls = [asyncio.create_task(client.generate(PROMPT, LONG)) for _ in range(8)]
-        with pytest.raises(QueueFullError) as full:
+        with pytest.raises(errors.QueueFullError) as full:
             await asyncio.gather(*calls)
         assert 0.0 < full.value.retry_after_s <= 30.0
         for call in calls:
@@ -172,7 +159,7 @@ async def test_errors_are_those_of_the_engine(
         await asyncio.wait(calls)
     wait_until(lambda: tight.loads().num_open_calls == 0, PATIENCE_S)
     async with GenerationClient("127.0.0.1:1") as client:
-        with pytest.raises(ServerUnavailableError):
+        with pytest.raises(errors.ServerUnavailableError):
             await client.loads()
 
 
@@ -182,7 +169,7 @@ async def test_an_abort_is_no_cancellation(tight: ServerProcess) -> None:
         stream = client.stream(PROMPT, LONG, request_id="gone")
         await anext(stream)
         assert await client.abort("gone")
-        with pytest.raises(RequestAbortedError):
+        with pytest.raises(errors.RequestAbortedError):
             await collect(stream)
         await stream.aclose()
 
@@ -226,10 +213,10 @@ async def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
         await anext(stream)
         os.kill(tight.pid, signal.SIGSTOP)
         try:
-            with pytest.raises(ServerUnavailableError):
+            with pytest.raises(errors.ServerUnavailableError):
                 await collect(stream)
             async with GenerationClient(tight.target) as late:  # it is accepted, and hears nothing
-                with pytest.raises(ServerUnavailableError):
+                with pytest.raises(errors.ServerUnavailableError):
                     await late.generate(PROMPT, LONG)
         finally:
             os.kill(tight.pid, signal.SIGCONT)
@@ -254,14 +241,10 @@ def test_commands(server: ServerProcess, llm: LLM, capsys: pytest.CaptureFixture
     assert main(["client", "health", *where]) == 0
     assert capsys.readouterr().out == "readiness SERVING\n"
     assert main(["client", "limits", *where]) == 0
-    limits = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    assert limits["max_model_len"] == f"{MODEL_LENGTH:,}"
-    assert (limits["max_n"], limits["max_queued_requests"], limits["write_s"]) == (
-        "128",
-        "256",
-        "60",
-    )
-    assert (limits["max_open_calls"], limits["max_client_requests"]) == ("4,352", "3,328")
+    held = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert held["max_model_len"] == f"{MODEL_LENGTH:,}"
+    assert (held["max_n"], held["max_queued_requests"], held["write_s"]) == ("128", "256", "60")
+    assert (held["max_open_calls"], held["max_client_requests"]) == ("4,352", "3,328")
     words = ["--temperature", "0", "--max-tokens", "8"]
     assert main(["client", "generate", PROMPT, *words, *where]) == 0
     assert capsys.readouterr().out == f"{PROMPT}{output.outputs[0].text}\n\n"
@@ -330,9 +313,7 @@ def test_bench_serve_refuses_what_it_cannot_do() -> None:
         assert main(["bench", "serve", *options]) == 1
 
 
-def test_bench_serve_starts_a_server_with_its_engine_options(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_bench_serve_starts_a_server_with_its_options(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--rates", "inf", "--num-requests", "2", "--served-model-name", "mine"]
     engine = ["--dtype", "float32", "--cpu-kv-cache-space", "0.01,0.02"]
     assert main(["bench", "serve", *options, *engine]) == 1
@@ -364,7 +345,7 @@ def test_figures_of_a_load() -> None:
     assert plan == poisson_plan(10.0, [("a", SamplingParams())] * 4000, seed=0)
 
 
-ABORTED = write_details(RequestAbortedError("it was aborted"), "it was aborted", "a", None)
+ABORTED = write_details(errors.RequestAbortedError("it was aborted"), "it was aborted", "a", None)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +354,7 @@ ABORTED = write_details(RequestAbortedError("it was aborted"), "it was aborted",
         (StatusCode.OK, (), asyncio.CancelledError),
         (StatusCode.UNAVAILABLE, (), asyncio.CancelledError),
         (StatusCode.CANCELLED, (), asyncio.CancelledError),
-        (StatusCode.CANCELLED, ABORTED, RequestAbortedError),
+        (StatusCode.CANCELLED, ABORTED, errors.RequestAbortedError),
     ],
 )
 def test_a_cancellation_is_not_swallowed(code: StatusCode, trailers: Any, kind: type) -> None:

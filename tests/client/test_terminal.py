@@ -63,15 +63,13 @@ def test_lines_of_standard_input(
         monkeypatch.setattr(sys, "stdin", stdin)
         assert main(["client", "generate", "--target", server.target, *SHORT]) == 1
     shown = capsys.readouterr()
-    found = [re.match("Hello|Good|The last", part) for part in shown.out.strip().split("\n\n")]
-    assert [one and one[0] for one in found] == ["Hello", "Good", "The last"]
+    matches = [re.match("Hello|Good|The last", part) for part in shown.out.strip().split("\n\n")]
+    assert [match and match[0] for match in matches] == ["Hello", "Good", "The last"]
     assert shown.err.count("InvalidPromptError") == 1
     assert "line 5 of the input is not UTF-8" in shown.err
 
 
-def test_what_cannot_be_read(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stdin:
@@ -82,9 +80,7 @@ def test_what_cannot_be_read(
     assert main(["client", "generate"]) == 0
 
 
-def test_values_that_cannot_be_sent(
-    server: ServerProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_that_are_refused(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--target", server.target]
     endless = ["--max-tokens", "99999999999", "--stop", "."]
     assert main(["client", "generate", "Hello", *endless, *where]) == 0
@@ -106,9 +102,7 @@ def test_values_that_cannot_be_sent(
         (f"{TOKEN} b", "ConfigError: .*the weight of a token"),
     ],
 )
-def test_token_files(
-    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tokens"
     file.touch(0o600)
     file.write_text(text)
@@ -137,11 +131,8 @@ def test_the_timeout_of_health(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_refused_connection_is_told_at_once(
-    host: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_connection_is_told_at_once(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as probe:  # bound but not listening: no server can be there
         probe.bind(("127.0.0.1", 0))
-        target = f"{host}:{probe.getsockname()[1]}"
-        assert main(["client", "health", "--target", target]) == 1
+        assert main(["client", "health", "--target", f"{host}:{probe.getsockname()[1]}"]) == 1
     assert "Connection refused; no server is there" in capsys.readouterr().err

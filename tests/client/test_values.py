@@ -11,17 +11,9 @@ from support.engines import greedy
 from support.server_process import ServerProcess
 
 from client.talks import Talk
-from tpengine import LLM, SamplingParams
+from tpengine import LLM, SamplingParams, errors
 from tpengine.client.client_messages import to_request
 from tpengine.client.generation_client import ClientTLS, GenerationClient
-from tpengine.errors import (
-    ConfigError,
-    DeadlineExceededError,
-    InvalidPriorityError,
-    InvalidPromptError,
-    InvalidSamplingParamsError,
-    RequestError,
-)
 from tpengine.server.auth import Authenticator
 
 PROMPT = "Once upon a time"
@@ -48,7 +40,9 @@ async def _first(client: GenerationClient, **options: Any) -> Any:
     ],
 )
 def test_parameters_that_do_not_fit(name: str, params: SamplingParams) -> None:
-    with pytest.raises(InvalidSamplingParamsError, match=rf"^{name} can hold only") as refused:
+    with pytest.raises(
+        errors.InvalidSamplingParamsError, match=rf"^{name} can hold only"
+    ) as refused:
         to_request(PROMPT, params, None, 0, None)
     assert str(HUGE) in str(refused.value) or "ud800" in str(refused.value)
 
@@ -56,29 +50,27 @@ def test_parameters_that_do_not_fit(name: str, params: SamplingParams) -> None:
 @pytest.mark.parametrize(
     ("kind", "words", "talk"),
     [
-        (InvalidPromptError, "request_id", lambda c: c.generate(PROMPT, request_id=LONE)),
-        (InvalidPromptError, "request_id", lambda c: c.generate(PROMPT, request_id=5)),
-        (InvalidPromptError, "request_id", lambda c: c.abort(LONE)),
-        (InvalidPriorityError, "priority", lambda c: c.generate(PROMPT, priority=1.5)),
-        (InvalidPriorityError, "priority", lambda c: _first(c, priority=HUGE)),
-        (RequestError, "max_queue_s", lambda c: c.generate(PROMPT, max_queue_s=math.nan)),
-        (RequestError, "max_queue_s", lambda c: c.generate(PROMPT, max_queue_s="5")),
-        (RequestError, "timeout_s", lambda c: c.generate(PROMPT, timeout_s=math.nan)),
-        (RequestError, "timeout_s", lambda c: _first(c, timeout_s="5")),
-        (RequestError, "timeout_s", lambda c: c.drain(math.nan)),
-        (InvalidPromptError, "text", lambda c: c.tokenize(LONE)),
-        (InvalidPromptError, "text", lambda c: c.tokenize(5)),
-        (InvalidPromptError, "add_special_tokens", lambda c: c.tokenize(PROMPT, "no")),
-        (InvalidPromptError, "token_ids", lambda c: c.detokenize([5, HUGE])),
-        (InvalidPromptError, "token_ids", lambda c: c.detokenize(iter([5, HUGE]))),
-        (InvalidPromptError, "token_ids", lambda c: c.detokenize(5)),
-        (InvalidPromptError, "messages", lambda c: c.chat_token_ids(5)),
-        (RequestError, "service", lambda c: c.health(LONE)),
+        (errors.InvalidPromptError, "request_id", lambda c: c.generate(PROMPT, request_id=LONE)),
+        (errors.InvalidPromptError, "request_id", lambda c: c.generate(PROMPT, request_id=5)),
+        (errors.InvalidPromptError, "request_id", lambda c: c.abort(LONE)),
+        (errors.InvalidPriorityError, "priority", lambda c: c.generate(PROMPT, priority=1.5)),
+        (errors.InvalidPriorityError, "priority", lambda c: _first(c, priority=HUGE)),
+        (errors.RequestError, "max_queue_s", lambda c: c.generate(PROMPT, max_queue_s=math.nan)),
+        (errors.RequestError, "max_queue_s", lambda c: c.generate(PROMPT, max_queue_s="5")),
+        (errors.RequestError, "timeout_s", lambda c: c.generate(PROMPT, timeout_s=math.nan)),
+        (errors.RequestError, "timeout_s", lambda c: _first(c, timeout_s="5")),
+        (errors.RequestError, "timeout_s", lambda c: c.drain(math.nan)),
+        (errors.InvalidPromptError, "text", lambda c: c.tokenize(LONE)),
+        (errors.InvalidPromptError, "text", lambda c: c.tokenize(5)),
+        (errors.InvalidPromptError, "add_special_tokens", lambda c: c.tokenize(PROMPT, "no")),
+        (errors.InvalidPromptError, "token_ids", lambda c: c.detokenize([5, HUGE])),
+        (errors.InvalidPromptError, "token_ids", lambda c: c.detokenize(iter([5, HUGE]))),
+        (errors.InvalidPromptError, "token_ids", lambda c: c.detokenize(5)),
+        (errors.InvalidPromptError, "messages", lambda c: c.chat_token_ids(5)),
+        (errors.RequestError, "service", lambda c: c.health(LONE)),
     ],
 )
-async def test_arguments_that_cannot_be_sent(
-    kind: type[RequestError], words: str, talk: Talk
-) -> None:
+async def test_refused_arguments(kind: type[errors.RequestError], words: str, talk: Talk) -> None:
     """No server runs there: the client refuses them itself."""
     async with GenerationClient("127.0.0.1:1") as client:
         with pytest.raises(kind, match=words):
@@ -102,15 +94,13 @@ async def test_numbers_that_mean_the_same_are_sent(server: ServerProcess, llm: L
 async def test_any_time(server: ServerProcess) -> None:
     """Infinity and centuries are no limit; a negative time has passed already."""
     few = SamplingParams(max_tokens=2)
-    for always in (math.inf, 1e300):
-        async with GenerationClient(
-            server.target, timeout_s=always, call_timeout_s=always
-        ) as client:
+    for long in (math.inf, 1e300):
+        async with GenerationClient(server.target, timeout_s=long, call_timeout_s=long) as client:
             for seconds in (math.inf, 1e300, 10**400, 1e9):
                 assert (await client.generate(PROMPT, few, timeout_s=seconds)).finished
                 assert (await client.generate(PROMPT, few, max_queue_s=seconds)).finished
             for seconds in (-math.inf, -1e300, -1.0):
-                with pytest.raises(DeadlineExceededError):
+                with pytest.raises(errors.DeadlineExceededError):
                     await client.generate(PROMPT, greedy(400), timeout_s=seconds)
             assert await client.tokenize(PROMPT)
 
@@ -118,7 +108,7 @@ async def test_any_time(server: ServerProcess) -> None:
 async def test_the_longest_drain() -> None:
     with guarded_server(Authenticator([], [TOKEN])) as target:
         async with GenerationClient(target, token=TOKEN) as client:
-            with pytest.raises(RequestError, match="timeout_ms must be at least 0"):
+            with pytest.raises(errors.RequestError, match="timeout_ms must be at least 0"):
                 await client.drain(-math.inf)
             assert await client.drain(math.inf) == 0
 
@@ -144,6 +134,6 @@ async def test_the_longest_drain() -> None:
     ],
 )
 def test_what_cannot_be_a_client(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as refused:
+    with pytest.raises(errors.ConfigError, match=words) as refused:
         GenerationClient(**{"target": "127.0.0.1:1"} | options)
     assert TOKEN not in str(refused.value)

@@ -45,8 +45,7 @@ class _CountingSource:
         self._source, self._name, self._asked = source, name, asked
 
     def get_shape(self) -> list[int]:
-        shape: list[int] = self._source.get_shape()
-        return shape
+        return self._source.get_shape()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         part: torch.Tensor = self._source[index]

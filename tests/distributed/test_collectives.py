@@ -64,13 +64,9 @@ def check_sums(state: Rank, kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "kind", "dtype"),
-    matrix(NUM_RANKS, KINDS, DTYPES[:2]),
-    ids=str,
+    ("num_ranks", "kind", "dtype"), matrix(NUM_RANKS, KINDS, DTYPES[:2]), ids=str
 )
-def test_sum_in_rank_order(
-    kind: str, num_ranks: int, dtype: torch.dtype, groups: dict[int, Ranks]
-) -> None:
+def test_sum_order(kind: str, num_ranks: int, dtype: torch.dtype, groups: dict[int, Ranks]) -> None:
     """All kinds of groups give the same bits on all ranks: those of a sum in rank order, in
     float32, rounded once."""
     if num_ranks > 2:  # otherwise this test could not fail
@@ -217,11 +213,9 @@ def test_the_wait_for_a_device_is_bounded(size: int) -> None:
     answers = iter([False, False, True])
     ParallelState(tp_size=size, timeout_s=5.0).wait_for(lambda: next(answers), "a step")
     assert next(answers, None) is None
-    with pytest.raises(
-        EngineError, match=r"rank 0 has not finished a step within 0\.05 s"
-    ) as caught:
+    with pytest.raises(EngineError, match=r"rank 0 has not finished a step within 0\.05 s") as late:
         ParallelState(tp_size=size, timeout_s=0.05).wait_for(lambda: False, "a step")
-    assert isinstance(caught.value, CollectiveError) == (size > 1)
+    assert isinstance(late.value, CollectiveError) == (size > 1)
 
 
 def test_graphs_are_recorded_at_all_ranks_or_at_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,9 +245,5 @@ def test_graphs_are_recorded_at_all_ranks_or_at_none(monkeypatch: pytest.MonkeyP
     assert not agree(False, 1.0)
     monkeypatch.setattr(cuda_graph, "has_cuda_kernels", lambda: False)
     assert not cuda_graph.agree_on_graphs(ParallelState(), cpu)
-    ends = (
-        "another rank cannot record them",
-        "its ranks exchange tensors",
-        "library is not loaded",
-    )
-    assert [line.endswith(end) for line, end in zip(lines, ends, strict=True)] == [True] * 3
+    why = ("another rank cannot record them", "its ranks exchange tensors", "library is not loaded")
+    assert [line.endswith(end) for line, end in zip(lines, why, strict=True)] == [True] * 3

@@ -61,8 +61,8 @@ def test_a_graph_holds_exchanges(nccl: NcclCollectives) -> None:
             downloads = Downloads(CUDA, ParallelState(tp_size=2, collectives=nccl).wait_for)
             for value in (3.0, 5.0):
                 x.fill_(value)
-                (found,) = downloads.start([recorded.replay().float()])()
-                assert (found == value + 1).all()
+                (replayed,) = downloads.start([recorded.replay().float()])()
+                assert (replayed == value + 1).all()
         finally:
             recorded.destroy()
     assert agree_on_graphs(ParallelState(0, 1, nccl), CUDA)
@@ -70,8 +70,7 @@ def test_a_graph_holds_exchanges(nccl: NcclCollectives) -> None:
 
 @pytest.fixture(scope="module")
 def on_a_gpu(config: EngineConfig) -> EngineConfig:
-    cache = replace(config.cache, gpu_memory_utilization=0.3)
-    return replace(config, device="cuda", cache=cache)
+    return replace(config, device="cuda", cache=replace(config.cache, gpu_memory_utilization=0.3))
 
 
 def answers_of(answers: list[StepOutput]) -> list[list[int]]:

@@ -57,9 +57,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", only(("llama-biases", *NAMES[5:8], "gpt2-8-heads"), NAMES))
-def test_ranks_ask_for_the_checkpoint_once(
-    name: str, groups: dict[int, Ranks], tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_asked_once(name: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
     """Together the ranks read the checkpoint once, and again only what several of them hold."""
     variant: Variant = next(variant for variant in VARIANTS if variant.name == name)
     variant.write(tmp_path / "model")
@@ -93,10 +91,7 @@ def big_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = Weights(torch.float32, torch.device("cpu"), ParallelState())
     build_model(model_config(folder), weights)
     shapes = {name: tensor_shape(shards) for name, shards in weights.shards.items()}
-    save_file(
-        {name: torch.full(shape, 0.01) for name, shape in shapes.items()},
-        folder / "model.safetensors",
-    )
+    save_file({k: torch.full(v, 0.01) for k, v in shapes.items()}, folder / "model.safetensors")
     return folder
 
 

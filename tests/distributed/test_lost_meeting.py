@@ -22,8 +22,8 @@ def connect_and_count(state: Rank, rendezvous: Rendezvous) -> tuple[int, Rendezv
     try:
         connect_by_any_means(state, rendezvous)
     except RendezvousError as error:
-        found = error
-    return len(os.listdir("/proc/self/fd")) - before, found
+        failure = error
+    return len(os.listdir("/proc/self/fd")) - before, failure
 
 
 def meet(state: Rank, rendezvous: Rendezvous) -> None:

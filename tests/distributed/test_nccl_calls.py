@@ -67,9 +67,7 @@ def test_every_call_runs_on_the_current_stream(meeting: Meeting) -> None:
     assert StandIn.calls == [(name, False) for name in names]  # the first connects
 
 
-def test_a_group_that_does_not_connect_is_aborted(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unconnected_group_is_aborted(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandIn, "error", RuntimeError("a rank is missing"))
     with pytest.raises(RendezvousError, match=r"by NCCL.*a rank is missing"):
         NcclCollectives(meeting, CPU, 5.0)

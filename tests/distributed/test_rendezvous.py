@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from distributed.ranks import (
-    Ranks,
-    Task,
-    ask_for_too_much,
-    connect_by_any_means,
-    hide_shared_memory,
-    refuse_to_map,
-)
+from distributed import ranks
 from tpengine.distributed.rendezvous import RendezvousStore, interface_of
 from tpengine.errors import RendezvousError
 
@@ -36,21 +29,21 @@ def test_interface() -> None:
     assert interface_of("192.0.2.1") is None
 
 
-def test_store_that_is_not_there(two: Ranks) -> None:
-    rendezvous = replace(two.rendezvous(connect_timeout_s=1.0), port=1)
-    two.start(1, connect_by_any_means, rendezvous)
+def test_store_that_is_not_there(two: ranks.Ranks) -> None:
+    two.start(1, ranks.connect_by_any_means, replace(two.rendezvous(connect_timeout_s=1.0), port=1))
     error = two.outcome(1)
     assert isinstance(error, RendezvousError)
     assert "cannot reach rank 0 at 127.0.0.1:1" in str(error)
 
 
 @pytest.mark.parametrize(
-    "lack", [(hide_shared_memory, 1), (ask_for_too_much, 1 << 44), (refuse_to_map, 1)]
+    "lack",
+    [(ranks.hide_shared_memory, 1), (ranks.ask_for_too_much, 1 << 44), (ranks.refuse_to_map, 1)],
 )
-def test_gloo_where_memory_is_not_shared(two: Ranks, lack: tuple[Task, int]) -> None:
+def test_gloo_where_memory_is_not_shared(two: ranks.Ranks, lack: tuple[ranks.Task, int]) -> None:
     """Equal addresses do not prove that it is; or there is too little to allocate the segment, or
     for one rank to map it. No rank is left waiting."""
     two.run(*lack)
-    assert two.run(connect_by_any_means, two.rendezvous()) == [
+    assert two.run(ranks.connect_by_any_means, two.rendezvous()) == [
         f"rank {rank} of 2 at 127.0.0.1 (interface lo) by gloo" for rank in (0, 1)
     ]

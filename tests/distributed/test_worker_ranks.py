@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from distributed import worker_tasks
 from distributed.ranks import ADDRESS, Rank, Ranks
-from distributed.worker_tasks import (
-    imported_as_an_actor,
-    ledger_with_free_memory,
-    new_worker,
-    run_steps,
-    shut_down,
-    start_worker,
-)
 from tpengine.config import EngineConfig
 from tpengine.messages import Rendezvous, StepOutput
 from tpengine.worker.worker import Worker
@@ -24,8 +17,10 @@ GIB = 1 << 30
 
 
 def start(ranks: Ranks, config: EngineConfig) -> list[tuple[str, int]]:
-    port = ranks.run(new_worker, config)[0]
-    return ranks.run(start_worker, Rendezvous("test", 1, [ADDRESS] * ranks.size, port, 30.0, 10.0))
+    port = ranks.run(worker_tasks.new_worker, config)[0]
+    return ranks.run(
+        worker_tasks.start_worker, Rendezvous("test", 1, [ADDRESS] * ranks.size, port, 30.0, 10.0)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +38,7 @@ def run_alone(config: EngineConfig) -> tuple[int, list[StepOutput]]:
     worker.load_model()
     weights_bytes = worker.profile_num_available_blocks().weights_bytes
     worker.init_cache_engine(32)
-    answers = run_steps(state)
+    answers = worker_tasks.run_steps(state)
     torch.set_num_threads(before)
     assert len({token for answer in answers for token in answer.token_ids}) > 20
     return weights_bytes, answers
@@ -64,26 +59,26 @@ def test_same_tokens(
         wanted = f"rank {rank} of {num_ranks} at {ADDRESS} (interface lo) by shared memory"
         assert how == wanted
         assert own_bytes < weights_bytes * (0.6 if num_ranks == 2 else 0.5)
-    answers = ranks.run(run_steps)
+    answers = ranks.run(worker_tasks.run_steps)
     for answer in answers:
         assert [step.token_ids for step in answer] == [step.token_ids for step in expected]
     for mine, wanted in zip(answers[0], expected, strict=True):
         assert mine.logprobs.keys() == wanted.logprobs.keys()
-        for place, found in mine.logprobs.items():
-            assert found.top_token_ids == wanted.logprobs[place].top_token_ids
-            assert found.logprob == pytest.approx(wanted.logprobs[place].logprob, abs=1e-4)
+        for place, entry in mine.logprobs.items():
+            assert entry.top_token_ids == wanted.logprobs[place].top_token_ids
+            assert entry.logprob == pytest.approx(wanted.logprobs[place].logprob, abs=1e-4)
         assert mine.prompt_logprobs.keys() == wanted.prompt_logprobs.keys()
         for row, part in mine.prompt_logprobs.items():
             assert len(part.entries) == len(wanted.prompt_logprobs[row].entries) > 0
-            for one, other in zip(part.entries, wanted.prompt_logprobs[row].entries, strict=True):
-                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            for entry, other in zip(part.entries, wanted.prompt_logprobs[row].entries, strict=True):
+                assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert not any(step.logprobs for answer in answers[1:] for step in answer)
-    for ledger in ranks.run(ledger_with_free_memory, GIB):
+    for ledger in ranks.run(worker_tasks.ledger_with_free_memory, GIB):
         assert ledger.kv_budget_bytes == int(0.4 * GIB) // num_ranks, "of memory that all share"
         assert ledger.num_host_blocks == int(0.1 * GIB) // num_ranks // ledger.block_bytes
-    ranks.start(0, imported_as_an_actor, "transformers")
+    ranks.start(0, worker_tasks.imported_as_an_actor, "transformers")
     assert ranks.outcome(0) is False, "costs seconds, and no rank needs it"
-    ranks.run(shut_down)
+    ranks.run(worker_tasks.shut_down)
 
 
 def test_same_tokens_from_an_int8_cache(config: EngineConfig, two: Ranks) -> None:
@@ -91,6 +86,6 @@ def test_same_tokens_from_an_int8_cache(config: EngineConfig, two: Ranks) -> Non
     config = replace(config, cache=replace(config.cache, kv_cache_dtype="int8"))
     _, expected = run_alone(config)
     start(two, config)
-    for answer in two.run(run_steps):
+    for answer in two.run(worker_tasks.run_steps):
         assert [step.token_ids for step in answer] == [step.token_ids for step in expected]
-    two.run(shut_down)
+    two.run(worker_tasks.shut_down)

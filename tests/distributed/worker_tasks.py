@@ -13,15 +13,8 @@ import pytest
 import torch
 
 from distributed.ranks import ADDRESS, Rank
+from tpengine import messages
 from tpengine.config import EngineConfig
-from tpengine.messages import (
-    MemoryLedger,
-    NewSequence,
-    Rendezvous,
-    SamplingRules,
-    StepInput,
-    StepOutput,
-)
 from tpengine.worker import device
 from tpengine.worker.worker import Worker
 
@@ -30,28 +23,30 @@ NUM_STEPS = 24
 BLOCK_SIZE = 16
 PROMPT_LENGTHS = (5, 40, 17)
 PARAMS = (
-    SamplingRules(temperature=0.0),
-    SamplingRules(temperature=0.0, logprobs=2, repetition_penalty=1.3),
-    SamplingRules(temperature=1.0, prompt_logprobs=1),
+    messages.SamplingRules(temperature=0.0),
+    messages.SamplingRules(temperature=0.0, logprobs=2, repetition_penalty=1.3),
+    messages.SamplingRules(temperature=1.0, prompt_logprobs=1),
 )
 
 
-def steps() -> Iterator[StepInput]:
+def steps() -> Iterator[messages.StepInput]:
     """Three prompts, then decodes without tokens: ranks use the tokens that they sampled."""
     generator = torch.Generator().manual_seed(1)
     sequences = []
     for slot, (length, params) in enumerate(zip(PROMPT_LENGTHS, PARAMS, strict=True)):
         ids = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
         blocks = list(range(slot * 8, slot * 8 + 8))
-        sequences.append(NewSequence(slot, ids, length, 0, blocks, params, 11, 0, []))
+        sequences.append(messages.NewSequence(slot, ids, length, 0, blocks, params, 11, 0, []))
     everyone = list(range(len(sequences)))
     lengths = list(PROMPT_LENGTHS)
-    yield StepInput(
+    yield messages.StepInput(
         1, everyone, lengths, new_sequences=sequences, sample_rows=everyone, sample_slots=everyone
     )
     for number in range(2, NUM_STEPS + 1):
         ones = [1] * len(everyone)
-        yield StepInput(number, everyone, ones, sample_rows=everyone, sample_slots=everyone)
+        yield messages.StepInput(
+            number, everyone, ones, sample_rows=everyone, sample_slots=everyone
+        )
 
 
 def new_worker(state: Rank, config: EngineConfig) -> int | None:
@@ -60,7 +55,7 @@ def new_worker(state: Rank, config: EngineConfig) -> int | None:
     return worker.open_rendezvous(ADDRESS) if state.rank == 0 else None
 
 
-def start_worker(state: Rank, rendezvous: Rendezvous) -> tuple[str, int]:
+def start_worker(state: Rank, rendezvous: messages.Rendezvous) -> tuple[str, int]:
     worker: Worker = state.kept["worker"]
     how = worker.connect(rendezvous)
     worker.init_device()
@@ -71,15 +66,15 @@ def start_worker(state: Rank, rendezvous: Rendezvous) -> tuple[str, int]:
     return how, ledger.weights_bytes
 
 
-def run_steps(state: Rank) -> list[StepOutput]:
+def run_steps(state: Rank) -> list[messages.StepOutput]:
     return [state.kept["worker"].execute_model(step) for step in steps()]
 
 
-def ledger_with_free_memory(state: Rank, free_bytes: int) -> MemoryLedger:
+def ledger_with_free_memory(state: Rank, free_bytes: int) -> messages.MemoryLedger:
     """The rank's memory ledger if the machine has this much free memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "cpu_free_bytes", lambda: free_bytes)
-        ledger: MemoryLedger = state.kept["worker"].profile_num_available_blocks()
+        ledger: messages.MemoryLedger = state.kept["worker"].profile_num_available_blocks()
     return ledger
 
 

@@ -78,7 +78,7 @@ DIAGONAL = [case for case in CASES if place_of(case) % 3 == 0]
 def oracle_beams(model: Any, case: Case) -> Beams:
     """What transformers gives, one prompt at a time."""
     with torch.inference_mode():
-        found = model.generate(
+        searched = model.generate(
             torch.tensor([case.prompt]),
             num_beams=case.width,
             num_return_sequences=case.width,
@@ -92,8 +92,8 @@ def oracle_beams(model: Any, case: Case) -> Beams:
             output_scores=True,
         )
     beams = []
-    for ids, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
-        output = ids[len(case.prompt) :]
+    for ids, score in zip(searched.sequences, searched.sequences_scores.tolist(), strict=True):
+        output = ids[len(case.prompt) :].tolist()
         end = next((i for i, token in enumerate(output) if token in case.end_token_ids), None)
         beams.append((output if end is None else output[: end + 1], score))
     return beams
@@ -118,11 +118,11 @@ def expected(oracles: dict[str, Any]) -> Expected:
 def beams_of(output: RequestOutput, length_penalty: float) -> Beams:
     assert output.error is None
     beams = []
-    for index, one in enumerate(output.outputs):
-        assert one.index == index
-        assert one.cumulative_logprob is not None
-        score = one.cumulative_logprob / len(one.token_ids) ** length_penalty
-        beams.append((list(one.token_ids), score))
+    for index, completion in enumerate(output.outputs):
+        assert completion.index == index
+        assert completion.cumulative_logprob is not None
+        score = completion.cumulative_logprob / len(completion.token_ids) ** length_penalty
+        beams.append((list(completion.token_ids), score))
     return beams
 
 
@@ -130,14 +130,14 @@ def check(outputs: dict[str, RequestOutput], expected: Expected) -> None:
     for number, case in enumerate(CASES):
         if f"beams-{number}" not in outputs:
             continue
-        found = beams_of(outputs[f"beams-{number}"], case.length_penalty)
+        beams = beams_of(outputs[f"beams-{number}"], case.length_penalty)
         wanted = expected[case]
-        assert [ids for ids, _ in found] == [ids for ids, _ in wanted], case
-        for (_, score), (_, oracle_score) in zip(found, wanted, strict=True):
+        assert [ids for ids, _ in beams] == [ids for ids, _ in wanted], case
+        for (_, score), (_, oracle_score) in zip(beams, wanted, strict=True):
             assert abs(score - oracle_score) < TOLERANCE, case
-        for one in outputs[f"beams-{number}"].outputs:
-            stopped = one.token_ids[-1] in case.end_token_ids
-            assert one.finish_reason == ("stop" if stopped else "length")
+        for completion in outputs[f"beams-{number}"].outputs:
+            stopped = completion.token_ids[-1] in case.end_token_ids
+            assert completion.finish_reason == ("stop" if stopped else "length")
 
 
 def jobs_of(model: str, crowd: bool = False, cases: list[Case] = DIAGONAL) -> list[Job]:
@@ -162,10 +162,8 @@ def preemptions(outputs: dict[str, RequestOutput]) -> int:
 def test_the_cases_can_tell_a_wrong_search(expected: Expected) -> None:
     """Beams end early, and the three ways to stop differ in a third of the cases."""
     groups = [DIAGONAL[i : i + 3] for i in range(0, len(DIAGONAL), 3)]
-    differing = sum(
-        len({str([ids for ids, _ in expected[case]]) for case in group}) > 1 for group in groups
-    )
-    assert differing >= len(groups) / 3
+    differ = sum(len({str([ids for ids, _ in expected[case]]) for case in g}) > 1 for g in groups)
+    assert differ >= len(groups) / 3
     lengths = [len(ids) for case in DIAGONAL for ids, _ in expected[case]]
     assert sum(length < MAX_TOKENS for length in lengths) > len(lengths) / 4
     assert sum(length == MAX_TOKENS for length in lengths) > len(lengths) / 20

@@ -63,14 +63,14 @@ def test_what_raises_while_output_is_processed_ends_its_request_alone(
     # its fifth token, of the second of its three sequences.
     _fail_at(monkeypatch, BeamSearch, "advance", 5)
     _fail_at(monkeypatch, output_processor, "as_logprobs", 4 * 3 + 2)
-    found = run(engine, [*others[:2], ("bad", PROMPT, params), *others[2:]])
-    bad = found.pop("bad")
+    answers = run(engine, [*others[:2], ("bad", PROMPT, params), *others[2:]])
+    bad = answers.pop("bad")
     assert bad.finished
     assert {o.finish_reason for o in bad.outputs} == {"error"}
     assert bad.error == "request '2' failed: ZeroDivisionError: no such luck"  # it is the third
     for key, output in wanted.items():
-        assert [o.token_ids for o in found[key].outputs] == [o.token_ids for o in output.outputs]
-        assert found[key].error is None
+        assert [o.token_ids for o in answers[key].outputs] == [o.token_ids for o in output.outputs]
+        assert answers[key].error is None
     run(engine, [(str(i), PROMPT[:1], replace(FREE, max_tokens=1)) for i in range(32)])
     assert engine.last_step is not None
     assert engine.last_step.num_rows == 32, "a slot of the request that failed is not free"

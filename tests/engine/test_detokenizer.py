@@ -94,9 +94,7 @@ def test_streams_are_chosen_by_the_decoder() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(ids_of(BYTE_LEVEL), ids_of(BYTE_LEVEL), st.booleans())
-def test_byte_level_equals_decode_of_the_whole(
-    prompt: list[int], output: list[int], skip: bool
-) -> None:
+def test_byte_level_equals_whole_decode(prompt: list[int], output: list[int], skip: bool) -> None:
     if oracle(BYTE_LEVEL, [], prompt, skip).endswith(FFFD):
         prompt = []  # half characters in the prompt have their own test
     text, _, _ = stream_all(
@@ -136,9 +134,7 @@ def test_invalid_byte_fallback_runs_keep_their_valid_characters(output: list[int
 
 @settings(max_examples=100, deadline=None)
 @given(ids_of(METASPACE), ids_of(METASPACE, 30), st.booleans())
-def test_window_equals_decode_of_the_whole(
-    prompt: list[int], output: list[int], skip: bool
-) -> None:
+def test_window_equals_whole_decode(prompt: list[int], output: list[int], skip: bool) -> None:
     detokenizer = Detokenizer(METASPACE, prompt, SamplingParams(skip_special_tokens=skip))
     assert stream_all(detokenizer, output)[0] == oracle(METASPACE, prompt, output, skip)
 
@@ -192,8 +188,7 @@ def test_decode_state_does_not_grow_with_the_text(decoded: list[int]) -> None:
 
 def test_babbled_bytes_are_not_held_for_ever(decoded: list[int]) -> None:
     stream = WindowStream(BYTE_LEVEL, [], SamplingParams())
-    text = "".join(map(stream.push, single_bytes(b"\x80" * 50)))
-    assert text + stream.flush() == FFFD * 50
+    assert "".join(map(stream.push, single_bytes(b"\x80" * 50))) + stream.flush() == FFFD * 50
     assert max(decoded) <= 8 + 16
 
 

@@ -62,9 +62,7 @@ def test_stop_token_ids(engine: LLMEngine, prompt: list[int], expected: tuple[in
         engine.add_request("bad", None, greedy(2, stop_token_ids=[512]), prompt_token_ids=prompt)
 
 
-def test_min_tokens_bans_ends(
-    engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]
-) -> None:
+def test_no_end_too_early(engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]) -> None:
     stop = expected[2]
     params = greedy(20, stop_token_ids=[stop], min_tokens=8, logprobs=1)
     completion = complete(engine, prompt, params)

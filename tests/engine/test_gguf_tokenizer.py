@@ -64,10 +64,8 @@ def test_byte_level_ids(pre: str, tmp_path: Path) -> None:
     digits = pre_tokenizers.Digits(individual_digits=True)
     splits = {"smollm": pre_tokenizers.Sequence([digits, to_bytes])}.get(pre, to_bytes)
     backend, tokens, merges = trained(splits)
-    template = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
-    path = write(
-        tmp_path / "v.gguf", "gpt2", pre, tokens, token_merges=merges, chat_template=template
-    )
+    chat = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    path = write(tmp_path / "v.gguf", "gpt2", pre, tokens, token_merges=merges, chat_template=chat)
     tokenizer = load(path)
     assert tokenizer is not None
     expected = backend
@@ -80,8 +78,7 @@ def test_byte_level_ids(pre: str, tmp_path: Path) -> None:
     assert tokenizer.byte_table is not None
     assert tokenizer.eos_token_id == 2
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])[0] == 1
-    adds_bos = pre in ("llama-bpe", "tekken")
-    assert (tokenizer.encode("Hello")[:1] == [1]) == adds_bos
+    assert (tokenizer.encode("Hello")[:1] == [1]) == (pre in ("llama-bpe", "tekken"))
 
 
 def sentencepiece(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
@@ -148,9 +145,7 @@ def test_tokens_of_phi3_strip_what_follows_them(tmp_path: Path) -> None:
         assert {1, 2, 3, 4} <= tokenizer.special_token_ids  # <|end|> is user-defined here
 
 
-def test_a_file_that_does_not_say_how_it_splits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_says_no_pattern(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(write(tmp_path / "v.gguf", "gpt2", "", [*CONTROLS, "a"], token_merges=[]))
     assert "split as GPT-2 splits them" in caplog.text
 

@@ -49,9 +49,7 @@ def test_a_second_thread_is_refused(engine: LLMEngine, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("place", ["in a step", "at its very end"])
-def test_ctrl_c_loses_no_output(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_ctrl_c_loses_none(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """The step ends, and the next call returns its outputs."""
     record, execute = engine.counters.record_step, LocalExecutor.execute_model
 
@@ -102,7 +100,7 @@ def test_sequences_that_wait_share_their_prompt(engine: LLMEngine) -> None:
     outputs = {output.request_id: output for output in run(engine)}
     for output in outputs.values():
         assert output.prompt_token_ids == prompt
-        assert {len(one.token_ids) for one in output.outputs} == {2}
+        assert {len(completion.token_ids) for completion in output.outputs} == {2}
 
 
 @pytest.mark.parametrize("request_id", [None, 5, "", ["a"]])

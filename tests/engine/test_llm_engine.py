@@ -73,11 +73,8 @@ def test_duplicate_id(engine: LLMEngine, prompt: list[int]) -> None:
     engine.add_request("twin", None, greedy(2), prompt_token_ids=prompt)
     with pytest.raises(DuplicateRequestError, match="'twin'"):
         engine.add_request("twin", None, greedy(9), prompt_token_ids=prompt)
-    outputs = run(engine)
-    assert [len(o.outputs[0].token_ids) for o in outputs if o.finished] == [2]
-    engine.add_request(
-        "twin", None, greedy(3), prompt_token_ids=prompt
-    )  # free again once it has finished
+    assert [len(o.outputs[0].token_ids) for o in run(engine) if o.finished] == [2]
+    engine.add_request("twin", None, greedy(3), prompt_token_ids=prompt)  # free again at its end
     assert len(run(engine)[-1].outputs[0].token_ids) == 3
 
 
@@ -122,9 +119,7 @@ def test_abort_of_everything_is_still_reported(engine: LLMEngine, prompt: list[i
     assert not engine.has_unfinished_requests()
 
 
-def test_without_detokenizing(
-    engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]
-) -> None:
+def test_without_text(engine: LLMEngine, prompt: list[int], expected: tuple[int, ...]) -> None:
     completion = complete(engine, prompt, greedy(8, detokenize=False))
     assert (completion.text, completion.token_ids) == ("", expected[:8])
 
@@ -136,13 +131,13 @@ def test_logprobs_carry_text(engine: LLMEngine, prompt: list[int], detokenize: b
     for number, params in enumerate((asked, beams)):
         engine.add_request(str(number), None, params, prompt_token_ids=prompt)
     for output in run(engine):
-        for one in output.outputs if output.finished else ():
-            tokens = [*prompt, *one.token_ids]
-            found = [*output.prompt_logprobs, *one.logprobs]
-            for token_id, entries in zip(tokens[1:], found[1:], strict=True):
+        for completion in output.outputs if output.finished else ():
+            tokens = [*prompt, *completion.token_ids]
+            logprobs = [*output.prompt_logprobs, *completion.logprobs]
+            for token_id, entries in zip(tokens[1:], logprobs[1:], strict=True):
                 text = engine.tokenizer.token_text(token_id) if detokenize else None
                 assert entries[token_id].decoded_token == text
-            assert min(len(entries) for entries in one.logprobs) >= 2
+            assert min(len(entries) for entries in completion.logprobs) >= 2
 
 
 def test_statistics_line(
@@ -256,27 +251,25 @@ class Told(StatLoggerBase):
         self.stats.append(stats)
 
 
-def test_loggers_of_users(
-    models: ModelShop, prompt: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    told = Told()
+def test_loggers(models: ModelShop, prompt: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    logger = Told()
     args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", num_device_blocks_override=64)
-    with LLMEngine.from_engine_args(args, None, {"told": told}) as engine:
+    with LLMEngine.from_engine_args(args, None, {"told": logger}) as engine:
         assert not engine.log_stats, "a logger of the user replaces the engine's own line"
         engine.add_request("one", None, greedy(3), prompt_token_ids=prompt)
         long = SamplingParams(n=2, max_tokens=5, ignore_eos=True)
         engine.add_request("two", None, long, prompt_token_ids=[7, 8])
         run(engine)
         with pytest.raises(KeyError, match="'told'"):
-            engine.add_logger("told", told)
-        assert sum(one.num_prompt_tokens_iter for one in told.stats) == len(prompt) + 2
-        assert sum(one.num_generation_tokens_iter for one in told.stats) == 3 + 2 * 5
-        assert [len(one.time_to_first_tokens_iter) for one in told.stats] == [2, 0, 0, 0, 0]
-        assert [len(one.time_per_output_tokens_iter) for one in told.stats] == [0, 2, 2, 1, 1]
-        assert [one.num_running_sys for one in told.stats] == [2, 2, 1, 1, 0]
-        assert told.stats[0].gpu_cache_usage_sys > told.stats[-1].gpu_cache_usage_sys
-        assert told.stats[2].num_prompt_tokens_requests == [len(prompt)]
-        last = told.stats[-1]
+            engine.add_logger("told", logger)
+        assert sum(stats.num_prompt_tokens_iter for stats in logger.stats) == len(prompt) + 2
+        assert sum(stats.num_generation_tokens_iter for stats in logger.stats) == 3 + 2 * 5
+        assert [len(stats.time_to_first_tokens_iter) for stats in logger.stats] == [2, 0, 0, 0, 0]
+        assert [len(stats.time_per_output_tokens_iter) for stats in logger.stats] == [0, 2, 2, 1, 1]
+        assert [stats.num_running_sys for stats in logger.stats] == [2, 2, 1, 1, 0]
+        assert logger.stats[0].gpu_cache_usage_sys > logger.stats[-1].gpu_cache_usage_sys
+        assert logger.stats[2].num_prompt_tokens_requests == [len(prompt)]
+        last = logger.stats[-1]
         assert (last.num_generation_tokens_requests, last.n_requests) == ([5, 5], [2])
         assert (last.finished_reason_requests, last.best_of_requests) == (["length"] * 2, [2])
         assert len(last.time_e2e_requests) == 1
@@ -284,11 +277,11 @@ def test_loggers_of_users(
         with said(caplog):
             engine.do_log_stats()
             engine.do_log_stats()
-        assert len(told.stats) == 7, "an error of another logger does not matter"
-        assert sum(bool(one.exc_info) for one in caplog.records) == 1
+        assert len(logger.stats) == 7, "an error of another logger does not matter"
+        assert sum(bool(record.exc_info) for record in caplog.records) == 1
         engine.remove_logger("told")
         engine.add_request("three", None, greedy(1), prompt_token_ids=prompt)
         run(engine)
-        assert len(told.stats) == 7
+        assert len(logger.stats) == 7
         with pytest.raises(KeyError):
             engine.remove_logger("told")

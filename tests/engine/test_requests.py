@@ -140,11 +140,11 @@ def test_texts_need_a_tokenizer(engine: LLMEngine) -> None:
 def test_bad_words_become_ids_with_and_without_space(engine: LLMEngine) -> None:
     tokenizer = engine.tokenizer
     params = SamplingParams(bad_words=["ab", " xy", "ab"], bad_words_token_ids=[[9, 9]])
-    given = params.clone()
-    found = read(engine, params, tokenizer)
-    assert params == given, "the user's object was changed"
+    original = params.clone()
+    checked = read(engine, params, tokenizer)
+    assert params == original, "the user's object was changed"
     words = [[9, 9], *(tokenizer.encode(w, False) for w in ("ab", " ab", "xy", " xy"))]
-    assert found.bad_words_token_ids == words
+    assert checked.bad_words_token_ids == words
     assert [len(word) for word in words] == [2, 1, 1, 2, 3]
 
 
@@ -156,8 +156,8 @@ def test_log_probabilities_of_the_whole_vocabulary(
     engine: LLMEngine, count: int, limit: int, expected: int
 ) -> None:
     params = SamplingParams(logprobs=count, prompt_logprobs=count)
-    found = read(engine, params, max_logprobs=limit)
-    assert (found.logprobs, found.prompt_logprobs) == (expected, expected)
+    checked = read(engine, params, max_logprobs=limit)
+    assert (checked.logprobs, checked.prompt_logprobs) == (expected, expected)
     assert params.logprobs == count
 
 
@@ -227,6 +227,5 @@ def test_params_survive_pickling_and_their_makers_changes() -> None:
 
 
 def test_form_of_a_processor_is_found_by_its_parameters() -> None:
-    short = load_logits_processor("support.logits_processors:forbid_last")
-    assert not short.wants_prompt
+    assert not load_logits_processor("support.logits_processors:forbid_last").wants_prompt
     assert load_logits_processor("support.logits_processors:forbid_prompt").wants_prompt

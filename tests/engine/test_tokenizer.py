@@ -93,8 +93,7 @@ def test_class_with_its_own_decode_gets_no_table() -> None:
 
 
 def test_other_decoders_get_no_table() -> None:
-    replace = decoders.Replace("▁", " ")
-    plain: list[Any] = [replace, decoders.ByteFallback(), decoders.Fuse()]
+    plain: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     for decoder, expected in (
         (decoders.ByteLevel(), True),
         (decoders.Sequence([decoders.ByteLevel()]), True),
@@ -138,8 +137,8 @@ def test_a_call_of_a_tool_needs_no_content() -> None:
     """The second turn of a conversation with tools repeats the model's call of one."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "now"}]}
     tokenizer = Tokenizer(make_hf(chat_template=TEMPLATE))
-    for one in (call, {"role": "assistant", "tool_calls": [{"name": "now"}]}):
-        assert "assistant:" in tokenizer.render_chat([{"role": "user", "content": "a"}, one])
+    for message in (call, {"role": "assistant", "tool_calls": [{"name": "now"}]}):
+        assert "assistant:" in tokenizer.render_chat([{"role": "user", "content": "a"}, message])
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from tpengine.executor.channel import (
-    Channel,
-    ChannelTimeoutError,
-    Frame,
-    FrameKind,
-    Listener,
-    connect,
-)
+from tpengine.executor import channel as wire
 
 SECRET = b"s" * 32
 EPOCH = 3
@@ -24,13 +17,13 @@ TIMEOUT_S = 60.0
 
 
 @contextmanager
-def open_channels(size: int) -> Iterator[tuple[list[Channel], list[Channel]]]:
+def open_channels(size: int) -> Iterator[tuple[list[wire.Channel], list[wire.Channel]]]:
     """(the driver's ends, the ranks' ends), one channel per rank; the last rank connects first."""
-    listener = Listener("127.0.0.1", SECRET, EPOCH)
+    listener = wire.Listener("127.0.0.1", SECRET, EPOCH)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, size, TIMEOUT_S)
         ranks = [
-            connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S)
+            wire.connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S)
             for rank in reversed(range(size))
         ][::-1]
         driver = accepted.result(TIMEOUT_S)
@@ -40,17 +33,17 @@ def open_channels(size: int) -> Iterator[tuple[list[Channel], list[Channel]]]:
         channel.close()
 
 
-def receive(channel: Channel, timeout_s: float) -> Frame:
+def receive(channel: wire.Channel, timeout_s: float) -> wire.Frame:
     """Waits for the next frame."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     deadline = time.monotonic() + timeout_s
     while (frame := channel.take()) is None:
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-            raise ChannelTimeoutError(f"no frame within {timeout_s:.1f} s")
+            raise wire.ChannelTimeoutError(f"no frame within {timeout_s:.1f} s")
     return frame
 
 
-def answer(channel: Channel, number: int, payload: bytes) -> None:
+def answer(channel: wire.Channel, number: int, payload: bytes) -> None:
     """What a rank sends at the end of a step."""
-    channel.send(FrameKind.ANSWER, number, payload, TIMEOUT_S)
+    channel.send(wire.FrameKind.ANSWER, number, payload, TIMEOUT_S)

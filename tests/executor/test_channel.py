@@ -106,9 +106,7 @@ def test_a_relay_cannot_exchange_the_channels_of_a_rank(listener: Listener, clai
         relayed.result(TIMEOUT_S)
 
 
-def test_silent_stranger_is_disconnected(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_stranger_is_cut_off(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "HANDSHAKE_TIMEOUT_S", 0.2)
     with socket.create_connection(listener.address, TIMEOUT_S) as silent:
         listener.greet()
@@ -124,9 +122,7 @@ def test_late_rank_does_not_delay_the_second_channel_of_the_first(
 
     def join(rank: int) -> list[Channel]:
         time.sleep(rank * 0.8)
-        return [
-            connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S, index) for index in range(2)
-        ]
+        return [connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S, i) for i in range(2)]
 
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(join, rank) for rank in range(2)]

@@ -46,9 +46,7 @@ def test_connection_is_closed_when_no_executor_can_be_made(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("part", ["Recovery", "OutputProcessor"])
-def test_ranks_are_ended_when_no_engine_can_be_made(
-    monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_ranks_are_ended_when_no_engine_is_made(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """Although the error, and with it the unfinished engine, is kept."""
     ended: list[LocalExecutor] = []
     shutdown = LocalExecutor.shutdown
@@ -88,9 +86,7 @@ def test_isolated_and_not() -> None:
         serve.run(parser.parse_args(["--isolate", "--executor", "local"]))
 
 
-def test_heads_that_cannot_be_divided_are_refused_before_ray(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_heads_that_do_not_divide_are_refused_before_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_connection = pytest.importorskip("tpengine.executor.launch.ray_connection")
 
     def never(address: str | None) -> None:

@@ -9,34 +9,13 @@ from typing import Any
 
 import pytest
 
-from tpengine import EngineArgs
+from tpengine import EngineArgs, messages
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.errors import EngineError
-from tpengine.executor.codec import (
-    decode_call,
-    decode_output,
-    decode_plain,
-    decode_step,
-    encode,
-    encode_call,
-)
-from tpengine.messages import (
-    AdapterLoad,
-    BlockMoves,
-    Candidates,
-    Fork,
-    MemoryLedger,
-    NewSequence,
-    PromptLogprobs,
-    RowError,
-    SamplingRules,
-    StepInput,
-    StepOutput,
-    TokenLogprobs,
-)
+from tpengine.executor import codec
 from tpengine.structured.grammars import Vocabulary
 
-RULES = SamplingRules(
+RULES = messages.SamplingRules(
     temperature=0.7,
     top_p=0.9,
     top_k=5,
@@ -53,34 +32,38 @@ RULES = SamplingRules(
     logits_processors=["os.path:join", b"pickled"],
     grammar="start: /a/",
 )
-FULL_STEP = StepInput(
+FULL_STEP = messages.StepInput(
     step=2**40,
     slots=[3, 4, 5],
     num_scheduled_tokens=[1, 1, 60_000],
     new_sequences=[
-        NewSequence(5, list(range(70_000)), 70_000, 16, [1, 2**31 - 1], RULES, 2**64 - 1, 1, [2]),
-        NewSequence(6, [1], 1, 0, [], SamplingRules(), -(2**63), 0, [], num_candidates=4),
-        NewSequence(7, [1], 1, 0, [], SamplingRules(), 0, 0, [], adapter_slot=3),
+        messages.NewSequence(
+            5, list(range(70_000)), 70_000, 16, [1, 2**31 - 1], RULES, 2**64 - 1, 1, [2]
+        ),
+        messages.NewSequence(
+            6, [1], 1, 0, [], messages.SamplingRules(), -(2**63), 0, [], num_candidates=4
+        ),
+        messages.NewSequence(7, [1], 1, 0, [], messages.SamplingRules(), 0, 0, [], adapter_slot=3),
     ],
     new_block_ids=[(3, [9, 10]), (4, [])],
     freed_slots=[0, 1],
     token_overrides=[(3, 11)],
     sample_rows=[0, 0],
     sample_slots=[3, 4],
-    forks=[Fork(3, 4, 1)],
+    forks=[messages.Fork(3, 4, 1)],
     replaced_block_ids=[(4, 0, 12)],
-    block_moves=BlockMoves([(1, 2)], [], [(3, 4), (5, 6)]),
+    block_moves=messages.BlockMoves([(1, 2)], [], [(3, 4), (5, 6)]),
     next_slots=[4],
-    adapter_loads=[AdapterLoad(3, bytes(range(224, 256)), "/adapters/ä")],
+    adapter_loads=[messages.AdapterLoad(3, bytes(range(224, 256)), "/adapters/ä")],
 )
-FULL_OUTPUT = StepOutput(
+FULL_OUTPUT = messages.StepOutput(
     step=3,
     token_ids=[5, 6],
-    logprobs={1: TokenLogprobs(-0.5, 1, [6, 7], [-0.5, float("-inf")])},
+    logprobs={1: messages.TokenLogprobs(-0.5, 1, [6, 7], [-0.5, float("-inf")])},
     model_s=0.25,
-    candidates={0: Candidates([1, 2], [-1.0, -2.0], [-1.0, -2.5])},
-    prompt_logprobs={2: PromptLogprobs(1, [TokenLogprobs(-0.1, 2, [1], [-0.1])])},
-    errors={1: RowError("every token is banned ✗", "bad_words")},
+    candidates={0: messages.Candidates([1, 2], [-1.0, -2.0], [-1.0, -2.5])},
+    prompt_logprobs={2: messages.PromptLogprobs(1, [messages.TokenLogprobs(-0.1, 2, [1], [-0.1])])},
+    errors={1: messages.RowError("every token is banned ✗", "bad_words")},
     adapter_errors={bytes(range(224, 256)): "its rank is 65"},
     chosen_logprobs=array("f", [-0.1, float("-inf")]),
 )
@@ -94,16 +77,16 @@ def test_examples_leave_no_field_at_its_default(message: Any) -> None:
         assert getattr(message, field.name), f"{field.name} is empty, so that losing it is not seen"
 
 
-@pytest.mark.parametrize("step", [FULL_STEP, StepInput(1, [], [])], ids=["full", "empty"])
-def test_step_survives(step: StepInput) -> None:
-    decoded = decode_step(encode(step))
+@pytest.mark.parametrize("step", [FULL_STEP, messages.StepInput(1, [], [])], ids=["full", "empty"])
+def test_step_survives(step: messages.StepInput) -> None:
+    decoded = codec.decode_step(codec.encode(step))
     assert decoded == step
     assert repr(decoded) == repr(step)  # also tells a tuple from a list
 
 
-@pytest.mark.parametrize("output", [FULL_OUTPUT, StepOutput(1, [])], ids=["full", "empty"])
-def test_output_survives(output: StepOutput) -> None:
-    decoded = decode_output(encode(output))
+@pytest.mark.parametrize("output", [FULL_OUTPUT, messages.StepOutput(1, [])], ids=["full", "empty"])
+def test_output_survives(output: messages.StepOutput) -> None:
+    decoded = codec.decode_output(codec.encode(output))
     assert decoded == output
     assert repr(decoded) == repr(output)
 
@@ -115,7 +98,9 @@ def test_output_survives(output: StepOutput) -> None:
 def test_steps_of_decodes_survive(num_rows: int, change: str) -> None:
     """What most steps are like travels in short forms, and so does not what is only similar."""
     rows = list(range(num_rows))
-    step = StepInput(1, rows.copy(), [1] * num_rows, sample_rows=rows, sample_slots=rows.copy())
+    step = messages.StepInput(
+        1, rows.copy(), [1] * num_rows, sample_rows=rows, sample_slots=rows.copy()
+    )
     if change == "slots":
         step.slots = [slot + 100 for slot in rows]
     elif change == "tokens":
@@ -128,7 +113,7 @@ def test_steps_of_decodes_survive(num_rows: int, change: str) -> None:
         step.sample_slots[0] = 77
     elif change == "going on":
         step.next_slots = rows.copy()
-    decoded = decode_step(encode(step))
+    decoded = codec.decode_step(codec.encode(step))
     assert decoded == step
     lists = [decoded.slots, decoded.num_scheduled_tokens, decoded.sample_rows, decoded.sample_slots]
     lists.append(decoded.next_slots)
@@ -137,41 +122,45 @@ def test_steps_of_decodes_survive(num_rows: int, change: str) -> None:
 
 @pytest.mark.parametrize("ids", [[], [0], [2**32 - 1, 5], [2**32], [-1, 7]])
 def test_any_token_ids_survive(ids: list[int]) -> None:
-    assert decode_output(encode(StepOutput(1, ids))).token_ids == ids
+    assert codec.decode_output(codec.encode(messages.StepOutput(1, ids))).token_ids == ids
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01", encode(FULL_STEP)[:-1]])
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01", codec.encode(FULL_STEP)[:-1]])
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(EngineError, match="cannot be decoded"):
-        decode_plain(data)
+        codec.decode_plain(data)
 
 
 def test_another_versions_message_is_refused() -> None:
     with pytest.raises(EngineError, match="same version"):
-        decode_step(
-            encode((1, [], [], [], [], [], [], [], [], [], [], [[], [], []], [], "new field"))
+        codec.decode_step(
+            codec.encode((1, [], [], [], [], [], [], [], [], [], [], [[], [], []], [], "new field"))
         )
     with pytest.raises(EngineError, match="same version"):
-        decode_output(encode((1,)))
+        codec.decode_output(codec.encode((1,)))
 
 
 def test_calls_survive() -> None:
     """With their classes, and tuples as tuples. The fields of a model stay readable by name."""
     args = EngineArgs(EMBEDDED_MODEL, tensor_parallel_size=2, executor="ray", device="cpu")
     engine_config = args.create_engine_config("cpu")
-    call = ("create", (engine_config, [MemoryLedger(0, "cpu", *[1] * 6)]), {"sizes": {"a": (1, 2)}})
-    decoded = decode_call(encode_call(call))
+    call = (
+        "create",
+        (engine_config, [messages.MemoryLedger(0, "cpu", *[1] * 6)]),
+        {"sizes": {"a": (1, 2)}},
+    )
+    decoded = codec.decode_call(codec.encode_call(call))
     assert decoded == call
     assert repr(decoded) == repr(call)
     assert decoded[1][0].model.hf_config.hidden_size > 0
-    vocabulary = decode_call(encode_call(Vocabulary("{}", 5, [2])))
+    vocabulary = codec.decode_call(codec.encode_call(Vocabulary("{}", 5, [2])))
     assert (vocabulary.size, vocabulary.end_token_ids) == (5, [2])
     with pytest.raises(EngineError, match="same version"):
-        decode_call(encode_call(call).replace(b"MemoryLedger", b"MemoryLodger"))
+        codec.decode_call(codec.encode_call(call).replace(b"MemoryLedger", b"MemoryLodger"))
 
 
 def test_what_is_no_plain_data_is_refused() -> None:
     with pytest.raises(TypeError, match="Thread is no plain data"):
-        encode_call(("method", (threading.Thread(),), {}))
+        codec.encode_call(("method", (threading.Thread(),), {}))
     with pytest.raises(TypeError, match="object is no plain data"):
-        encode(StepOutput(1, [object()]))  # type: ignore[list-item]
+        codec.encode(messages.StepOutput(1, [object()]))  # type: ignore[list-item]

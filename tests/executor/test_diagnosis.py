@@ -66,25 +66,23 @@ def test_silent_node_is_the_cause() -> None:
 
 def test_wait_for_an_unknown_rank() -> None:
     """As gloo reports it among three ranks."""
-    failure = RankFailure(1, "here", "step 5", "CollectiveError", "a peer is gone", "", [])
-    loss = explain(failure)
+    loss = explain(RankFailure(1, "here", "step 5", "CollectiveError", "a peer is gone", "", []))
     assert loss.rank == 1
     assert loss.cause == "waited in vain; which rank did not come is unknown (a peer is gone)"
 
 
 @pytest.mark.parametrize("state", ["T", "t", ""])
 def test_stopped_or_gone_is_lost_at_once(state: str) -> None:
-    found = diagnosis(state=state)
-    assert found.is_frozen(0, FROZEN_S, may_hold=True)
+    assert diagnosis(state=state).is_frozen(0, FROZEN_S, may_hold=True)
 
 
 @pytest.mark.parametrize("state", ["R", "S", "D"])
 def test_silent_process_that_runs_is_given_time(state: str) -> None:
     """Native code may hold Python's lock; only connecting and imports may do so without limit."""
-    found = diagnosis(state=state)
-    assert not found.is_frozen(0, HOLD_S - 0.1, may_hold=False)
-    assert found.is_frozen(0, HOLD_S, may_hold=False)
-    assert not found.is_frozen(0, 10 * HOLD_S, may_hold=True)
+    rank = diagnosis(state=state)
+    assert not rank.is_frozen(0, HOLD_S - 0.1, may_hold=False)
+    assert rank.is_frozen(0, HOLD_S, may_hold=False)
+    assert not rank.is_frozen(0, 10 * HOLD_S, may_hold=True)
 
 
 def test_silent_node() -> None:

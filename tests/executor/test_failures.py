@@ -17,16 +17,8 @@ from support.waiting import PATIENCE_S, wait_until
 
 from executor import sabotage
 from executor.ray_engines import free_cpus, is_alive, rank_engine, ray_engine, sabotaged_rank
-from tpengine import EngineArgs, LLMEngine
+from tpengine import EngineArgs, LLMEngine, errors
 from tpengine.config import RayConfig
-from tpengine.errors import (
-    CacheSizeError,
-    ConfigError,
-    PlacementError,
-    RendezvousError,
-    WorkerDiedError,
-    WorkerError,
-)
 from tpengine.executor.channel import Listener
 from tpengine.executor.launch import actors, placement
 from tpengine.executor.launch.placement import Placer
@@ -42,9 +34,9 @@ def _all_is_given_back(ray_address: str) -> Iterator[None]:
 
 def test_impossible_placement(folder: Path) -> None:
     words = r"Ray at \S+:\d+: wanted 8 x \{CPU: 2\} \(PACK\).*room for 4 even.*--ray-bundle CPU=1\)"
-    with pytest.raises(PlacementError, match=words):
+    with pytest.raises(errors.PlacementError, match=words):
         ray_engine(folder, 8, ray_bundle="CPU=2")
-    with pytest.raises(PlacementError, match=r"wanted 2 x \{npu: 1\}.*have .*\{CPU: 8\}"):
+    with pytest.raises(errors.PlacementError, match=r"wanted 2 x \{npu: 1\}.*have .*\{CPU: 8\}"):
         ray_engine(folder, 2, ray_bundle="npu=1")
 
 
@@ -57,7 +49,7 @@ class DriverInAGroup:
         placer = Placer({"CPU": 1.0}, size, config, lambda _: set(), lambda: None)
         try:
             return placer.place(set())._indices, ""
-        except PlacementError as error:
+        except errors.PlacementError as error:
             return [], str(error)
 
 
@@ -68,8 +60,7 @@ def test_a_driver_that_holds_a_bundle() -> None:
     strategy = PlacementGroupSchedulingStrategy(group, 1, placement_group_capture_child_tasks=True)
     driver = ray.remote(DriverInAGroup).options(num_cpus=1, scheduling_strategy=strategy).remote()
     try:
-        found = ray.get(driver.place.remote(2, 60.0), timeout=PATIENCE_S + 60.0)
-        assert found == ([0, 2], "")
+        assert ray.get(driver.place.remote(2, 60.0), timeout=PATIENCE_S + 60.0) == ([0, 2], "")
         _, error = ray.get(driver.place.remote(3, 1.0), timeout=PATIENCE_S)
         assert "bundle 1 has {CPU: 0} left" in error
         assert "the driver's own actor holds {CPU: 1}" in error
@@ -84,7 +75,9 @@ def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     others = ray.util.placement_group([{"CPU": 7}])
     assert others.wait(10.0)
     try:
-        with pytest.raises(PlacementError, match=r"within 2 s: wanted 2 x \{CPU: 1\}.*CPU: 1.*of"):
+        with pytest.raises(
+            errors.PlacementError, match=r"within 2 s: wanted 2 x \{CPU: 1\}.*CPU: 1.*of"
+        ):
             ray_engine(folder, 2, placement_timeout_s=2.0)
     finally:
         ray.util.remove_placement_group(others)
@@ -104,10 +97,10 @@ def test_nodes_that_are_excluded(ray_address: str) -> None:
         assert not placement.is_borrowed
     finally:
         placement.remove()
-    with pytest.raises(PlacementError, match="without 1 that do not answer: wanted 2"):
+    with pytest.raises(errors.PlacementError, match="without 1 that do not answer: wanted 2"):
         placer.place({node_id})
     start = time.monotonic()
-    with pytest.raises(PlacementError, match="without 1 that do not answer: wanted 2"):
+    with pytest.raises(errors.PlacementError, match="without 1 that do not answer: wanted 2"):
         replace(placer, find_silent=set).replace(placer.place(set()), {node_id})
     assert time.monotonic() - start >= 1.0, "a node may only have paused"
 
@@ -118,26 +111,26 @@ def test_nodes_that_are_excluded(ray_address: str) -> None:
         (
             1,
             sabotage.in_load(sabotage.fail_with_a_line),
-            WorkerError,
+            errors.WorkerError,
             ["ZeroDivisionError: cannot read block 17", "in load_model", TRACEBACK, "a noise"],
             [],
         ),
         (
             1,
             sabotage.in_load(sabotage.die_with_a_word),
-            WorkerDiedError,
+            errors.WorkerDiedError,
             ["load_model", "my last words"],
             [],
         ),
         (
             1,
             sabotage.missing_rank,
-            RendezvousError,
+            errors.RendezvousError,
             ["a rank did not come [rank 1 on node"],
             ["traceback of rank 1", TRACEBACK, "only this rank is here"],
         ),
         # `nothing_is_left` sees that its file is removed
-        (0, sabotage.killed_with_its_file, WorkerDiedError, ["SIGKILL"], []),
+        (0, sabotage.killed_with_its_file, errors.WorkerDiedError, ["SIGKILL"], []),
     ],
     ids=["raises", "dies", "misses another", "dies with its file"],
 )
@@ -171,13 +164,15 @@ def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.Monkey
             self.invitation = address, b""
 
     monkeypatch.setattr(actors, "Listener", Elsewhere)
-    with pytest.raises(WorkerError, match=rf"cannot reach the driver at 127.0.0.1:{address[1]}"):
+    with pytest.raises(
+        errors.WorkerError, match=rf"cannot reach the driver at 127.0.0.1:{address[1]}"
+    ):
         ray_engine(folder, 1)
 
 
 def test_a_ranks_typed_error_keeps_its_type(folder: Path) -> None:
     """One rank has less memory than a block takes; the others have enough."""
-    with pytest.raises(CacheSizeError, match=r"no block .* on rank 1.*\[rank 1 on node"):
+    with pytest.raises(errors.CacheSizeError, match=r"no block .* on rank 1.*\[rank 1 on node"):
         rank_engine(folder, 2, cpu_kv_cache_space=[0.1, 1e-9], num_device_blocks_override=None)
 
 
@@ -193,7 +188,7 @@ def test_a_ranks_typed_error_keeps_its_type(folder: Path) -> None:
     ],
 )
 def test_refusals(folder: Path, args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(errors.ConfigError, match=message):
         LLMEngine.from_engine_args(
             EngineArgs(str(folder), **{"tensor_parallel_size": 2, "device": "cpu", **args})
         )

@@ -156,7 +156,7 @@ def generate(
     with log_steps() as log:
         outputs = serve(engine, prompts, params)
     assert [output.error for output in outputs] == [None] * len(outputs)
-    return [[list(one.token_ids) for one in output.outputs] for output in outputs], log
+    return [[list(o.token_ids) for o in output.outputs] for output in outputs], log
 
 
 @pytest.mark.parametrize(
@@ -179,12 +179,12 @@ def test_greedy(
     params = [greedy(NUM_TOKENS)] * len(prompts)
     num_blocks = 64 if mode == "whole" else JUST_ONE
     engine = taken_over(ranks, folder, num_device_blocks_override=num_blocks, **MODES[mode])
-    found, log = generate(engine, prompts, params)
-    oracle.assert_greedy(prompts, [ids for [ids] in found], NUM_TOKENS)
-    assert len({token for [ids] in found for token in ids}) >= 15
+    answers, log = generate(engine, prompts, params)
+    oracle.assert_greedy(prompts, [ids for [ids] in answers], NUM_TOKENS)
+    assert len({token for [ids] in answers for token in ids}) >= 15
     if mode == "whole":
         assert log.num_partial_chunks == log.num_preemptions == 0
-        assert generate(engine, prompts, params)[0] == found
+        assert generate(engine, prompts, params)[0] == answers
         assert engine.stats().cache.prefix_hits > 0
     else:
         assert log.num_partial_chunks > 0
@@ -212,9 +212,9 @@ def test_several_sequences_and_a_beam(
     sizes = {"max_model_len": LONGEST, "block_size": BLOCK_SIZE, "swap_space": 0.01}
     with make_engine(folder, **sizes, **args) as local:
         expected, _ = generate(local, prompts, params)
-    found, log = generate(taken_over(ranks, folder, **args), prompts, params)
-    assert [len(ids) for ids in found] == [3, 2, 1]
-    assert found == expected
+    answers, log = generate(taken_over(ranks, folder, **args), prompts, params)
+    assert [len(ids) for ids in answers] == [3, 2, 1]
+    assert answers == expected
     assert log.num_preemptions > 0, "the cache was to be too small"
 
 
@@ -249,4 +249,4 @@ def test_functions_of_the_user(
     failed, other = serve(engine, [prompts[1]] * 2, [missing, plain])
     assert failed.error is not None
     assert "No module named 'only_here'" in failed.error
-    assert [list(one.token_ids) for one in other.outputs] == expected[1]
+    assert [list(completion.token_ids) for completion in other.outputs] == expected[1]

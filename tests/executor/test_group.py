@@ -88,8 +88,7 @@ def open_group(launcher: FakeLauncher) -> Group:
 
 def test_group_needs_no_launcher() -> None:
     """Nothing of the room that starts processes."""
-    room = Path(__file__).parent.parent.parent / "tpengine" / "executor"
-    files = list(room.glob("*.py"))
+    files = list((Path(__file__).parent.parent.parent / "tpengine" / "executor").glob("*.py"))
     assert len(files) > 5
     for file in files:
         assert file.stem == "local_executor" or "executor.launch" not in file.read_text(), file

@@ -47,9 +47,7 @@ def test_equal_ranks_do_not_blame_each_other() -> None:
     assert len(memory_table([ledger(0, 512), ledger(1, 512)], ["a", "b"])) == 3
 
 
-def test_rank_with_less_memory_lowers_all_and_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_poor_rank_lowers_all_and_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ranks, with a budget for each."""
     lines: list[str] = []
     monkeypatch.setattr(startup.logger, "info", lambda text, *args: lines.append(text % args))
@@ -69,8 +67,7 @@ def test_rank_with_less_memory_lowers_all_and_is_named(
     (whole,) = (line for line in lines if line.startswith("memory of the ranks"))
     table = whole.splitlines()[1:]
     assert len(table) == 4
-    columns = "rank total others weights activations communicator"
-    assert table[0].split()[:6] == columns.split()
+    assert " ".join(table[0].split()[:6]) == "rank total others weights activations communicator"
     assert [line.split()[0] for line in table[1:3]] == ["0", "1"]
     assert table[3].startswith(f"rank 1 limits every rank to {less} blocks (")
     assert str(place) in table[3]

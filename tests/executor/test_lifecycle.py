@@ -124,9 +124,7 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
         ray.util.remove_placement_group(group)
 
 
-def test_three_engines(
-    folder: Path, two_ranks: LLMEngine, ray_address: str, models: ModelShop
-) -> None:
+def test_engines(folder: Path, two_ranks: LLMEngine, ray_address: str, models: ModelShop) -> None:
     """Their steps in turn: the same request ids, other models, a request that one of them aborts,
     and a third engine in another process, whose Ray is shut down under it. One ends before the
     other."""
@@ -141,8 +139,7 @@ def test_three_engines(
         rank_engine(folders[1], 2) as second,
     ):
         driver.hear()  # its ranks are there
-        engines = [two_ranks, second]
-        assert serve_in_turn(engines) == expected
+        assert serve_in_turn([two_ranks, second]) == expected
         assert driver.hear()[:NUM_TOKENS] == expected[0][0]
         message, is_initialized = driver.hear()
         assert "Ray was shut down under the engine" in message
@@ -161,20 +158,20 @@ def serve_in_turn(engines: list[LLMEngine]) -> list[list[list[int]]]:
         for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
             engine.add_request(str(i), None, params, prompt_token_ids=list(prompt))
     engines[0].add_request("aborted", None, greedy(200), prompt_token_ids=[1, 2, 3])
-    found: list[dict[str, list[int]]] = [{}, {}]
+    answers: list[dict[str, list[int]]] = [{}, {}]
     turns = 0
     while any(engine.has_unfinished_requests() for engine in engines):
-        for engine, ids in zip(engines, found, strict=True):
+        for engine, ids in zip(engines, answers, strict=True):
             for output in engine.step():
                 ids[output.request_id] = list(output.outputs[0].token_ids)
         turns += 1
         if turns == 5:
             engines[0].abort_request("aborted")
         assert turns < 500
-    assert 0 < len(found[0].pop("aborted")) < 10
+    assert 0 < len(answers[0].pop("aborted")) < 10
     for engine in engines:
         assert engine.num_free_blocks == engine.num_total_blocks
-    return [[ids[str(i)] for i in range(len(PROMPTS))] for ids in found]
+    return [[ids[str(i)] for i in range(len(PROMPTS))] for ids in answers]
 
 
 def test_interrupted_shutdown_is_finished_by_the_next(
@@ -255,8 +252,7 @@ def test_interrupt_in_a_step_leaves_the_engine_usable(
     with pytest.raises(KeyboardInterrupt):
         run(two_ranks)
     assert len(steps) == 3
-    outputs = run(two_ranks)
-    assert list(outputs[-1].outputs[0].token_ids) == expected
+    assert list(run(two_ranks)[-1].outputs[0].token_ids) == expected
 
 
 @pytest.mark.check

@@ -19,14 +19,7 @@ from support.engines import complete, greedy, make_engine
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
 from executor.ray_engines import limited, ray_engine
 from tpengine.errors import ConfigError, is_shortage, is_temporary
-from tpengine.executor.channel import (
-    Channel,
-    ChannelClosedError,
-    ChannelError,
-    FrameKind,
-    Listener,
-    connect,
-)
+from tpengine.executor import channel as wire
 from tpengine.executor.rank_tls import check_at_start
 
 SHORT_S = 1.0
@@ -55,39 +48,39 @@ def test_frames_go_both_ways_at_once(use: Use) -> None:
     use("ours")
     payloads = [bytes([i]) * size for i, size in enumerate((0, 1, 5 << 20, 100, 3 << 20, 17))]
 
-    def send(channel: Channel) -> None:
+    def send(channel: wire.Channel) -> None:
         for step, payload in enumerate(payloads):
-            channel.send(FrameKind.STEP, step, payload, TIMEOUT_S)
+            channel.send(wire.FrameKind.STEP, step, payload, TIMEOUT_S)
 
     with open_channels(1) as ([driver], [rank]):
         senders = [threading.Thread(target=send, args=(end,)) for end in (driver, rank)]
         for sender in senders:
             sender.start()
         with ThreadPoolExecutor(2) as pool:
-            found = [
+            futures = [
                 pool.submit(lambda e=end: [receive(e, TIMEOUT_S).payload for _ in payloads])
                 for end in (driver, rank)
             ]
-            assert [of_one.result(TIMEOUT_S) for of_one in found] == [payloads, payloads]
+            assert [of_one.result(TIMEOUT_S) for of_one in futures] == [payloads, payloads]
         for sender in senders:
             sender.join(TIMEOUT_S)
         assert driver.take() is None
         rank.close()
-        with pytest.raises(ChannelClosedError):
+        with pytest.raises(wire.ChannelClosedError):
             receive(driver, TIMEOUT_S)
 
 
 @contextmanager
-def refusing_driver() -> Iterator[Listener]:
+def refusing_driver() -> Iterator[wire.Listener]:
     """It must accept no rank while the caller uses it; then it must accept one of ours."""
-    listener = Listener("127.0.0.1", SECRET, EPOCH)
+    listener = wire.Listener("127.0.0.1", SECRET, EPOCH)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, 1, TIMEOUT_S)
         try:
             yield listener
             assert not accepted.done()
         finally:
-            connect(listener.address, SECRET, 0, EPOCH, TIMEOUT_S).close()
+            wire.connect(listener.address, SECRET, 0, EPOCH, TIMEOUT_S).close()
         for channel in accepted.result(TIMEOUT_S):
             channel.close()
     listener.close()
@@ -103,13 +96,12 @@ def test_ends_without_our_certificate(
     theirs = use(name) if name else None
 
     def folder() -> Path | None:
-        is_theirs = threading.current_thread().name.startswith("theirs")
-        return theirs if is_theirs else tmp_path / "ours"
+        return theirs if threading.current_thread().name.startswith("theirs") else tmp_path / "ours"
 
     monkeypatch.setattr("tpengine.envs.rank_tls", folder)
     with refusing_driver() as driver, ThreadPoolExecutor(1, "theirs") as pool:
-        refused = pool.submit(connect, driver.address, SECRET, 0, EPOCH, SHORT_S)
-        with pytest.raises(ChannelError, match=f"no handshake with.*{why}"):
+        refused = pool.submit(wire.connect, driver.address, SECRET, 0, EPOCH, SHORT_S)
+        with pytest.raises(wire.ChannelError, match=f"no handshake with.*{why}"):
             refused.result(TIMEOUT_S)
 
 
@@ -139,7 +131,7 @@ def test_certificates_that_cannot_be_used(use: Use) -> None:
     pass: they are being exchanged."""
     folder = use("ours")
     good = (folder / "ca.crt").read_text()
-    listener = Listener("127.0.0.1", SECRET, EPOCH)
+    listener = wire.Listener("127.0.0.1", SECRET, EPOCH)
     check_at_start()
     (folder / "ca.crt").write_text((use("others") / "ca.crt").read_text())
     use("ours")
@@ -153,13 +145,13 @@ def test_certificates_that_cannot_be_used(use: Use) -> None:
     with limited(resource.RLIMIT_NOFILE, 0), pytest.raises(ConfigError, match=text) as full:
         check_at_start()
     assert is_shortage(full.value)
-    with pytest.raises(ChannelError, match=text):
-        Listener("127.0.0.1", SECRET, EPOCH)
+    with pytest.raises(wire.ChannelError, match=text):
+        wire.Listener("127.0.0.1", SECRET, EPOCH)
     with ThreadPoolExecutor(2) as pool:
         accepted = pool.submit(listener.accept, 1, TIMEOUT_S)
-        with pytest.raises(ChannelError, match=text):
-            connect(listener.address, SECRET, 0, EPOCH, 0.1)
-        connected = pool.submit(connect, listener.address, SECRET, 0, EPOCH, TIMEOUT_S)
+        with pytest.raises(wire.ChannelError, match=text):
+            wire.connect(listener.address, SECRET, 0, EPOCH, 0.1)
+        connected = pool.submit(wire.connect, listener.address, SECRET, 0, EPOCH, TIMEOUT_S)
         (folder / "ca.crt").write_text(good)
         for channel in (connected.result(TIMEOUT_S), *accepted.result(TIMEOUT_S)):
             channel.close()

@@ -194,9 +194,7 @@ def test_in_a_load(ranks: BareRanks, expected: list[int]) -> None:
     assert ranks.generate() == expected
 
 
-def test_before_it_joins(
-    ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_join(ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is lost before it becomes a rank, and sends heartbeats."""
     lose(ranks)
     join = Group.join
@@ -225,8 +223,7 @@ def test_node_that_pauses_is_used_again(folder: Path, monkeypatch: pytest.Monkey
 
     with bare_ranks(folder, 1, executor="ray") as ranks:
         expected = ranks.generate()
-        loss = ranks.lose(0)
-        assert ray.util.get_node_ip_address() in loss.place
+        assert ray.util.get_node_ip_address() in ranks.lose(0).place
         monkeypatch.setattr(Agents, "silent", silent)
         ranks.rebuild()
         assert [len(answer) for answer in answers] == [1, 1, 0]
@@ -272,8 +269,7 @@ def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path) -> None:
         assert ranks.generate() == expected
         norm = "blk.1.attn_norm.weight"
         ones = np.ones(open_gguf(path).tensors[norm].shape, np.float32)
-        others = partial(str.__ne__, norm)
-        write(only=others, further={norm: ones})
+        write(only=partial(str.__ne__, norm), further={norm: ones})
         assert len(path.read_bytes()) == len(old)
         ranks.lose(0)
         with pytest.raises(ModelLoadError, match=r"model\.gguf are no longer those"):
@@ -288,9 +284,9 @@ def test_what_fails_at_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch)
     def fail(error: Exception, *_: object) -> None:
         raise error
 
-    with bare_ranks(folder, 1, spare_workers=1) as one:
-        executor = one.executor
-        expected = one.generate()
+    with bare_ranks(folder, 1, spare_workers=1) as ranks:
+        executor = ranks.executor
+        expected = ranks.generate()
         first = executor.places
         executor.home.spares.close()
         with monkeypatch.context() as patch:
@@ -305,10 +301,10 @@ def test_what_fails_at_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch)
             patch.setattr(
                 "threading.Timer.start", partial(fail, RuntimeError("can't start new thread"))
             )
-            one.rebuild()
+            ranks.rebuild()
         assert executor.epoch == 2
         assert not any(is_alive(first))
-        assert one.generate() == expected
+        assert ranks.generate() == expected
 
         def shut_down(*_: object) -> None:
             executor.shutdown()

@@ -47,12 +47,12 @@ def test_rank_that_freezes_before_it_says_where_it_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process is not known yet: the rebuild fails soon, and the next one succeeds."""
-    found: list[StartTimes] = []
-    monkeypatch.setattr(StartTimes, "note_first", lambda times: found.append(times))
+    noted: list[StartTimes] = []
+    monkeypatch.setattr(StartTimes, "note_first", lambda times: noted.append(times))
     note = tmp_path / "pid"
     with bare_ranks(folder, 2, executor="ray") as ranks:
         expected = ranks.generate()
-        [times] = found
+        [times] = noted
         times.appear_s = APPEAR_S
         ranks.lose(0)
         with monkeypatch.context() as patch:
@@ -83,9 +83,7 @@ def test_patience_with_new_processes() -> None:
     assert (slow.appear_s, bounded.appear_s) == (150.0, 10.0)
 
 
-def test_driver_whose_node_ray_holds_for_dead(
-    ray_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_on_a_node_held_for_dead(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     node_id = ray.get_runtime_context().get_node_id()
     assert address_of(node_id) == ray.util.get_node_ip_address()
     monkeypatch.setattr(placement, "cluster_nodes", list)

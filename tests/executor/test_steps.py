@@ -11,45 +11,38 @@ import pytest
 from executor.channels import TIMEOUT_S, answer, open_channels, receive
 from tpengine import EngineArgs
 from tpengine.config import RanksConfig
+from tpengine.executor import channel as wire
 from tpengine.executor import watch
-from tpengine.executor.channel import (
-    Channel,
-    ChannelClosedError,
-    ChannelError,
-    ChannelTimeoutError,
-    Frame,
-    FrameKind,
-)
 from tpengine.executor.codec import encode
 from tpengine.executor.diagnosis import RankFailure, RanksFailedError
 from tpengine.executor.watch import Exchange, StepDeadline, WakeUp
 
-Respond = Callable[[int, Channel, Frame], None]
+Respond = Callable[[int, wire.Channel, wire.Frame], None]
 
 
-def serve(channels: list[Channel], respond: Respond) -> None:
+def serve(channels: list[wire.Channel], respond: Respond) -> None:
     """Runs ranks in threads that answer each step by `respond`, until their channels close."""
 
-    def run(rank: int, channel: Channel) -> None:
+    def run(rank: int, channel: wire.Channel) -> None:
         try:
             while True:
                 respond(rank, channel, receive(channel, TIMEOUT_S))
-        except (ChannelError, ValueError):  # either end may be closed
+        except (wire.ChannelError, ValueError):  # either end may be closed
             channel.close()
 
     for rank, channel in enumerate(channels):
         threading.Thread(target=run, args=(rank, channel), daemon=True).start()
 
 
-def fail(channel: Channel, step: int, rank: int, type_name: str) -> None:
+def fail(channel: wire.Channel, step: int, rank: int, type_name: str) -> None:
     failure = RankFailure(rank, "here", "step 1", type_name, "text", "", [])
-    channel.send(FrameKind.FAILURE, step, encode(dataclasses.astuple(failure)), TIMEOUT_S)
+    channel.send(wire.FrameKind.FAILURE, step, encode(dataclasses.astuple(failure)), TIMEOUT_S)
 
 
 def test_late_answers_are_dropped() -> None:
     """A step reaches all ranks, a call those that it names."""
 
-    def respond(rank: int, channel: Channel, frame: Frame) -> None:
+    def respond(rank: int, channel: wire.Channel, frame: wire.Frame) -> None:
         answer(channel, frame.number - 1, b"late")
         answer(channel, frame.number, frame.payload + bytes([rank]))
 
@@ -66,7 +59,7 @@ def test_failing_rank_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "GRACE_S", 2.0)
     has_reported = threading.Event()
 
-    def respond(rank: int, channel: Channel, frame: Frame) -> None:
+    def respond(rank: int, channel: wire.Channel, frame: wire.Frame) -> None:
         if rank == 0:
             fail(channel, frame.number, 0, "CollectiveError")
             has_reported.set()
@@ -88,14 +81,14 @@ def test_closed_channel_and_deadline() -> None:
         with pytest.raises(RanksFailedError) as caught:
             exchange.step(1, b"p", 0.3)
         assert {r: type(e) for r, e in caught.value.failures.items()} == {
-            0: ChannelTimeoutError,
-            1: ChannelTimeoutError,
+            0: wire.ChannelTimeoutError,
+            1: wire.ChannelTimeoutError,
         }
         ranks[1].close()
         with pytest.raises(RanksFailedError) as caught:
             exchange.step(2, b"p", TIMEOUT_S)
         [(rank, error)] = caught.value.failures.items()  # the deadline would name both
-        assert (rank, type(error)) == (1, ChannelClosedError)
+        assert (rank, type(error)) == (1, wire.ChannelClosedError)
 
 
 def test_step_whose_channels_another_thread_closes() -> None:
@@ -106,7 +99,7 @@ def test_step_whose_channels_another_thread_closes() -> None:
         with pytest.raises(RanksFailedError) as caught:
             exchange.step(1, b"p", TIMEOUT_S)
         closing.join(TIMEOUT_S)
-        assert all(isinstance(e, ChannelClosedError) for e in caught.value.failures.values())
+        assert all(isinstance(e, wire.ChannelClosedError) for e in caught.value.failures.values())
 
 
 def test_wake_up_ends_a_step_whose_channels_are_open() -> None:

@@ -17,18 +17,11 @@ from support.waiting import wait_until
 
 import tpengine
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
+from tpengine.executor import channel as wire
 from tpengine.executor import watch
-from tpengine.executor.channel import (
-    Channel,
-    ChannelClosedError,
-    ChannelError,
-    ChannelTimeoutError,
-    FrameKind,
-    Listener,
-)
 from tpengine.executor.watch import Heartbeat, RankWatch
 
-Pair = tuple[list[Channel], list[Channel]]
+Pair = tuple[list[wire.Channel], list[wire.Channel]]
 
 
 @pytest.fixture
@@ -51,7 +44,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.beating: Sequence[Channel] = ()
+        self.beating: Sequence[wire.Channel] = ()
         self.silent_at = float("inf")
         self.num_waits = 0
         self._next_beat = 0.0
@@ -85,8 +78,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def send_heartbeat(channel: Channel, step: int = 0) -> None:
-    channel.send(FrameKind.HEARTBEAT, step, b"execute_model" if step else b"idle", TIMEOUT_S)
+def send_heartbeat(channel: wire.Channel, step: int = 0) -> None:
+    channel.send(wire.FrameKind.HEARTBEAT, step, b"execute_model" if step else b"idle", TIMEOUT_S)
 
 
 class Found(RankWatch):
@@ -96,8 +89,8 @@ class Found(RankWatch):
         is_frozen: its question, as a function of how long a rank is silent.
     """
 
-    def __init__(self, driver: list[Channel], is_frozen: Callable[[float], bool]) -> None:
-        self.losses: list[tuple[int, ChannelError]] = []
+    def __init__(self, driver: list[wire.Channel], is_frozen: Callable[[float], bool]) -> None:
+        self.losses: list[tuple[int, wire.ChannelError]] = []
         self.asked: list[int] = []
 
         def ask(rank: int, silent_s: float) -> bool:
@@ -111,33 +104,32 @@ def test_silent_rank_is_lost_and_the_other_is_not(pair: Pair, clock: Clock) -> N
     driver, ranks = pair
     send_heartbeat(ranks[1], step=5)
     clock.beating = ranks[:1]
-    found = Found(driver, lambda silent_s: True)
-    found.run()
+    watched = Found(driver, lambda silent_s: True)
+    watched.run()
     assert watch.FROZEN_S <= clock.now < watch.FROZEN_S + watch.HEARTBEAT_S
-    [(rank, error)] = found.losses
+    [(rank, error)] = watched.losses
     assert rank == 1
-    assert isinstance(error, ChannelTimeoutError)
-    assert found.phases == ["idle", "execute_model, step 5"]
-    assert found.asked == [1]
-    with pytest.raises(ChannelClosedError):
+    assert isinstance(error, wire.ChannelTimeoutError)
+    assert watched.phases == ["idle", "execute_model, step 5"]
+    assert watched.asked == [1]
+    with pytest.raises(wire.ChannelClosedError):
         [receive(ranks[0], TIMEOUT_S) for _ in range(100)]
 
 
 def test_silent_rank_that_runs_is_given_time(pair: Pair, clock: Clock) -> None:
     """It is asked for with every heartbeat, and not again and again without a rest."""
-    found = Found(pair[0], lambda silent_s: silent_s >= 30.0)
-    found.run()
-    [(_, error)] = found.losses
+    watched = Found(pair[0], lambda silent_s: silent_s >= 30.0)
+    watched.run()
+    [(_, error)] = watched.losses
     assert str(error) == "silent for 30.0 s"
-    assert 27.0 / watch.HEARTBEAT_S <= found.asked.count(1) <= 30.0 / watch.HEARTBEAT_S
-    assert abs(found.asked.count(0) - found.asked.count(1)) <= 1
+    assert 27.0 / watch.HEARTBEAT_S <= watched.asked.count(1) <= 30.0 / watch.HEARTBEAT_S
+    assert abs(watched.asked.count(0) - watched.asked.count(1)) <= 1
 
 
 def test_watching_costs_almost_nothing(pair: Pair, clock: Clock) -> None:
     """The watch wakes up for heartbeats, of this side and of the ranks, and for nothing else."""
     clock.beating, clock.silent_at = pair[1], 100.0
-    found = Found(pair[0], lambda silent_s: True)
-    found.run()
+    Found(pair[0], lambda silent_s: True).run()
     assert clock.now >= clock.silent_at + watch.FROZEN_S - watch.HEARTBEAT_S
     assert clock.num_waits < 3 * clock.now / watch.HEARTBEAT_S
 
@@ -146,10 +138,10 @@ def test_closed_channel_is_a_loss_at_once(pair: Pair, clock: Clock) -> None:
     driver, ranks = pair
     ranks[0].close()
     clock.beating = ranks[1:]
-    found = Found(driver, lambda silent_s: False)
-    found.run()
-    [(rank, error)] = found.losses
-    assert (rank, type(error)) == (0, ChannelClosedError)
+    watched = Found(driver, lambda silent_s: False)
+    watched.run()
+    [(rank, error)] = watched.losses
+    assert (rank, type(error)) == (0, wire.ChannelClosedError)
 
 
 def test_time_that_an_agent_takes_is_silence_too(pair: Pair, clock: Clock) -> None:
@@ -159,9 +151,9 @@ def test_time_that_an_agent_takes_is_silence_too(pair: Pair, clock: Clock) -> No
         clock.now += 1.7
         return silent_s >= 10.0
 
-    found = Found(pair[0], is_frozen)
-    found.run()
-    assert isinstance(found.losses[0][1], ChannelTimeoutError)
+    watched = Found(pair[0], is_frozen)
+    watched.run()
+    assert isinstance(watched.losses[0][1], wire.ChannelTimeoutError)
     assert clock.now < 15.0
 
 
@@ -188,10 +180,10 @@ def test_rank_ends_itself_when_its_driver_is_silent(
 @contextmanager
 def rank_process(
     code: str, fence_s: float = 60.0
-) -> Iterator[tuple[subprocess.Popen[str], Channel, Channel]]:
+) -> Iterator[tuple[subprocess.Popen[str], wire.Channel, wire.Channel]]:
     """A process that connects two channels, `steps` and `control`, and then runs this code; and the
     driver's ends of them."""
-    listener = Listener("127.0.0.1", SECRET, EPOCH)
+    listener = wire.Listener("127.0.0.1", SECRET, EPOCH)
     env = {**os.environ, "PYTHONPATH": str(Path(tpengine.__file__).parent.parent)}
     rank = subprocess.Popen(
         [sys.executable, "-c", CONNECTED + code, str(listener.address[1]), str(fence_s)],
@@ -201,7 +193,7 @@ def rank_process(
         text=True,
         env=env,
     )
-    channels: list[Channel] = []
+    channels: list[wire.Channel] = []
     try:
         channels = listener.accept(2, TIMEOUT_S)
         yield rank, *channels

@@ -57,8 +57,8 @@ class _Batch:
             self.leave(child)
         self.token_ids[child] = self.token_ids[parent]
         self.slots.fork(parent, child, noise_keys(0, 1))
-        one = self.sequences[parent]
-        self.sequences[child] = _Sequence(one.params, list(one.token_ids), one.num_prompt_tokens)
+        old = self.sequences[parent]
+        self.sequences[child] = _Sequence(old.params, list(old.token_ids), old.num_prompt_tokens)
 
     def override(self, slot: int, token_id: int) -> None:
         sequence = self.sequences[slot]
@@ -118,8 +118,8 @@ def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> No
         elif event == "fork" and held and (parent := rng.choice(held)) != slot:
             batch.fork(parent, slot)
         elif event == "override" and held:
-            one = batch.sequences[parent := rng.choice(held)]
-            if len(one.token_ids) > one.num_prompt_tokens:
+            chosen = batch.sequences[parent := rng.choice(held)]
+            if len(chosen.token_ids) > chosen.num_prompt_tokens:
                 batch.override(parent, rng.randrange(VOCAB_SIZE))
         events[event] += 1
         for _ in range(2):  # the second call reuses the tensors of the first
@@ -129,16 +129,16 @@ def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> No
             logits = torch.randn(len(slots), VOCAB_SIZE, generator=generator) * 5
             held = [batch.sequences[slot] for slot in slots]
             expected = [
-                edited(one.params, one.token_ids, one.num_prompt_tokens, row)
-                for one, row in zip(held, logits, strict=True)
+                edited(sequence.params, sequence.token_ids, sequence.num_prompt_tokens, row)
+                for sequence, row in zip(held, logits, strict=True)
             ]
             edits = batch.gather(slots).edits
-            found = logits.clone()
+            actual = logits.clone()
             if edits is not None:
-                apply_edits(found, edits)
-            torch.testing.assert_close(found.double(), torch.stack(expected), rtol=0, atol=1e-4)
-            events["edited"] += int((found != logits).any(dim=1).sum())
-            events["banned"] += int(found.isneginf().any(dim=1).sum())
+                apply_edits(actual, edits)
+            torch.testing.assert_close(actual.double(), torch.stack(expected), rtol=0, atol=1e-4)
+            events["edited"] += int((actual != logits).any(dim=1).sum())
+            events["banned"] += int(actual.isneginf().any(dim=1).sum())
             batch.append(slots, [rng.randrange(VOCAB_SIZE) for _ in slots])
     assert min(events.values()) > 10, events
     assert events["edited"] > 500
@@ -184,8 +184,7 @@ def test_words_longer_than_the_sequence_are_not_compared() -> None:
     edits = batch.gather([0, 1]).edits
     logits = torch.zeros(2, VOCAB_SIZE)
     apply_edits(logits, edits)
-    banned = [row.isneginf().nonzero()[:, 0].tolist() for row in logits]
-    assert banned == [[6], [4, 6]]
+    assert [row.isneginf().nonzero()[:, 0].tolist() for row in logits] == [[6], [4, 6]]
 
 
 def test_a_processor_keeps_logits_of_its_own() -> None:

@@ -72,8 +72,8 @@ def test_sdpa_equals_the_reference(
         torch.cat([cache[table[i].long()].flatten(0, 1)[:n] for i, n in enumerate(key_lens)])
         for cache in caches
     )
-    found = SdpaBackend().run(q, k, v, chunks, AttentionRule(0.25, gradient, window, softcap))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    actual = SdpaBackend().run(q, k, v, chunks, AttentionRule(0.25, gradient, window, softcap))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_capped_logits_are_not_rounded() -> None:
@@ -81,16 +81,16 @@ def test_capped_logits_are_not_rounded() -> None:
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(40, 2, 64, generator=gen).bfloat16() for _ in range(3))
     rule = AttentionRule(scale=10.0, softcap=300.0)
-    found = SdpaBackend().run(q, k, v, make_chunks([40], [40], CPU), rule).float()
+    actual = SdpaBackend().run(q, k, v, make_chunks([40], [40], CPU), rule).float()
     exact = reference.attend_sequence(q.float(), k.float(), v.float(), 10.0, None, None, 300.0)
-    torch.testing.assert_close(found, exact, atol=0.03, rtol=0.03)
+    torch.testing.assert_close(actual, exact, atol=0.03, rtol=0.03)
 
 
 def test_auto_chooses_the_first_that_works() -> None:
     """On this CPU: xformers is absent, and torch's varlen kernel has no CPU form."""
     capped = replace(shape(window=40), softcap=5.0)
-    for one in (shape(), capped, shape(slopes=True), shape(dtype=torch.float32)):
-        assert choose_backend("auto", one, CPU).name == "sdpa"
+    for case in (shape(), capped, shape(slopes=True), shape(dtype=torch.float32)):
+        assert choose_backend("auto", case, CPU).name == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,7 @@ class TopLeft(SdpaBackend):
     """A library that aligns causal masks with the top left corner."""
 
     def run(self, q: Any, k: Any, v: Any, chunks: Any, rule: AttentionRule) -> torch.Tensor:
-        moved = make_chunks(chunks.query_lens, chunks.query_lens, CPU)
-        return super().run(q, k, v, moved, rule)
+        return super().run(q, k, v, make_chunks(chunks.query_lens, chunks.query_lens, CPU), rule)
 
 
 def test_a_library_with_wrong_results_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

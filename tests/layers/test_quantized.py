@@ -57,10 +57,10 @@ def round_weight(weight: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def by_parts(
-    values: torch.Tensor, num_parts: int, one: Callable[[torch.Tensor], torch.Tensor]
+    values: torch.Tensor, num_parts: int, convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Rounds each of `num_parts` equal parts of a row by `one`."""
-    return torch.cat([one(part) for part in values.chunk(num_parts, dim=-1)], dim=-1)
+    return torch.cat([convert(part) for part in values.chunk(num_parts, dim=-1)], dim=-1)
 
 
 def rounded_model(folder: Path, kind: str, tp_size: int = 1, is_gpu: bool = False) -> Any:
@@ -96,9 +96,9 @@ def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 def test_logits_are_those_of_the_rounded_model(models: ModelShop, name: str, kind: str) -> None:
     folder = models.folder(SPECS[name])
     with torch.inference_mode():
-        found = BareModel(folder, quantization=kind).logits()
-    to_rounded = difference(found, logits_in_transformers(rounded_model(folder, kind)))
-    to_exact = difference(found, logits_in_transformers(models.oracle(folder).model))
+        logits = BareModel(folder, quantization=kind).logits()
+    to_rounded = difference(logits, logits_in_transformers(rounded_model(folder, kind)))
+    to_exact = difference(logits, logits_in_transformers(models.oracle(folder).model))
     assert to_rounded < BOUND
     assert to_exact > 2 * BOUND, "nothing was rounded"
     assert to_exact < (0.2 if kind == "int8" else 0.8), "the bits cost more than they should"
@@ -130,12 +130,11 @@ def test_head_and_embedding_have_eight_bits(models: ModelShop, name: str, kind: 
     head = oracle.lm_head.weight.detach()
     with torch.inference_mode():
         model = BareModel(folder, quantization=kind).model
-        found = model.compute_logits(hidden)
+        logits = model.compute_logits(hidden)
         rows = model.embed_tokens.forward(torch.arange(256, dtype=torch.int32))
     expected = round_rows(hidden) @ round_weight(head, "int8").t()
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    table = oracle.model.embed_tokens.weight.detach()[:256]
-    assert torch.equal(rows, round_weight(table, "int8"))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(rows, round_weight(oracle.model.embed_tokens.weight.detach()[:256], "int8"))
     assert model.embed_tokens.weight is None
     assert (model.lm_head._form is model.embed_tokens.form) == (name == "tied")
 
@@ -144,10 +143,7 @@ def test_head_and_embedding_have_eight_bits(models: ModelShop, name: str, kind: 
 def test_same_tokens_alone_and_in_a_crowd(models: ModelShop, name: str, kind: str) -> None:
     folder = models.folder(SPECS[name])
     rng = random.Random(4)
-    prompts = [
-        [rng.randrange(3, 512) for _ in range(length)]
-        for length in (1, 5, 16, 33, 64, 121, 200) * 4
-    ]
+    prompts = [[rng.randrange(3, 512) for _ in range(n)] for n in (1, 5, 16, 33, 64, 121, 200) * 4]
     with (
         log_steps() as log,
         open_llm(
@@ -175,9 +171,9 @@ def test_the_form_of_a_gpu_rounds_weights_alone(
     folder = models.folder(SPECS[name])
     with torch.inference_mode():
         model = BareModel(folder, quantization=kind)
-        found = model.logits()
+        logits = model.logits()
     torch.testing.assert_close(
-        found,
+        logits,
         logits_in_transformers(rounded_model(folder, kind, is_gpu=True)),
         atol=1e-4,
         rtol=1e-4,

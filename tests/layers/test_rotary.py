@@ -66,8 +66,7 @@ def test_angles_equal_those_of_transformers(scaling: dict[str, Any], theta: floa
     inverse, magnitude = init(oracle, torch.device("cpu"), seq_len=LONGEST)
     angles = torch.outer(torch.arange(LONGEST).float(), inverse)
     expected = torch.cat([angles.cos(), angles.sin()], dim=1) * magnitude
-    found = build(new_style(scaling, theta))
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(build(new_style(scaling, theta)), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("original", "factors"), [(LONGEST - 1, "long"), (LONGEST, "short")])
@@ -77,8 +76,8 @@ def test_longrope_says_which_factors_it_takes(
     monkeypatch.setattr(logging.getLogger("tpengine"), "propagate", True)
     scaling = {**LONGROPE, "original_max_position_embeddings": original}
     with caplog.at_level("INFO", "tpengine.layers.rotary"):
-        found = build(new_style(scaling, 1e4))
-    assert torch.equal(found, build(new_style({**scaling, "rope_type": "su"}, 1e4)))
+        actual = build(new_style(scaling, 1e4))
+    assert torch.equal(actual, build(new_style({**scaling, "rope_type": "su"}, 1e4)))
     assert f"longrope: {factors}_factor " in caplog.text
     assert f"max_model_len = {LONGEST} is " in caplog.text
 

@@ -48,9 +48,7 @@ def _exact(logits: torch.Tensor, fields: dict[str, Any], processed: bool) -> tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("processed", [False, True], ids=["raw", "processed"])
-def test_the_chosen_tokens_log_probability_is_there_unasked(
-    processed: bool, dtype: torch.dtype
-) -> None:
+def test_the_chosen_tokens_logprob_is_there_unasked(processed: bool, dtype: torch.dtype) -> None:
     """It equals the one that is reported on request, and the textbook's."""
     gen = torch.Generator().manual_seed(3)
     logits = (torch.randn(2 * len(WISHES), VOCAB_SIZE, generator=gen) * 2).to(dtype)
@@ -64,18 +62,17 @@ def test_the_chosen_tokens_log_probability_is_there_unasked(
     logits[1::2] = logits[::2]
     rows = np.arange(len(logits))
     sampled = sample(logits.clone(), slots.gather(rows, np.full(len(rows), 3, np.int32), token_ids))
-    found = sampled.findings.now()
+    findings = sampled.findings.now()
     for slot, token_id in enumerate(sampled.token_ids.tolist()):
         exact = _exact(logits[slot].float(), WISHES[slot // 2], processed)
-        entry = found.logprobs.get(slot)
-        logprob = found.chosen_logprobs[slot] if entry is None else entry.logprob
+        entry = findings.logprobs.get(slot)
+        logprob = findings.chosen_logprobs[slot] if entry is None else entry.logprob
         assert logprob == pytest.approx(float(exact[token_id]), abs=1e-5), WISHES[slot // 2]
         if slot % 2:
             assert entry is not None
             assert entry.rank == 1 + int((exact > exact[token_id] + 1e-6).sum())
-            best = exact.topk(2)
-            assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
-    costly = {slot // 2 for slot in found.logprobs if slot % 2 == 0}
+            assert entry.top_logprobs == pytest.approx(exact.topk(2).values.tolist(), abs=1e-5)
+    costly = {slot // 2 for slot in findings.logprobs if slot % 2 == 0}
     assert costly == ({4, 6, 7, 8, 9} if processed else set())
 
 
@@ -84,10 +81,10 @@ def test_any_number_of_tokens_is_reported() -> None:
     counts = [0, 3, MAX_COMMON_TOP, MAX_COMMON_TOP + 1, VOCAB_SIZE, (1 << 31) - 1, 1]
     shares = torch.randn(len(counts), VOCAB_SIZE, generator=gen).log_softmax(-1)
     chosen = torch.arange(len(counts))
-    for row, found in enumerate(token_logprobs(shares, chosen, counts).now()):
+    for row, entry in enumerate(token_logprobs(shares, chosen, counts).now()):
         expected = shares[row].sort(descending=True)
         count = min(counts[row], VOCAB_SIZE)
-        assert found.top_token_ids == expected.indices[:count].tolist()
-        assert found.top_logprobs == expected.values[:count].tolist()
-        assert found.logprob == float(shares[row, row])
-        assert expected.indices[found.rank - 1] == row
+        assert entry.top_token_ids == expected.indices[:count].tolist()
+        assert entry.top_logprobs == expected.values[:count].tolist()
+        assert entry.logprob == float(shares[row, row])
+        assert expected.indices[entry.rank - 1] == row

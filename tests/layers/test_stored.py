@@ -29,15 +29,8 @@ from tpengine.checkpoint.gguf_file import TensorEntry
 from tpengine.checkpoint.gguf_groups import unpack
 from tpengine.checkpoint.gguf_weights import QuantizedTensor, Rows, read_tensors
 from tpengine.distributed.parallel_state import ParallelState
+from tpengine.layers import linear
 from tpengine.layers.embedding import VocabParallelEmbedding
-from tpengine.layers.linear import (
-    InterleavedQKVParallelLinear,
-    Linear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
 from tpengine.layers.moe import Router
 from tpengine.layers.weights import LoadedTensor, RangeError, TensorSource, Weights
 
@@ -105,7 +98,7 @@ def loaded(weights: Weights, **sources: TensorSource) -> Weights:
     return weights
 
 
-def check(layer: Linear, expected: torch.Tensor, x: torch.Tensor, bound: float) -> None:
+def check(layer: linear.Linear, expected: torch.Tensor, x: torch.Tensor, bound: float) -> None:
     """Holds a layer against its dequantised weight."""
     assert difference(layer.forward(x), round_rows(x) @ expected.t()) < bound
 
@@ -115,7 +108,7 @@ def test_a_layer_of_every_type(kind: str, files: Files) -> None:
     source, values = files(kind, 80, 1024)
     x = torch.randn(9, 1024)
     weights = stored_weights()
-    layer = ReplicatedLinear(weights, "one", 1024, 80)
+    layer = linear.ReplicatedLinear(weights, "one", 1024, 80)
     loaded(weights, one=source)
     check(layer, values, x, EXACT.get(kind, TO_EIGHT_BITS))
     assert weights.num_bytes == 96 * 1024 * BITS.get(kind, 8.5) / 8
@@ -136,7 +129,7 @@ def test_parts_of_a_layer_keep_their_types(kinds: tuple[str, ...], rank: int, fi
     order = np.arange(256).reshape(4, 32, 2).swapaxes(1, 2).ravel()
     weights, x = stored_weights(rank, 2), torch.randn(5, 512)
     sizes = SimpleNamespace(hidden_size=512, total_num_heads=4, head_dim=64)
-    layer = QKVParallelLinear(weights, ["q", "k", "v"], sizes, 2, False)
+    layer = linear.QKVParallelLinear(weights, ["q", "k", "v"], sizes, 2, False)
     sources: dict[str, TensorSource] = {}
     parts = []
     for name, kind, rows in zip("qkv", kinds, (256, 128, 128), strict=True):
@@ -147,8 +140,8 @@ def test_parts_of_a_layer_keep_their_types(kinds: tuple[str, ...], rank: int, fi
             sources[name], values = files(kind, rows, 512, order if name == "q" else None)
         parts.append(values.chunk(2)[rank])
     loaded(weights, **sources)
-    found = layer.forward(x).split([128, 64, 64], dim=1)
-    for kind, out, part in zip(kinds, found, parts, strict=True):
+    outs = layer.forward(x).split([128, 64, 64], dim=1)
+    for kind, out, part in zip(kinds, outs, parts, strict=True):
         rounded = x if kind == "F32" else round_rows(x)
         assert difference(out, rounded @ part.t()) < EXACT.get(kind, TO_EIGHT_BITS)
 
@@ -161,16 +154,16 @@ def test_padded_shares(rank: int, files: Files) -> None:
         up, up_values = files("Q4_0", size, 64)
         down, down_values = files("Q4_0", 48, size)
         weights = stored_weights(rank, 3)
-        first = MergedColumnParallelLinear(weights, ["up"], 64, [size])
-        second = RowParallelLinear(weights, "down", size, 48)
+        first = linear.MergedColumnParallelLinear(weights, ["up"], 64, [size])
+        second = linear.RowParallelLinear(weights, "down", size, 48)
         loaded(weights, up=up, down=down)
         own = slice(rank * share, min(size, (rank + 1) * share))
         padding = share - len(up_values[own])
         x, y = torch.randn(4, 64), torch.randn(4, share)
         expected = round_rows(x) @ up_values[own].t()
-        found = first.forward(x)
-        torch.testing.assert_close(found[:, : share - padding], expected, rtol=0, atol=1e-3)
-        assert not found[:, share - padding :].any()
+        actual = first.forward(x)
+        torch.testing.assert_close(actual[:, : share - padding], expected, rtol=0, atol=1e-3)
+        assert not actual[:, share - padding :].any()
         y[:, share - padding :] = 0
         if padding == share:
             assert not second.forward(y).any()
@@ -182,13 +175,12 @@ def test_rows_and_columns_in_another_order(files: Files) -> None:
     source, values = files("Q4_0", 192, 64)
     x, weights = torch.randn(3, 64), stored_weights(1, 2)
     sizes = SimpleNamespace(hidden_size=64, total_num_heads=4, head_dim=16)
-    layer = InterleavedQKVParallelLinear(weights, "qkv", sizes, False)
+    layer = linear.InterleavedQKVParallelLinear(weights, "qkv", sizes, False)
     loaded(weights, qkv=source)
-    own = values.view(4, 3, 16, 64)[2:].transpose(0, 1).flatten(0, 2)
-    check(layer, own, x, EXACT["Q4_0"])
+    check(layer, values.view(4, 3, 16, 64)[2:].transpose(0, 1).flatten(0, 2), x, EXACT["Q4_0"])
     source, values = files("Q4_0", 96, 64, transposed=True)
     weights = stored_weights(1, 2)
-    layer = MergedColumnParallelLinear(weights, ["up"], 64, [96])
+    layer = linear.MergedColumnParallelLinear(weights, ["up"], 64, [96])
     weights.transpose(("up.weight",))
     loaded(weights, up=source)
     check(layer, values[48:], x, EXACT["Q4_0"])
@@ -198,12 +190,12 @@ def test_rows_and_columns_in_another_order(files: Files) -> None:
 def test_a_digest_sees_every_part(files: Files) -> None:
     def digest(*sources: TensorSource) -> str:
         weights = stored_weights()
-        MergedColumnParallelLinear(weights, ["a", "b"], 64, [32, 32])
+        linear.MergedColumnParallelLinear(weights, ["a", "b"], 64, [32, 32])
         return loaded(weights, **dict(zip("ab", sources, strict=True))).digest
 
-    one, two, three = (files("Q4_1", 32, 64)[0] for _ in range(3))
-    assert digest(one, two) == digest(one, two)
-    assert len({digest(one, two), digest(one, three), digest(two, one), digest(two, three)}) == 4
+    a, b, c = (files("Q4_1", 32, 64)[0] for _ in range(3))
+    assert digest(a, b) == digest(a, b)
+    assert len({digest(a, b), digest(a, c), digest(b, a), digest(b, c)}) == 4
 
 
 def test_what_is_dequantised(files: Files) -> None:
@@ -214,7 +206,7 @@ def test_what_is_dequantised(files: Files) -> None:
     assert loaded(weights, gate=source).form == "dequantised to float32"
     torch.testing.assert_close(router.forward(x), x @ values.t(), rtol=1e-5, atol=1e-4)
     weights = Weights(torch.float32, CPU, ParallelState(), "int8")
-    ReplicatedLinear(weights, "one", 64, 32)
+    linear.ReplicatedLinear(weights, "one", 64, 32)
     assert loaded(weights, one=source).form == "dequantised to float32, then rounded to int8"
 
 
@@ -226,7 +218,7 @@ def test_scales_beyond_float16() -> None:
         unpack("Q4_K", blocks, 1, slice(0, 256))
     for kind in ("int8", "int4"):
         weights = Weights(torch.float32, CPU, ParallelState(), kind)
-        ReplicatedLinear(weights, "one", 64, 32)
+        linear.ReplicatedLinear(weights, "one", 64, 32)
         with pytest.raises(RangeError, match=r"scale of its numbers .* 65504"):
             weights.read("one.weight", LoadedTensor(torch.full((32, 64), -1e9)))
 
@@ -240,9 +232,7 @@ def test_scales_beyond_float16() -> None:
         ("Q8_0", TinyLlama(64, 4, 2, intermediate_size=190)),
     ],
 )
-def test_a_model(
-    kind: str, spec: TinyLlama, tp_size: int, models: ModelShop, tmp_path: Path
-) -> None:
+def test_model(kind: str, spec: TinyLlama, tp_size: int, models: ModelShop, tmp_path: Path) -> None:
     """Against transformers with the file's values and inputs rounded to 8 bits."""
     folder = models.folder(spec)
     path = write_gguf(folder, tmp_path / "model.gguf", kind, {"tokenizer.ggml.eos_token_id": 2})

@@ -17,19 +17,18 @@ CPU = torch.device("cpu")
 def _read(counts: TokenCounts, slots: list[int]) -> list[dict[int, int]]:
     """Returns the entries of each slot, and checks that repetitions agree."""
     tokens = counts.gather(np.array(slots, np.int64))
-    found = []
+    rows = []
     for ids, times in zip(tokens.ids.tolist(), tokens.counts.tolist(), strict=True):
         row: dict[int, int] = {}
         for token_id, count in zip(ids, times, strict=True):
             assert row.setdefault(token_id, count) == count
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _expected(prompt: list[int], output: list[int]) -> dict[int, int]:
     times = Counter(output)
-    entries = {token_id: times[token_id] for token_id in {*prompt, *output}}
-    return entries or {0: 0}
+    return {token_id: times[token_id] for token_id in {*prompt, *output}} or {0: 0}
 
 
 def test_against_counter() -> None:
@@ -54,9 +53,9 @@ def test_against_counter() -> None:
                 np.array(tokens, np.int64),
                 lambda slot: len({*truth[slot][0], *truth[slot][1]}),
             )
-            for one, token_id in zip(slots, tokens, strict=True):
-                if one in truth:
-                    truth[one][1].append(token_id)
+            for slot, token_id in zip(slots, tokens, strict=True):
+                if slot in truth:
+                    truth[slot][1].append(token_id)
         elif event == "fork":
             parent = rng.randrange(MAX_NUM_SEQS)
             if parent == slot:
@@ -72,7 +71,7 @@ def test_against_counter() -> None:
         assert counts.is_empty == (not truth)
         if truth:
             slots = list(truth)
-            assert _read(counts, slots) == [_expected(*truth[one]) for one in slots]
+            assert _read(counts, slots) == [_expected(*truth[slot]) for slot in slots]
     assert min(events.values()) > 100
     # 20 rows, and the widest sequence had at most 400 distinct tokens.
     assert counts.num_bytes <= MAX_NUM_SEQS * (12 * 2 * 400 + 8)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models.test_quantized_checkpoints import FORMS, ROOT, dequantised_model
-from support.adapters import Adapters, Job, assert_as_peft, open_engine, serve
+from support.adapters import Adapters, Job, assert_peft, open_engine, serve
 from support.engines import greedy, make_engine
 from support.engines import serve as serve_ids
 from support.gguf_files import write_gguf
@@ -46,17 +46,16 @@ def test_the_addition_is_that_of_a_plain_base(form: str) -> None:
         weights.finish()
         with torch.inference_mode():
             for slot in (0, 1):
-                part = pack_part(a[slot], b[slot], torch.float32)
-                layers.fill(slot, {"model.up": part})
+                layers.fill(slot, {"model.up": pack_part(a[slot], b[slot], torch.float32)})
             bare = linear.forward(x)
             with layers.applied(rows):
                 added.append(linear.forward(x) - bare)
     expected = torch.zeros(5, 64)
     for row, slot in ((3, 1), (0, 1), (4, 0)):
         expected[row] = x[row] @ a[slot].t() @ b[slot].t()
-    for one in added:
-        assert not one[[1, 2]].any()
-        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-3)
+    for delta in added:
+        assert not delta[[1, 2]].any()
+        torch.testing.assert_close(delta, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(("form", "factor"), [("int8", 5.0), ("int4", 1.3), ("Q8_0", 5.0)])
@@ -92,13 +91,13 @@ def assert_losses(
     params = greedy(1, prompt_logprobs=0)
     for (name, prompt), answer in zip(jobs, adapters.answers(jobs), strict=True):
         ids = list(answer.token_ids[:20])
-        chosen = [float(answer.logprobs[place, one]) for place, one in enumerate(ids)]
+        chosen = [float(answer.logprobs[place, i]) for place, i in enumerate(ids)]
         for used in {name, None}:
             (output,) = serve_ids(engine, [[*prompt, *ids]], params, [adapters.request(used)])
             assert output.prompt_logprobs is not None
             entries = output.prompt_logprobs[len(prompt) :]
-            found = [entry[one].logprob for entry, one in zip(entries, ids, strict=True) if entry]
-            loss = sum(abs(x - y) for x, y in zip(found, chosen, strict=True)) / len(ids)
+            logprobs = [entry[i].logprob for entry, i in zip(entries, ids, strict=True) if entry]
+            loss = sum(abs(x - y) for x, y in zip(logprobs, chosen, strict=True)) / len(ids)
             losses["none" if name is None else "adapter" if used else "left out"].append(loss)
     mean = {kind: sum(some) / len(some) for kind, some in losses.items()}
     assert mean["adapter"] < most * mean["none"], mean
@@ -119,7 +118,7 @@ def test_checkpoints_of_other_tools(name: str, tmp_path: Path) -> None:
     jobs = adapters.jobs([None, "low", "high"], [30, 30])
     for tp_size in (1, 2):
         with open_engine(ROOT / name, max_loras=2, tp_size=tp_size) as engine:
-            assert_as_peft(adapters, jobs, serve(engine, adapters, jobs))
+            assert_peft(adapters, jobs, serve(engine, adapters, jobs))
     with open_engine(ROOT / name, max_loras=2, dtype="auto") as engine:
         assert engine.stats().ledgers[0].weights_form == FORMS[name]
         most = 2.0 if name == "w8a8" else 1.5  # w8a8 has 1.51
@@ -135,7 +134,7 @@ def test_a_model_on_transformers_code(name: str, max_ranks: int, tmp_path: Path)
     for tp_size in range(1, max_ranks + 1):
         args = {"max_num_batched_tokens": 16, "model_impl": "transformers", "tp_size": tp_size}
         with open_engine(adapters.base, max_loras=2, **args) as engine:
-            assert_as_peft(adapters, jobs, serve(engine, adapters, jobs))
+            assert_peft(adapters, jobs, serve(engine, adapters, jobs))
 
 
 class Ops(TorchDispatchMode):
@@ -146,7 +145,7 @@ class Ops(TorchDispatchMode):
         self.calls: list[tuple[str, list[list[int]]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shapes = [list(one.shape) for one in args if isinstance(one, torch.Tensor)]
+        shapes = [list(arg.shape) for arg in args if isinstance(arg, torch.Tensor)]
         self.calls.append((str(func), shapes))
         return func(*args, **(kwargs or {}))
 
@@ -168,8 +167,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ops]]:
 
 
 def worker_of(engine: LLMEngine) -> Worker:
-    worker: Worker = engine._executor._worker  # type: ignore[attr-defined]
-    return worker
+    return engine._executor._worker  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -67,8 +67,8 @@ def over_grpc(server: ServerProcess, model: str, prompt: list[int]) -> tuple[int
 
 def names(server: ServerProcess) -> dict[str, str | None]:
     """The served names, and of which model each is an adapter."""
-    _, found = call(server, "/v1/models")
-    return {one["id"]: one.get("parent") for one in found["data"]}
+    _, answer = call(server, "/v1/models")
+    return {model["id"]: model.get("parent") for model in answer["data"]}
 
 
 def test_a_name_is_an_adapter(server: ServerProcess, adapters: Adapters) -> None:
@@ -121,20 +121,20 @@ def test_an_adapter_is_loaded_and_unloaded(server: ServerProcess, adapters: Adap
     (_, prompt), _ = jobs
     message = long_request(64, model="second", prompt_token_ids=token_ids(*prompt))
     stream = server.stub.GenerateStream(message, timeout=TIMEOUT_S)
-    found = list(next(stream).outputs[0].token_ids)
+    ids = list(next(stream).outputs[0].token_ids)
     assert call(server, unload, {"lora_name": "second"}, ADMIN)[0] == 200
     for output in stream:  # it keeps its adapter
-        found += output.outputs[0].token_ids
-    assert tuple(found) == adapters.answers(jobs)[0].token_ids
+        ids += output.outputs[0].token_ids
+    assert tuple(ids) == adapters.answers(jobs)[0].token_ids
     assert call(server, unload, {"lora_name": "second"}, ADMIN)[0] == 404
     assert names(server) == {"embedded": None, "first": "embedded"}
 
 
 def test_what_a_server_refuses_at_its_start(adapters: Adapters, tmp_path: Path) -> None:
-    for given in (["a"], ["a="], ["=b"], ["a=b", "a=c"]):
+    for modules in (["a"], ["a="], ["=b"], ["a=b", "a=c"]):
         with pytest.raises(ConfigError, match="lora_modules must be NAME=PATH, each name once"):
-            ServerArgs(lora_modules=given).check()
-    assert [one.lora_name for one in ServerArgs(lora_modules="a=b=c").adapters()] == ["a"]
+            ServerArgs(lora_modules=modules).check()
+    assert [adapter.lora_name for adapter in ServerArgs(lora_modules="a=b=c").adapters()] == ["a"]
     for args, words in (
         ({"lora_folder": str(tmp_path)}, "lora_folder needs http_port"),
         ({"lora_folder": f"{tmp_path}/a", "http_port": 0}, "is no folder; make it first"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapters import Adapters, Job, assert_as_peft, open_engine, serve
+from support.adapters import Adapters, Job, assert_peft, open_engine, serve
 from support.engines import greedy, ids, preemptions
 from support.engines import serve as serve_ids
 from support.matrix import only
@@ -51,7 +51,7 @@ def test_eight_adapters_and_none_in_one_batch(eight: Adapters, jobs: list[Job], 
     with open_engine(eight.base, **args) as engine:
         outputs = serve(engine, eight, jobs)
         assert engine.list_loras() == set(range(1, 9))
-    assert_as_peft(eight, jobs, outputs)
+    assert_peft(eight, jobs, outputs)
     assert (preemptions(outputs) > 0) == ("num_device_blocks_override" in args)
 
 
@@ -72,14 +72,14 @@ def test_all_sequences_of_a_request_have_its_adapter(eight: Adapters) -> None:
     """They are forked from one row, and beams are copied from each other."""
     ((_, prompt),) = jobs = eight.jobs(["rank16"], [40])
     (answer,) = eight.answers(jobs)
-    found = []
+    answers = []
     with open_engine(eight.base, max_loras=1) as engine:
         likeliest = SamplingParams(n=3, top_k=1, max_tokens=32, ignore_eos=True)
         for params in (likeliest, greedy(32, n=2, best_of=3, use_beam_search=True)):
             (output,) = serve_ids(engine, [prompt], params, [eight.requests["rank16"]])
-            found.append(output.outputs)
-    same, beams = found
-    assert [one.token_ids for one in same] == [answer.token_ids[:32]] * 3
+            answers.append(output.outputs)
+    same, beams = answers
+    assert [completion.token_ids for completion in same] == [answer.token_ids[:32]] * 3
     logits = eight.logprobs("rank16", [*prompt, *beams[0].token_ids])[len(prompt) - 1 : -1]
     chosen = torch.tensor(beams[0].token_ids).unsqueeze(1)
     expected = float(logits.gather(1, chosen).sum())
@@ -104,12 +104,10 @@ def test_every_family(tp_size: int, family: str, tmp_path: Path) -> None:
     jobs = adapters.jobs([None, "low", "high"], LENGTHS[:1])
     args = {"max_num_batched_tokens": 16} if tp_size > 1 else {}
     with open_engine(base, tp_size, max_loras=2, **args) as engine:
-        assert_as_peft(adapters, jobs, serve(engine, adapters, jobs))
+        assert_peft(adapters, jobs, serve(engine, adapters, jobs))
 
 
-def test_a_folder_that_changes_is_another_adapter(
-    models: Any, tmp_path: Path, eight: Adapters
-) -> None:
+def test_a_changed_folder_is_another_adapter(models: Any, tmp_path: Path, eight: Adapters) -> None:
     """The files are exchanged under a running engine, whose prefix cache knows the prompt."""
     names = "rank4", "rank16"
     ((_, prompt),) = eight.jobs(["rank4"], [70])
@@ -120,6 +118,5 @@ def test_a_folder_that_changes_is_another_adapter(
             for file in Path(eight.requests[name].lora_path).iterdir():
                 (folder / file.name).write_bytes(file.read_bytes())
             moved = LoRARequest("moved", eight.requests["rank64"].lora_int_id, str(folder))
-            requests = [moved, eight.requests[name]]
-            outputs = serve_ids(engine, [prompt] * 2, greedy(64), requests)
+            outputs = serve_ids(engine, [prompt] * 2, greedy(64), [moved, eight.requests[name]])
             assert ids(outputs) == [eight.answers([(name, prompt)])[0].token_ids] * 2

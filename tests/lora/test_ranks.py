@@ -7,7 +7,7 @@ import os
 import signal
 
 from executor.ray_engines import executor_of, rank_engine
-from support.adapters import Adapters, assert_as_peft
+from support.adapters import Adapters, assert_peft
 from support.engines import greedy, serve
 
 from lora.conftest import EIGHT
@@ -32,5 +32,5 @@ def test_a_rank_is_killed(eight: Adapters) -> None:
         outputs = serve(engine, prompts, greedy(64), requests, after_step=kill_a_rank)
         assert engine.health().num_recoveries == 1
         ledgers = engine.stats().ledgers
-        assert all(0 < one.adapters_bytes < one.weights_bytes for one in ledgers)
-    assert_as_peft(eight, jobs, outputs)
+        assert all(0 < ledger.adapters_bytes < ledger.weights_bytes for ledger in ledgers)
+    assert_peft(eight, jobs, outputs)

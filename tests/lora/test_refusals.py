@@ -61,12 +61,10 @@ def refusal(engine: LLMEngine, folder: Path) -> str:
         ("a_key_of_tomorrow", 1),
     ],
 )  # fmt: skip
-def test_a_field_that_changes_the_forward_pass(
-    engine: LLMEngine, folder: Path, key: str, value: Any
-) -> None:
+def test_field_that_changes_forward(engine: LLMEngine, folder: Path, key: str, value: Any) -> None:
     edit_json(folder / "adapter_config.json", lambda config: config.update({key: value}))
-    found = refusal(engine, folder)
-    assert found.endswith(
+    text = refusal(engine, folder)
+    assert text.endswith(
         f"cannot be served: {key} = {value!r} in adapter_config.json is not served"
     )
 
@@ -111,13 +109,11 @@ def test_tensors_that_do_not_fit(
         engine.add_lora(LoRARequest("bad", 9, str(folder)))
 
 
-def test_another_base_model(
-    engine: LLMEngine, models: ModelShop, tmp_path: Path, eight: Adapters
-) -> None:
+def test_other_base(engine: LLMEngine, models: ModelShop, tmp_path: Path, eight: Adapters) -> None:
     write_adapter(models.folder(TinyLlama(hidden_size=96)), tmp_path / "other", 1)
-    found = refusal(engine, tmp_path / "other")
-    assert "lora_A of model.layers.0.self_attn.q_proj is [8, 96], and must be [8, 128]" in found
-    assert found.endswith("more")  # there are more than a message names
+    text = refusal(engine, tmp_path / "other")
+    assert "lora_A of model.layers.0.self_attn.q_proj is [8, 96], and must be [8, 128]" in text
+    assert text.endswith("more")  # there are more than a message names
     write_adapter(models.folder(TinyLlama(num_layers=3)), tmp_path / "deeper", 1)
     assert "layers.2.mlp.down_proj.lora_A.weight is of no" in refusal(engine, tmp_path / "deeper")
     assert "is 64, and must be from 1 to max_lora_rank = 16" in refusal(

@@ -147,10 +147,10 @@ def test_one_error_lists_every_tensor_that_does_not_fit(copy: Path) -> None:
         ("misshapen", down, down_file, "[64, 192]", "[128, 192]"),
         ("unexpected", extra, extra_file),
     ):
-        found = [line for line in lines if kind in line and words[0] in line]
-        assert len(found) == 1, f"{kind} {words[0]} in {message}"
+        told_by = [line for line in lines if kind in line and words[0] in line]
+        assert len(told_by) == 1, f"{kind} {words[0]} in {message}"
         for word in words:
-            assert word in found[0]
+            assert word in told_by[0]
 
 
 def test_damaged_generation_config(copy: Path) -> None:

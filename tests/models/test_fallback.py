@@ -90,9 +90,9 @@ def test_own_code_only(phi: Path) -> None:
 def test_a_configuration_that_does_not_fit(change: dict[str, object], problem: str) -> None:
     fields = {"architectures": ["PhiForCausalLM"], "model_type": "phi", "num_attention_heads": 4}
     changed = fields | {"vocab_size": 128} | change
-    found = {name: value for name, value in changed.items() if value is not None}
+    hf_config = {name: value for name, value in changed.items() if value is not None}
     with pytest.raises(ConfigError, match=problem):
-        choose_model_impl(found, "folder", "auto")
+        choose_model_impl(hf_config, "folder", "auto")
 
 
 def test_an_old_transformers_is_named(phi: Path, monkeypatch: pytest.MonkeyPatch) -> None:

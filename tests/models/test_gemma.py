@@ -39,9 +39,9 @@ def test_rotary_fields_of_transformers_4(subjects: Subjects) -> None:
         blueprint = Blueprint(config, weights, Gemma3ForCausalLM.traits(config))
         return Gemma3ForCausalLM.rotary_tables(blueprint)
 
-    new, found = tables(config), tables(replace(config, hf_config=old))
+    new, old_tables = tables(config), tables(replace(config, hf_config=old))
     assert not torch.equal(new[0], new[1])
-    assert all(torch.equal(a, b) for a, b in zip(new, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(new, old_tables, strict=True))
     assert weights.num_bytes == 2 * (new[0].nbytes + new[1].nbytes), "layers share the tables"
 
 

@@ -110,12 +110,12 @@ def test_every_architecture_is_read_as_it_was_written(model_type: str, tmp_path:
     folder = make_model(model_type, tmp_path / "hf")
     path = write_gguf(folder, tmp_path / "model.gguf")
     state = load_file(folder / "model.safetensors")
-    found = {name: source for _, name, source in read_tensors(str(path), state)}
-    assert found.keys() == state.keys()
+    sources = {name: source for _, name, source in read_tensors(str(path), state)}
+    assert sources.keys() == state.keys()
     for name, tensor in state.items():
-        assert found[name].get_shape() == list(tensor.shape), name
-        torch.testing.assert_close(found[name][:], tensor, atol=1e-6, rtol=0, msg=name)
-    fields, expected = (read_hf_config(str(one), False) for one in (path, folder))
+        assert sources[name].get_shape() == list(tensor.shape), name
+        torch.testing.assert_close(sources[name][:], tensor, atol=1e-6, rtol=0, msg=name)
+    fields, expected = (read_hf_config(str(source), False) for source in (path, folder))
     differences = {
         name: (fields.get(name), value)
         for name, value in expected.items()
@@ -124,13 +124,13 @@ def test_every_architecture_is_read_as_it_was_written(model_type: str, tmp_path:
     assert {name: pair for name, pair in differences.items() if not _close(*pair)} == {}
 
 
-def _close(found: Any, expected: Any) -> bool:
+def _close(value: Any, expected: Any) -> bool:
     """Whether two values mean the same: floats up to the rounding of float32."""
-    if isinstance(found, float) and isinstance(expected, float):
-        return abs(found - expected) <= 1e-6 * abs(expected)
-    if isinstance(found, dict):
-        return {"rope_type": "default"} | found == expected
-    return [found] == expected or found == [expected]
+    if isinstance(value, float) and isinstance(expected, float):
+        return abs(value - expected) <= 1e-6 * abs(expected)
+    if isinstance(value, dict):
+        return {"rope_type": "default"} | value == expected
+    return [value] == expected or value == [expected]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,7 @@ def _close(found: Any, expected: Any) -> bool:
         ("starcoder2", 1),
     ],
 )
-def test_ids_are_those_of_the_folder(
-    name: str, tp_size: int, subjects: Subjects, tmp_path: Path
-) -> None:
+def test_ids_as_of_the_folder(name: str, tp_size: int, subjects: Subjects, tmp_path: Path) -> None:
     if name in MODELS:
         wide = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 448)
         oracle = Oracle(make_model(name, tmp_path / "hf", vocab_size=320, **wide))
@@ -164,21 +162,18 @@ def test_ids_are_those_of_the_folder(
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_a_part_of_a_tensor_is_that_part_of_the_whole(
-    kind: str, small: Path, tmp_path: Path
-) -> None:
+def test_a_part_of_a_tensor_is_part_of_the_whole(kind: str, small: Path, tmp_path: Path) -> None:
     path = write_gguf(small.parent, tmp_path / "model.gguf", kind)
     names = ["model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
-    found = {name: source for _, name, source in read_tensors(str(path), names)}
-    entries = open_gguf(path).tensors
-    down = entries["blk.0.ffn_down.weight"]
+    sources = {name: source for _, name, source in read_tensors(str(path), names)}
+    down = open_gguf(path).tensors["blk.0.ffn_down.weight"]
     assert down.type == kind
     whole = torch.from_numpy(dequantize(np.array(down.rows()), GGMLQuantizationType[kind]))
-    torch.testing.assert_close(found[names[0]][:], whole, rtol=0, atol=0)
+    torch.testing.assert_close(sources[names[0]][:], whole, rtol=0, atol=0)
     for columns in (slice(0, 48), slice(48, 96), slice(31, 33)):
-        part = found[names[0]][3:9, columns]
+        part = sources[names[0]][3:9, columns]
         torch.testing.assert_close(part, whole[3:9, columns], rtol=0, atol=0)
-    heads = found[names[1]]  # its rows have another order in the file
+    heads = sources[names[1]]  # its rows have another order in the file
     torch.testing.assert_close(heads[32:48], heads[:][32:48], rtol=0, atol=0)
 
 
@@ -310,10 +305,7 @@ def test_an_unknown_type_of_tensor_is_named(small: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "count", [32, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
-def test_damaged_files_are_refused_with_bounded_memory(
-    count: int, small: Path, tmp_path: Path
-) -> None:
+def test_damage_is_refused_with_bounded_memory(count: int, small: Path, tmp_path: Path) -> None:
     """In a process of its own: it may hold 1 GiB more than at its start, and must not die."""
     done = python("-m", "support.gguf_fuzz", small, tmp_path, count, timeout_s=3000)
-    refused = int(done.stdout.split()[-1])
-    assert count // 4 < refused <= count
+    assert count // 4 < int(done.stdout.split()[-1]) <= count

@@ -44,7 +44,7 @@ def marked(model_type: str) -> Any:
     return pytest.param(model_type, marks=mark)
 
 
-@pytest.mark.parametrize("model_type", [marked(one) for one in MODELS])
+@pytest.mark.parametrize("model_type", [marked(kind) for kind in MODELS])
 def test_types(model_type: str, tmp_path: Path) -> None:
     packages = third_party.gguf_packages()
     wide = dict(WIDE)
@@ -86,21 +86,21 @@ def run(command: list[str], packages: str = "") -> None:
 def compare(path: Path, folder: Path) -> str:
     """Compares a file with transformers; returns what the table says."""
     state = load_file(folder / "model.safetensors")
-    found = {name: source[:] for _, name, source in read_tensors(str(path), state)}
-    assert found.keys() == state.keys()
+    values = {name: source[:] for _, name, source in read_tensors(str(path), state)}
+    assert values.keys() == state.keys()
     if path.stem == "F32":
         for name, tensor in state.items():
-            torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0, msg=name)
+            torch.testing.assert_close(values[name], tensor, atol=1e-6, rtol=0, msg=name)
     says = "own weights"  # transformers lacks the architecture, or the type
     if path.with_suffix(".theirs").exists():
         theirs = load_file(path.with_suffix(".theirs"))
-        both = found.keys() & theirs.keys()
+        both = values.keys() & theirs.keys()
         for name in both:
-            torch.testing.assert_close(found[name], theirs[name], atol=1e-6, rtol=0, msg=name)
-        says = "weights" if both == found.keys() else f"{len(both)} of {len(found)} weights"
+            torch.testing.assert_close(values[name], theirs[name], atol=1e-6, rtol=0, msg=name)
+        says = "weights" if both == values.keys() else f"{len(both)} of {len(values)} weights"
     target = path.with_suffix("")
     target.mkdir()
-    save_file({k: v.contiguous() for k, v in found.items()}, target / "model.safetensors")
+    save_file({k: v.contiguous() for k, v in values.items()}, target / "model.safetensors")
     (target / "config.json").write_text((folder / "config.json").read_text())
     oracle = Oracle(target)
     prompts = oracle.prompts(PROMPT_LENGTHS, seed=1)

@@ -86,29 +86,23 @@ class Malicious:
 
 
 @pytest.mark.parametrize("content", ["code", "list", "garbage"])
-def test_pickle_with_more_than_tensors_is_refused(
-    content: str, copied: Copied, tmp_path: Path
-) -> None:
+def test_pickle_of_other_than_tensors(content: str, copied: Copied, tmp_path: Path) -> None:
     folder, state = copied("opt-before")
-    victim = tmp_path / "victim"
+    file = tmp_path / "victim"
     if content == "garbage":
         (folder / PICKLED).write_bytes(b"\x80\x02garbage")
     else:
-        torch.save(
-            [1] if content == "list" else {**state, "x": Malicious(victim)}, folder / PICKLED
-        )
+        torch.save([1] if content == "list" else {**state, "x": Malicious(file)}, folder / PICKLED)
     with pytest.raises(ModelLoadError, match=PICKLED):
         load(folder, load_format="pt")
-    assert not victim.exists()
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(
     ("name", "prefix"),
     [("opt-before", "model."), ("bloom-8-heads", "transformer."), ("gpt2-8-heads", "transformer.")],
 )
-def test_names_of_the_bare_model(
-    name: str, prefix: str, subjects: Subjects, copied: Copied
-) -> None:
+def test_names_of_a_bare_model(name: str, prefix: str, subjects: Subjects, copied: Copied) -> None:
     folder, state = copied(name)
     bare = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
     if name.startswith("gpt2"):  # the masks that its published checkpoints hold
@@ -161,7 +155,7 @@ def test_dummy_weights_of_every_family(subjects: Subjects) -> None:
 @pytest.mark.parametrize("head", ["embed_out", "lm_head"])
 def test_the_head_of_gpt_neox_has_two_names(subjects: Subjects, copied: Copied, head: str) -> None:
     folder, state = copied("gpt_neox-odd")
-    (found,) = [name for name in ("embed_out.weight", "lm_head.weight") if name in state]
-    state[f"{head}.weight"] = state.pop(found)
+    (name,) = [name for name in ("embed_out.weight", "lm_head.weight") if name in state]
+    state[f"{head}.weight"] = state.pop(name)
     save_file(state, folder / WEIGHTS)
     generates_as_before(subjects, "gpt_neox-odd", folder)

@@ -67,8 +67,7 @@ def sources(folder: Path) -> dict[str, TensorSource]:
     assert scheme is not None
     path = folder / "model.safetensors"
     tensors = ((path.name, name, source) for name, source in read_tensors(path))
-    merged = merge_tensors(tensors, scheme, lambda name: [])
-    return {name: source for _, name, source in merged}
+    return {name: source for _, name, source in merge_tensors(tensors, scheme, lambda name: [])}
 
 
 def dequantised_model(folder: Path) -> tuple[LlamaForCausalLM, dict[str, TensorSource]]:
@@ -76,10 +75,10 @@ def dequantised_model(folder: Path) -> tuple[LlamaForCausalLM, dict[str, TensorS
     fields = dict(read_hf_config(str(folder), False))
     fields.pop("quantization_config")
     model = LlamaForCausalLM(LlamaConfig.from_dict(fields)).float().eval()
-    found = sources(folder)
-    state = {key: source[:] for key, source in found.items()}
+    tensors = sources(folder)
+    state = {key: source[:] for key, source in tensors.items()}
     assert set(model.load_state_dict(state, strict=False)[0]) <= {"lm_head.weight"}
-    return model, found
+    return model, tensors
 
 
 def answers(folder: Path) -> Iterator[tuple[list[int], tuple[int, ...]]]:
@@ -91,11 +90,11 @@ def answers(folder: Path) -> Iterator[tuple[list[int], tuple[int, ...]]]:
 
 @pytest.mark.parametrize("name", list(FORMS))
 def test_values_are_those_of_the_tool(name: str) -> None:
-    found, num_weights = sources(ROOT / name), 0
+    tensors, num_weights = sources(ROOT / name), 0
     for key, product in load_file(ROOT / name / "expected.safetensors").items():
         if not key.endswith(".weight"):
             continue
-        source = found[key]
+        source = tensors[key]
         assert isinstance(source, QuantizedSource)
         values = source[:]
         wave = torch.arange(values.shape[1], dtype=torch.float64).cos()
@@ -146,8 +145,8 @@ def test_a_model_as_stored(name: str, tp_size: int, model_impl: str) -> None:
     """Against transformers with the values of the form and inputs rounded to 8 bits. Two ranks cut
     the MLP at 96, in the middle of a group of 64; they cannot cut inputs ordered by group."""
     folder, is_cut = ROOT / name, (name, tp_size) == ("gptq-order", 2)
-    model, found = dequantised_model(folder)
-    for key, source in found.items():
+    model, tensors = dequantised_model(folder)
+    for key, source in tensors.items():
         if isinstance(source, QuantizedSource):
             layer = model.get_submodule(key.removesuffix(".weight"))
             is_split = key.removesuffix(".weight").endswith(SPLIT_OVER_INPUTS)
@@ -188,9 +187,7 @@ def test_tensors_of_a_weight_lie_in_two_files(copied: Any) -> None:
     assert engine_ids(folder, [prompt], dtype="float32") == [expected]
 
 
-def test_what_older_tools_write_beside_the_weights(
-    copied: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_older_tools_write_beside(copied: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A bias of zeros for layers that have none; scales of activations."""
     folder, state = copied("gptq")
     bias = "model.layers.0.mlp.up_proj.bias"
@@ -260,8 +257,8 @@ def test_scales_of_int8_weights(
     source, by_input = sources(folder)[name], MOVED if groups is MOVED else GROUPS
     assert isinstance(source, QuantizedSource)
     spread = [
-        one.float().reshape(-1, 1) if one.ndim < 2 else one[:, by_input].float()
-        for one in (factors, middles)
+        values.float().reshape(-1, 1) if values.ndim < 2 else values[:, by_input].float()
+        for values in (factors, middles)
     ]
     expected = (state[name].float() - spread[1]) * spread[0]
     assert torch.equal(source[:], expected)
@@ -282,16 +279,16 @@ def with_own_numbers(
     """
     plain, quantized = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
-        if (found := quantize(name, weight)) is None:
+        if (stored := quantize(name, weight)) is None:
             plain[name] = quantized[name] = weight
             continue
-        plain[name], parts = found
-        quantized |= {f"{name.removesuffix('weight')}{end}": one for end, one in parts.items()}
+        plain[name], parts = stored
+        quantized |= {f"{name.removesuffix('weight')}{end}": part for end, part in parts.items()}
     assert len(quantized) > len(plain)
     paths = target / "plain", target / "quantized"
     for path, state in zip(paths, (plain, quantized), strict=True):
         shutil.copytree(folder, path)
-        state = {name: one.contiguous() for name, one in state.items()}
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
         save_file(state, path / "model.safetensors", {"format": "pt"})
     edit_json(paths[1] / "config.json", lambda fields: fields.update(quantization_config=change))
     return paths
@@ -301,8 +298,8 @@ def assert_ids_alike(*folders: Path) -> None:
     """On one rank, on two, and on transformers' code."""
     for tp_size, model_impl in ((1, "auto"), (2, "auto"), (1, "transformers")):
         args = {"dtype": "float32", "num_tokens": 16, "model_impl": model_impl}
-        one, other = (engine_ids(f, [[5, 9, 33, 70]], tp_size, **args) for f in folders)
-        assert one == other
+        first, other = (engine_ids(f, [[5, 9, 33, 70]], tp_size, **args) for f in folders)
+        assert first == other
 
 
 def test_experts_are_dequantised(
@@ -367,14 +364,14 @@ def test_tensors_that_wait_take_no_mappings() -> None:
     def count() -> int:
         return Path("/proc/self/maps").read_text().count(str(ROOT / "gptq" / "model.safetensors"))
 
-    found = sources(ROOT / "gptq")
+    tensors = sources(ROOT / "gptq")
     assert count() == 0
-    assert found[f"{DOWN}.weight"][:8, :8].shape == (8, 8)
+    assert tensors[f"{DOWN}.weight"][:8, :8].shape == (8, 8)
     assert 0 < count() <= 3
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "words"),
+    ("model", "asked", "words"),
     [
         ("gptq", "GPTQ", None),
         ("awq", "awq_marlin", None),
@@ -386,12 +383,12 @@ def test_tensors_that_wait_take_no_mappings() -> None:
         (None, "gguf", "quantization = 'gguf' | not quantised"),
     ],
 )
-def test_the_form_of_a_file_may_be_named(model: str | None, given: str, words: str | None) -> None:
+def test_the_form_of_a_file_may_be_named(model: str | None, asked: str, words: str | None) -> None:
     """Scripts for vLLM name it."""
-    args = EngineArgs(str(ROOT / model) if model else EMBEDDED_MODEL, quantization=given)
+    args = EngineArgs(str(ROOT / model) if model else EMBEDDED_MODEL, quantization=asked)
     if words is None:
-        found = args.create_engine_config("cpu").model.quantization
-        assert found == ("int8" if given == "int8" else None)
+        kind = args.create_engine_config("cpu").model.quantization
+        assert kind == ("int8" if asked == "int8" else None)
         return
     with refused(ConfigError, words):
         args.create_engine_config("cpu")

@@ -86,9 +86,7 @@ def test_field_is_refused(
         load(folder)
 
 
-def test_the_log_says_what_8_bits_leave_out(
-    subjects: Subjects, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_says_what_8_bits_omit(subjects: Subjects, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "tpengine"):
         load(subjects.folder(BY_NAME["mixtral-odd"]), quantization="int8")
     assert "quantization = 'int8': experts and their routers stay in float32" in caplog.text

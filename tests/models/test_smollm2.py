@@ -70,8 +70,7 @@ def answers(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def expected(answers: Path) -> dict[str, Any]:
     """Prompt ids and output ids of transformers: conversations, then texts."""
-    found: dict[str, Any] = json.loads((answers / "answered.json").read_text())
-    return found
+    return json.loads((answers / "answered.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -86,11 +85,11 @@ def expected(answers: Path) -> dict[str, Any]:
 def test_ids_of_thirty_prompts(args: dict[str, Any], file: Path, expected: dict[str, Any]) -> None:
     with log_steps() as log, open_llm(file, **args) as llm:
         tokenizer = llm.get_tokenizer()
-        prompts = [llm.chat_token_ids(one) for one in CONVERSATIONS]
+        prompts = [llm.chat_token_ids(chat) for chat in CONVERSATIONS]
         prompts += [tokenizer.encode(text) for text in TEXTS]
         assert prompts == expected["prompts"]
-        found = ids(generate(llm, prompts, greedy(NUM_TOKENS)))
-    assert found == list(map(tuple, expected["outputs"]))
+        answers = ids(generate(llm, prompts, greedy(NUM_TOKENS)))
+    assert answers == list(map(tuple, expected["outputs"]))
     if "preemption_mode" in args:
         assert log.num_partial_chunks > 0
         log.assert_only(args["preemption_mode"])
@@ -128,16 +127,16 @@ def test_an_adapter_that_was_trained(file: Path, answers: Path, tmp_path: Path) 
     own those of transformers."""
     folder = tmp_path / "pirate"
     run_beside_gguf(train_adapter, answers / "float32", folder, 8, 16)
-    told = json.loads((folder / "answered.json").read_text())
-    assert len(set(map(tuple, told["pirate"]))) == len(told["prompts"]), "it repeats one sentence"
+    facts = json.loads((folder / "answered.json").read_text())
+    assert len(set(map(tuple, facts["pirate"]))) == len(facts["prompts"]), "it repeats one sentence"
     options = ["--model", str(file), "--served-model-name", "base", "--dtype", "float32"]
     options += ["--cpu-kv-cache-space", "0.2", "--max-model-len", "256", "--http-port", "0"]
     options += ["--enable-lora", "--lora-modules", f"pirate={folder}"]
-    assert not any(map(operator.eq, told["base"], told["pirate"]))
+    assert not any(map(operator.eq, facts["base"], facts["pirate"]))
     jobs = [
         (model, prompt, tuple(answer))
         for model in ("base", "pirate")
-        for prompt, answer in zip(told["prompts"], told[model], strict=True)
+        for prompt, answer in zip(facts["prompts"], facts[model], strict=True)
     ]
 
     def check(job: tuple[str, list[int], tuple[int, ...]]) -> None:

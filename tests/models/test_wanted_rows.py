@@ -95,7 +95,7 @@ def count_rows(model: Any, rows: list[int]) -> None:
     layer or with a router."""
     layer = next(value for value in vars(model).values() if isinstance(value, list))[-1]
     mlp = getattr(layer, "mlp", layer)
-    parts = [part for one in (layer, getattr(mlp, "experts", mlp)) for part in vars(one).values()]
+    parts = [part for m in (layer, getattr(mlp, "experts", mlp)) for part in vars(m).values()]
     firsts = (MergedColumnParallelLinear, Router)
     linear: Any = next(part for part in parts if isinstance(part, firsts))
     forward = linear.forward

@@ -37,11 +37,7 @@ CACHES = (
 )
 """Dtypes of a model and of its cache on a CPU."""
 CUDA_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CUDA_CACHES = (
-    *((dtype, dtype) for dtype in CUDA_DTYPES),
-    (torch.float16, FP8),
-    (torch.bfloat16, FP8),
-)
+CUDA_CACHES = (*((d, d) for d in CUDA_DTYPES), (torch.float16, FP8), (torch.bfloat16, FP8))
 CUDA_OPS = {"stand-in": StandIn(0), "stand-in wide": StandIn(1, is_wide=True), "gpu": on_card}
 """How CUDA kernels are found: two ways on the CPU, and one on a card, if there is one."""
 GPU = [
@@ -142,7 +138,7 @@ def nan_like(tensor: Tensor) -> Tensor:
 class PagedCase:
     k: list[Tensor]  # dense, per sequence [seq_len, num_kv_heads, head_dim]
     v: list[Tensor]
-    given: list[tuple[Tensor, Tensor]]  # K and V before they were rounded to int8
+    unrounded: list[tuple[Tensor, Tensor]]  # K and V before they were rounded to int8
     k_cache: Tensor
     v_cache: Tensor
     block_table: Tensor
@@ -154,7 +150,7 @@ class PagedCase:
         kv_heads, head_dim = self.k[0].shape[1:]
         qkv = torch.full((sum(counts), num_heads + 2 * kv_heads, head_dim), NAN)
         qkv[:, :num_heads] = torch.randn(sum(counts), num_heads, head_dim, generator=gen)
-        return qkv.to(self.given[0][0].dtype)[:, :num_heads]
+        return qkv.to(self.unrounded[0][0].dtype)[:, :num_heads]
 
 
 def place(case: PagedCase, seq: int, position: int) -> None:
@@ -221,7 +217,7 @@ def make_case(
     case = PagedCase(
         k=k,
         v=v,
-        given=list(zip(k, v, strict=True)),
+        unrounded=list(zip(k, v, strict=True)),
         k_cache=poisoned(shapes[0], cache_dtype),
         v_cache=poisoned(shapes[1], cache_dtype),
         block_table=table,

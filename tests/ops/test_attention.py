@@ -42,9 +42,7 @@ OPTIONS = [
     (False, None, None), (True, None, None), (False, 20, None), (True, 1, None),
     (False, None, 0.7), (True, 20, 3.0),
 ]  # fmt: skip
-NAMES = [
-    (name, *dtypes) for name, dtypes in itertools.product(("reference", *reversed(ISAS)), CACHES)
-]
+NAMES = [(name, *d) for name, d in itertools.product(("reference", *reversed(ISAS)), CACHES)]
 IN_INT8 = [names for names in NAMES if names[-1] == torch.int8]
 # in int8, which has its own operands only, a shape of each block size
 PROBLEMS = [
@@ -176,14 +174,14 @@ def test_a_sequence_is_the_same_alone_and_in_a_crowd(
                 assert torch.equal(_decode(attention.paged_attention, case, q, *rest), expected)
             for row in range(len(lengths)):
                 rows = slice(row, row + 1)
-                one = _decode(attention.paged_attention, case, q[rows], *rest, rows=rows)
+                alone = _decode(attention.paged_attention, case, q[rows], *rest, rows=rows)
                 with threads(4):  # more threads than kv heads: the context is split
                     four = _decode(attention.paged_attention, case, q[rows], *rest, rows=rows)
                 seq_len = case.seq_lens[rows]
                 chunk = _prefill(
                     attention.prefill_attention, case, q[rows], [0, 1], seq_len, *rest, rows=rows
                 )
-                for out in (one, four, chunk):
+                for out in (alone, four, chunk):
                     assert torch.equal(out, expected[rows])
 
 

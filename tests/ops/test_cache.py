@@ -26,10 +26,7 @@ from .cases import (
 from .cuda_host_library import FAR_BLOCKS, needs_compiler
 from .cuda_host_ops import FP8, StandIn
 
-NAMES = [
-    *((name, *dtypes) for name, dtypes in itertools.product(BACKENDS, CACHES)),
-    *on_cuda(*CUDA_CACHES),
-]
+NAMES = [*((name, *d) for name, d in itertools.product(BACKENDS, CACHES)), *on_cuda(*CUDA_CACHES)]
 CUDA = on_cuda()
 
 
@@ -53,8 +50,7 @@ def test_write_fills_the_named_slots_and_nothing_else(
     name: str, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int
 ) -> None:
     gen = generator(0)
-    layout = layout_of(name)
-    case = make_case([45, 7], 3, 48, dtype, gen, block_size, layout, cache_dtype)
+    case = make_case([45, 7], 3, 48, dtype, gen, block_size, layout_of(name), cache_dtype)
     k_cache, v_cache = (poisoned(x.shape, cache_dtype) for x in (case.k_cache, case.v_cache))
     slots = [
         int(case.block_table[seq, i // block_size]) * block_size + i % block_size
@@ -63,8 +59,8 @@ def test_write_fills_the_named_slots_and_nothing_else(
     ]
     # strided views of a packed qkv with 5 query heads; two rows that are not cached
     qkv = torch.full((54, 11, 48), float("nan"), dtype=dtype)
-    qkv[:52, 5:8] = torch.cat([k for k, _ in case.given])
-    qkv[:52, 8:] = torch.cat([v for _, v in case.given])
+    qkv[:52, 5:8] = torch.cat([k for k, _ in case.unrounded])
+    qkv[:52, 8:] = torch.cat([v for _, v in case.unrounded])
     order = torch.randperm(54, generator=gen)
     slot_mapping = torch.tensor([*slots, -1, -1], dtype=torch.int32)[order]
     shuffled = qkv[order]
@@ -138,9 +134,7 @@ def test_a_prompt_is_written_the_same_by_several_threads(
 def test_copy_blocks(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     gen = generator(3)
     shapes = cache.kv_cache_shapes(layout_of(name), cache_dtype, 20, 16, 2, 64)
-    k_cache, v_cache = (
-        (30 * torch.randn(shape, generator=gen)).to(cache_dtype) for shape in shapes
-    )
+    k_cache, v_cache = ((30 * torch.randn(size, generator=gen)).to(cache_dtype) for size in shapes)
     expected_k, expected_v = k_cache.clone(), v_cache.clone()
     pairs = [(0, 5), (0, 6), (19, 1), (3, 18)]
     for source, target in pairs:
@@ -182,10 +176,10 @@ def test_gather_kv(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> N
     out = [torch.full((80, 2, 64), 7.0, dtype=dtype) for _ in range(2)]
     with backend(name) as op:
         op("gather_kv")(*out, case.k_cache, case.v_cache, case.block_table, start, *scales)
-    for found, given, scale in zip(out, (case.k, case.v), scales, strict=True):
-        stored = torch.cat(given).to(cache_dtype).float()
-        assert torch.equal(found[:74], (stored * scale).to(dtype))
-        assert (found[74:] == 7.0).all()
+    for gathered, parts, scale in zip(out, (case.k, case.v), scales, strict=True):
+        stored = torch.cat(parts).to(cache_dtype).float()
+        assert torch.equal(gathered[:74], (stored * scale).to(dtype))
+        assert (gathered[74:] == 7.0).all()
 
 
 @pytest.mark.parametrize("name", CUDA)
@@ -195,10 +189,10 @@ def test_fp8_saturates_and_keeps_nan(name: str) -> None:
     caches = [poisoned((1, 8, 1, 32), FP8) for _ in range(2)]
     with backend(name) as op:
         op("write_kv_cache")(k, k, *caches, torch.tensor([5]).int(), 0.25, 2.0)
-    found = caches[0][0, 5, 0, :8].float() * 0.25
-    assert found[2].isnan()
+    values = caches[0][0, 5, 0, :8].float() * 0.25
+    assert values[2].isnan()
     expected = torch.tensor([112.0, -112.0, NAN, 112.0, 112.0, 0.001, 0.0, 17.0])
-    torch.testing.assert_close(found, expected, rtol=0.07, atol=0, equal_nan=True)
+    torch.testing.assert_close(values, expected, rtol=0.07, atol=0, equal_nan=True)
 
 
 @needs_compiler
@@ -210,13 +204,13 @@ def test_offsets_beyond_32_bits() -> None:
     slots = torch.randperm(48, generator=gen)[:21].int()
     caches, expected = ([poisoned((6, 8, 2, 128), k.dtype) for _ in range(2)] for _ in range(2))
     table, start = torch.tensor([[2, 5, 0]], dtype=torch.int32), torch.tensor([0, 20]).int()
-    found, gathered = (torch.zeros(2, 20, 2, 128, dtype=k.dtype) for _ in range(2))
+    actual, gathered = (torch.zeros(2, 20, 2, 128, dtype=k.dtype) for _ in range(2))
     far("write_kv_cache")(k, v, *caches, slots + 8 * FAR_BLOCKS)
-    far("gather_kv")(*found, *caches, table + FAR_BLOCKS, start, 1.0, 1.0)
+    far("gather_kv")(*actual, *caches, table + FAR_BLOCKS, start, 1.0, 1.0)
     with near as op:
         op("write_kv_cache")(k, v, *expected, slots)
         op("gather_kv")(*gathered, *expected, table, start, 1.0, 1.0)
-    assert all(same(a, b) for a, b in zip((*caches, found), (*expected, gathered), strict=True))
+    assert all(same(a, b) for a, b in zip((*caches, actual), (*expected, gathered), strict=True))
     far("copy_blocks")(*caches, torch.tensor([(2, 4)]) + FAR_BLOCKS)
     assert same(caches[0][4], caches[0][2])
 
@@ -236,9 +230,9 @@ def test_int8_of_unusual_numbers(name: str, dtype: torch.dtype) -> None:
         k_cache.flatten()[: 8 * 16].view(8, 8, 2).transpose(0, 1).reshape(8, 16)[:5],
         v_cache.flatten()[: 8 * 16].view(4, 16, 2).transpose(1, 2).reshape(8, 16)[:5],
     )
-    for found in numbers:
-        assert found[2].tolist() == [127, -2, 2, 0, *[0] * 12]
-        assert not found[[0, 1, 3, 4]].any()
+    for stored in numbers:
+        assert stored[2].tolist() == [127, -2, 2, 0, *[0] * 12]
+        assert not stored[[0, 1, 3, 4]].any()
     for x in (k_cache, v_cache):
         scales = x.flatten()[8 * 16 :].view(torch.float32)
         assert scales[[0, 2]].tolist() == [0.0, 1.0]

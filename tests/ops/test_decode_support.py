@@ -60,9 +60,7 @@ def test_a_head_dim_without_tensor_cores_warns_once(caplog: pytest.LogCaptureFix
     assert "head_dim=72 has no tensor-core attention kernel" in messages.pop()
 
 
-def test_a_plan_without_the_cuda_library_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plan_without_the_cuda_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "cuda_library", None)
     with pytest.raises(NativeLibraryError, match="TPENGINE_CUDA=ON pip install"):
         attention.make_decode_plan(torch.device("cuda", 0), 4, 8, 2, 128, BF16)

@@ -111,13 +111,13 @@ def test_top_experts(name: str, dtype: torch.dtype, normalize: bool) -> None:
     assert int(ids.max()) < 57
     expected = logits.double().softmax(-1).nan_to_num(0.0)
     values = expected.topk(6).values
-    found = expected.gather(-1, ids.long())
+    chosen = expected.gather(-1, ids.long())
     rows = torch.arange(300) != 7
-    torch.testing.assert_close(found[rows], values[rows])  # of equal experts any may be chosen
+    torch.testing.assert_close(chosen[rows], values[rows])  # of equal experts any may be chosen
     assert all(len(set(row)) == 6 for row in ids[rows].tolist())
     if normalize:
-        found = found / found.sum(-1, keepdim=True)
-    torch.testing.assert_close(weights[rows].double(), found[rows], rtol=1e-5, atol=0)
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights[rows].double(), chosen[rows], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

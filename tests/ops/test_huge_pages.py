@@ -60,8 +60,8 @@ def bytes_in_memory(tensor: torch.Tensor, kind: str) -> int:
     for area in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text)[1:]:
         start, end = (int(part, 16) for part in area.split(" ", 1)[0].split("-"))
         if start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
-            found = re.search(rf"{kind}:\s+(\d+) kB", area)
-            total += (int(found[1]) << 10) if found else 0
+            match = re.search(rf"{kind}:\s+(\d+) kB", area)
+            total += (int(match[1]) << 10) if match else 0
     return total
 
 
@@ -79,8 +79,7 @@ def test_populated_memory_is_there_and_unchanged() -> None:
 
 def test_populating_ends_with_its_time() -> None:
     tensor = huge_pages.empty((4 << 30,), torch.int8)
-    done = huge_pages.populate([tensor], 4 << 30, seconds=0.02)
-    assert done < tensor.nbytes
+    assert huge_pages.populate([tensor], 4 << 30, seconds=0.02) < tensor.nbytes
     assert huge_pages.populate([tensor], 4 << 30, seconds=0.0) == 0
     assert huge_pages.populate([], 4 << 30, seconds=1.0) == 0
 

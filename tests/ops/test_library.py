@@ -82,9 +82,7 @@ def _arguments() -> dict[str, tuple]:
         "quantized_embedding": (
             torch.zeros(5, 32), groups, ints(0, 39, 2, 2, 1), 40, 4, 32, 0, 2.0,
         ),
-        "weight_only_linear": (
-            torch.zeros(5, 40), x, groups, randn(40), 4, 32, 0,
-        ),
+        "weight_only_linear": (torch.zeros(5, 40), x, groups, randn(40), 4, 32, 0),
         "dequantize_weight": (torch.zeros(32, 32), groups, 32, 40, 4, 32, 0),
         "add_lora": (
             torch.zeros(5, 40), x, randn(2, 2, 1, 2, 4, 16), randn(2, 3, 4, 16),
@@ -216,9 +214,7 @@ WRONG = [
 @pytest.mark.parametrize(
     ("name", "break_it", "message"), WRONG, ids=lambda v: "" if callable(v) else str(v)[:40]
 )
-def test_wrong_arguments_are_named(
-    name: str, break_it: Callable[[tuple], Sequence], message: str
-) -> None:
+def test_wrong_arguments(name: str, break_it: Callable[[tuple], Sequence], message: str) -> None:
     arguments = break_it(_arguments()[name])
     with pytest.raises(RuntimeError, match=f"tpengine::{name}: .*{message}"):
         getattr(torch.ops.tpengine, name).default(*arguments)
@@ -278,9 +274,7 @@ def test_choice_of_instruction_set() -> None:
     assert library.cpu_isa() == before
 
 
-def test_an_instruction_set_that_was_not_built_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unbuilt_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     states = library.IsaState
     isas = {"avx512": states.NOT_HERE, "avx2": states.NOT_BUILT, "generic": states.USABLE}
     monkeypatch.setattr(library, "_cpu_isas", lambda: isas)

@@ -104,7 +104,7 @@ WRONG = [
 
 
 @pytest.mark.skipif(not ISAS, reason="the native library is not built")
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments() -> None:
     case = make_case((F32, F32), 5, 64)
     right = arguments(torch.zeros(5, sum(PARTS)), case.x, case.slots, rows_of([(4, [3, 4])]))
     for index, change, message in WRONG:

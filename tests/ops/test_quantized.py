@@ -207,12 +207,12 @@ def dequantized(weight: QuantizedWeight) -> Tensor:
 
 def test_rounding_loses_less_than_the_largest_magnitude_alone() -> None:
     weight = torch.randn(70, INPUTS, generator=generator(1))
-    found = dequantized(quantize_weight(weight, FORMATS["int4 g32"]))
+    actual = dequantized(quantize_weight(weight, FORMATS["int4 g32"]))
     groups = torch.nn.functional.pad(weight, (0, 30)).view(70, -1, 32)
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     plain = ((groups / (extreme / -8)).round().clamp(-8, 7) * (extreme / -8)).view(70, -1)
-    assert relative_error(found, weight) < 0.95 * relative_error(plain[:, :INPUTS], weight)
-    assert relative_error(found, weight) < 0.083
+    assert relative_error(actual, weight) < 0.95 * relative_error(plain[:, :INPUTS], weight)
+    assert relative_error(actual, weight) < 0.083
     for kind in ("int8 g32", "int8 per output"):
         assert relative_error(dequantized(quantize_weight(weight, FORMATS[kind])), weight) < 0.008
 
@@ -259,16 +259,16 @@ def test_what_is_not_finite_stays_so(name: str, kind: str) -> None:
 def test_scales_beyond_float16_are_infinite() -> None:
     weight = torch.randn(64, 64, generator=generator(7)) * torch.logspace(0, 12, 64)[:, None]
     for form in (FORMATS["int4 g32"], FORMATS["int8 g32"]):
-        found = dequantized(quantize_weight(weight, form))
+        actual = dequantized(quantize_weight(weight, form))
         is_held = weight.abs().amax(1) / (8 if form.bits == 4 else 127) < 60000.0
-        assert found[is_held].isfinite().all()
-        assert not found[weight.abs().amax(1) > 1e8].isfinite().all(1).any()
+        assert actual[is_held].isfinite().all()
+        assert not actual[weight.abs().amax(1) > 1e8].isfinite().all(1).any()
 
 
 def test_rounding_keeps_zeros_and_tiny_weights() -> None:
     weight = torch.zeros(33, 64)
     weight[1] = 3e-5 * torch.linspace(-1, 1, 64)
     for kind in ("int4 g32", "int8 g32"):
-        found = dequantized(quantize_weight(weight, FORMATS[kind]))
-        assert not found[0].any()
-        assert relative_error(found[1], weight[1]) < 0.3
+        actual = dequantized(quantize_weight(weight, FORMATS[kind]))
+        assert not actual[0].any()
+        assert relative_error(actual[1], weight[1]) < 0.3

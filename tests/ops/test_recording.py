@@ -43,8 +43,7 @@ def record(tensors: dict[str, torch.Tensor], *rows: str) -> Recording:
 
 
 def test_noting_does_nothing_else(tensors: dict[str, torch.Tensor]) -> None:
-    recording = record(tensors, "x", "normed", "out")
-    assert recording.num_calls == 2
+    assert record(tensors, "x", "normed", "out").num_calls == 2
     assert not tensors["normed"].any()
     assert not tensors["out"].any()
     compute(tensors)  # after the recording, ops run again

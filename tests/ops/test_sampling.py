@@ -35,8 +35,7 @@ def _run(name: str, logits: torch.Tensor, *parameters: object) -> torch.Tensor:
 
 def _check(name: str, logits: torch.Tensor, *parameters: object) -> None:
     """The kernel chooses what the sorted reference chooses."""
-    expected = _run("reference", logits, *parameters)
-    assert torch.equal(_run(name, logits, *parameters), expected)
+    assert torch.equal(_run(name, logits, *parameters), _run("reference", logits, *parameters))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*NAMES, *CUDA], ids=str)
@@ -91,18 +90,10 @@ def test_kernels_choose_what_the_sorted_reference_chooses(name: str, dtype: torc
 def test_rows_begin_and_end_anywhere(name: str, dtype: torch.dtype) -> None:
     gen = generator(3)
     last = 16 // dtype.itemsize - 1
-    for offset, vocab_size in (
-        (0, 1),
-        (0, 300),
-        (1, 6),
-        (1, 33),
-        (1, 300),
-        (last, 33),
-        (last, 300),
-    ):
+    for at, vocab_size in ((0, 1), (0, 300), (1, 6), (1, 33), (1, 300), (last, 33), (last, 300)):
         stride = vocab_size + 3
-        around = torch.full((4 * stride + offset,), float("nan"), dtype=dtype)
-        logits = around[offset:].view(4, stride)[:, :vocab_size]
+        around = torch.full((4 * stride + at,), float("nan"), dtype=dtype)
+        logits = around[at:].view(4, stride)[:, :vocab_size]
         logits.copy_(torch.randn(4, vocab_size, generator=gen) * 2)
         uniform = torch.rand(4, generator=gen, dtype=torch.float64)
         top_k = torch.tensor([0, 0, 3, 3], dtype=torch.int32)

@@ -66,8 +66,8 @@ def test_many_panels_share_a_block(name: str) -> None:
     x = make_rows(1, torch.bfloat16)[:, :40].contiguous()
     for outputs in (257 * 32 - 1, 513 * 32 - 1):
         case = make_case(QuantizedFormat(4, 32, MINIMA), outputs, inputs=40)
-        found = multiply(name, case, x, None)
-        assert relative_error(found, x.double() @ case.values.t()) < BOUND[torch.bfloat16]
+        product = multiply(name, case, x, None)
+        assert relative_error(product, x.double() @ case.values.t()) < BOUND[torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -82,9 +82,7 @@ def test_dequantize(name: str, form: QuantizedFormat) -> None:
 
 
 @pytest.mark.parametrize("form", [QuantizedFormat(4, 32), per_output(INPUTS)], ids=str)
-def test_a_weight_is_rounded_as_on_a_cpu(
-    form: QuantizedFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounded_as_on_a_cpu(form: QuantizedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpengine.ops.weight_only._PIECE", 64 * INPUTS)  # in pieces of 32 outputs
     values = torch.randn(100, INPUTS, generator=generator(3)).bfloat16()
     weight = quantize_for_gpu(values, form)

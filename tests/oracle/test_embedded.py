@@ -36,13 +36,13 @@ def prompts() -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    found = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    long = [token for tokens in found for token in tokens] * 3
-    return [*found, long[:61]]
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    long = [token for tokens in prompts for token in tokens] * 3
+    return [*prompts, long[:61]]
 
 
 @pytest.mark.parametrize(("dtype", "switch"), matrix(["float32", "bfloat16"], list(SWITCHES)))
-def test_greedy_equals_transformers(
+def test_greedy_as_transformers(
     embedded_oracle: Oracle, prompts: list[list[int]], dtype: str, switch: str
 ) -> None:
     answers = embedded_oracle.answers(prompts)

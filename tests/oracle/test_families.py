@@ -46,16 +46,16 @@ OF_EVERY_FAMILY = ("whole", "chunked", "gpu", 4)
 def variants_of(mode: str | int) -> list[Any]:
     """Variants that a mode can serve, and the mode. `make test` has the first of each family in
     the modes above, and each other one in one of them; the rest is marked soak."""
-    found, families = [], set()
+    cases, families = [], set()
     for place, variant in enumerate(VARIANTS):
-        modes = [one for one in MODES if isinstance(one, str) or _divides(variant, one)]
+        modes = [mode for mode in MODES if isinstance(mode, str) or _divides(variant, mode)]
         if mode in modes:
             is_first = variant.model_type not in families and mode in OF_EVERY_FAMILY
             is_kept = is_first or mode == modes[place % len(modes)]
             marks = [] if is_kept else [pytest.mark.soak]
-            found.append(pytest.param(variant, mode, id=f"{variant.name}-{mode}", marks=marks))
+            cases.append(pytest.param(variant, mode, id=f"{variant.name}-{mode}", marks=marks))
             families.add(variant.model_type)
-    return found
+    return cases
 
 
 def all_windowed(variant: Variant) -> bool:
@@ -73,8 +73,7 @@ def test_oracle_could_tell(variant: Variant, subjects: Subjects, tmp_path: Path)
     # If every layer has a window, the last token does not see a long prompt's early tokens.
     first = PROMPT_LENGTHS.index(19) if all_windowed(variant) else 0
     changed = [[3 + (p[0] + 1) % (VOCAB_SIZE - 3), *p[1:]] for p in subject.prompts[first:3]]
-    others = subject.oracle.answers(changed)
-    pairs = zip(others, answers[first:3], strict=True)
+    pairs = zip(subject.oracle.answers(changed), answers[first:3], strict=True)
     assert any(other.token_ids != answer.token_ids for other, answer in pairs)
     if variant.ablation:
         variant.write_ablated(subject.folder, tmp_path / "ablated")
@@ -128,9 +127,9 @@ def test_sharded(variant: Variant, tp_size: int, subjects: Subjects) -> None:
     assert_equal_to_oracle(subject, outputs)
     for prompt, output in zip(subject.prompts, outputs, strict=True):
         logprobs = subject.oracle.logits_after(prompt, output.token_ids).log_softmax(dim=-1)
-        for expected, found in zip(logprobs, output.logprobs, strict=True):
-            assert len(found) >= 3
-            for token_id, logprob in found.items():
+        for expected, entries in zip(logprobs, output.logprobs, strict=True):
+            assert len(entries) >= 3
+            for token_id, logprob in entries.items():
                 assert logprob.logprob == pytest.approx(float(expected[token_id]), abs=2e-3)
 
 
@@ -159,6 +158,5 @@ def test_ranks_on_a_gpus_way(subjects: Subjects, monkeypatch: pytest.MonkeyPatch
     walk = walk_the_gpus_way(monkeypatch)
     subject = subjects(next(variant for variant in VARIANTS if _divides(variant, 2)))
     args = {"max_num_batched_tokens": 3 * CHUNK, "num_device_blocks_override": JUST_TWO + 1}
-    outputs = generate(subject, 2, max_num_seqs=8, **args)
-    assert_equal_to_oracle(subject, outputs)
+    assert_equal_to_oracle(subject, generate(subject, 2, max_num_seqs=8, **args))
     assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0

@@ -23,9 +23,7 @@ ENGINE_ARGS = {
 
 
 @pytest.mark.parametrize(("block_size", "mode", "name"), matrix(BLOCK_SIZES, MODES, list(ZOO)))
-def test_greedy_equals_transformers(
-    models: ModelShop, name: str, block_size: int, mode: str
-) -> None:
+def test_greedy_as_transformers(models: ModelShop, name: str, block_size: int, mode: str) -> None:
     folder = models.folder(ZOO[name])
     oracle = models.oracle(folder)
     prompts = oracle.random_prompts(LENGTHS, seed=1)

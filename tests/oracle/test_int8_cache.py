@@ -44,9 +44,7 @@ def calm(models: ModelShop) -> tuple[Path, list[list[int]], list[RequestOutput]]
 
 
 @pytest.mark.parametrize("way", only(list(WAYS)[::3], WAYS))
-def test_same_ids_however_computed(
-    calm: tuple[Path, list[list[int]], list[RequestOutput]], way: str
-) -> None:
+def test_same_ids(calm: tuple[Path, list[list[int]], list[RequestOutput]], way: str) -> None:
     folder, prompts, expected = calm
     with log_steps() as log, open_llm(folder, **INT8, **WAYS[way]) as llm:
         assert ids(generate(llm, prompts, greedy())) == ids(expected)
@@ -60,14 +58,10 @@ def test_the_cache_rounds(calm: tuple[Path, list[list[int]], list[RequestOutput]
     with open_llm(folder) as llm:
         exact = generate(llm, prompts, greedy(1, logprobs=1))
     pairs = [
-        (one.outputs[0].logprobs[0], other.outputs[0].logprobs[0])
-        for one, other in zip(rounded, exact, strict=True)
+        (a.outputs[0].logprobs[0], b.outputs[0].logprobs[0])
+        for a, b in zip(rounded, exact, strict=True)
     ]
-    gaps = [
-        abs(one[token].logprob - other[token].logprob)
-        for one, other in pairs
-        for token in one.keys() & other.keys()
-    ]
+    gaps = [abs(a[i].logprob - b[i].logprob) for a, b in pairs for i in a.keys() & b.keys()]
     assert len(gaps) >= 12
     assert 1e-6 < sum(gaps) / len(gaps) < 0.1
 
@@ -122,9 +116,7 @@ def test_perplexity_is_within_half_a_percent(dtype: str) -> None:
     assert abs(math.expm1(rounded - exact)) < 0.005
 
 
-def test_more_blocks_for_the_same_memory(
-    models: ModelShop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_blocks_in_same_memory(models: ModelShop, caplog: pytest.LogCaptureFixture) -> None:
     folder = models.folder(PLAIN)
     blocks = []
     for args in ({}, INT8):

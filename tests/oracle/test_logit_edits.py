@@ -52,13 +52,13 @@ def _requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
         {"frequency_penalty": -1.5},
         {"logits_processors": "support.logits_processors:forbid_last"},
     ]
-    found = []
+    requests = []
     for values, length in itertools.product(cases, LENGTHS):
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **values)
         edit = _edit_of(params, length)
         ((prompt, answer),) = clear_prompts(oracle, [length], NUM_TOKENS, edit, length)
-        found.append((prompt, params, answer))
-    return found
+        requests.append((prompt, params, answer))
+    return requests
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,7 @@ def test_after_preemption(folder: Any, requests: Any, mode: str) -> None:
 def test_bad_words_as_text_do_not_appear(engine: LLMEngine) -> None:
     prompt = engine.tokenizer.encode("ab ab ab", False)
     common = {"temperature": 1.0, "seed": 0, "max_tokens": 60, "ignore_eos": True}
-    wanted = engine.tokenizer.encode("xyab ab", False)
-    bias = dict(zip(wanted, (14.0, 14.0, 9.0, 9.0), strict=True))
+    bias = dict(zip(engine.tokenizer.encode("xyab ab", False), (14.0, 14.0, 9.0, 9.0), strict=True))
     free, ruled = run(
         engine,
         [
@@ -164,12 +163,11 @@ def test_a_processor_that_fails_ends_its_request_alone(
 ) -> None:
     good = clear_prompts(oracle, [5, 30], 10, seed=1)
     plain = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    processors = [_processor(name, by_name)]
-    bad = SamplingParams(n=2, seed=0, max_tokens=10, logits_processors=processors)
+    bad = SamplingParams(n=2, seed=0, max_tokens=10, logits_processors=[_processor(name, by_name)])
     first, failed, last = run(engine, [(good[0][0], plain), ([4, 5, 6], bad), (good[1][0], plain)])
-    assert [list(one.outputs[0].token_ids) for one in (first, last)] == [good[0][1], good[1][1]]
+    assert [list(o.outputs[0].token_ids) for o in (first, last)] == [good[0][1], good[1][1]]
     assert failed.finished
-    assert {one.finish_reason for one in failed.outputs} == {"error"}
+    assert {completion.finish_reason for completion in failed.outputs} == {"error"}
     assert len(failed.outputs[0].token_ids) == (2 if name == "fail_at_third" else 0)
     with pytest.raises(AssertionError, match=FAILURES[name]):
         raise AssertionError(failed.error)

@@ -86,14 +86,11 @@ def test_processed_logprobs_of_outputs_and_prompts(models: ModelShop) -> None:
             assert [entries[place][i].rank for i in others] in ([1, 2], [1], [2])
         for place in (1, 3, *range(len(prompt), len(tokens))):
             exact = exact_probabilities(oracle.next_logprobs(tokens[:place]), fields).log()
-            found = entries[place][tokens[place]].logprob
-            assert found == pytest.approx(float(exact[tokens[place]]), abs=TOLERANCE)
+            logprob = entries[place][tokens[place]].logprob
+            assert logprob == pytest.approx(float(exact[tokens[place]]), abs=TOLERANCE)
         own = [entry[token].logprob for entry, token in zip(entries, tokens, strict=True) if entry]
-        total = sum(own[len(prompt) - 1 :])
-        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-5)
+        assert completion.cumulative_logprob == pytest.approx(sum(own[len(prompt) - 1 :]), abs=1e-5)
     for three, best in zip(all_three, ranked, strict=True):
-        highest = max(three.outputs, key=lambda one: one.cumulative_logprob)
-        assert best.outputs[0].token_ids == highest.token_ids
-        assert best.outputs[0].cumulative_logprob == pytest.approx(
-            highest.cumulative_logprob, abs=1e-5
-        )
+        top = max(three.outputs, key=lambda completion: completion.cumulative_logprob)
+        assert best.outputs[0].token_ids == top.token_ids
+        assert best.outputs[0].cumulative_logprob == pytest.approx(top.cumulative_logprob, abs=1e-5)

@@ -24,21 +24,20 @@ def _prompts() -> list[list[int]]:
 def _check(oracle: Any, prompt: list[int], output: RequestOutput, num_top: int) -> None:
     with torch.inference_mode():
         expected = torch.log_softmax(oracle(torch.tensor([prompt])).logits[0], dim=-1)
-    found = output.prompt_logprobs
-    assert len(found) == len(prompt)
-    assert found[0] is None
+    actual = output.prompt_logprobs
+    assert len(actual) == len(prompt)
+    assert actual[0] is None
     for position in range(1, len(prompt)):
-        entries, row = found[position], expected[position - 1]
+        entries, row = actual[position], expected[position - 1]
         own = prompt[position]
-        top = row.topk(max(num_top, 1)).indices.tolist()[:num_top]
         # Tokens whose logits differ by a rounding error may have the other order.
-        assert len(set(entries) ^ {*top, own}) <= 2
+        assert len(set(entries) ^ {*row.topk(max(num_top, 1)).indices.tolist()[:num_top], own}) <= 2
         assert list(entries).count(own) == 1
         assert entries[own].rank == 1 + int((row > row[own]).sum())
         for token_id, entry in entries.items():
             assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
             assert entry.decoded_token is not None
-    assert num_top in (0, 1) or len(found[-1] or [0, 0]) >= num_top
+    assert num_top in (0, 1) or len(actual[-1] or [0, 0]) >= num_top
 
 
 def _requests(**kwargs: Any) -> list[tuple[list[int], SamplingParams]]:

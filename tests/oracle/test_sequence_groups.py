@@ -27,11 +27,7 @@ def _prompts(lengths: list[int]) -> list[list[int]]:
 
 def _bad_words(prompts: list[list[int]]) -> list[list[int]]:
     """Returns single ids, and pairs whose first ids are a range, so that they occur often."""
-    return [
-        [50],
-        *([first, first + 100] for first in range(3, 150)),
-        *([p[-1], 77] for p in prompts),
-    ]
+    return [[50], *([i, i + 100] for i in range(3, 150)), *([p[-1], 77] for p in prompts)]
 
 
 def _expected(
@@ -81,17 +77,15 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
     assert (log.num_swapped > 0) is (mode == "swap")
     assert (log.num_preemptions > 0) is (mode is not None)
     for own, prompt, output in zip(params, prompts, outputs, strict=True):
-        found = [list(completion.token_ids) for completion in output.outputs]
-        assert len({tuple(ids) for ids in found}) == 3
-        for index, ids in enumerate(found):
+        answers = [list(completion.token_ids) for completion in output.outputs]
+        assert len({tuple(ids) for ids in answers}) == 3
+        for index, ids in enumerate(answers):
             assert ids == _expected(oracle, prompt, ids, own, index)
 
 
 @pytest.mark.parametrize("kind", ["repetition", "bias and min_tokens", "bad words"])
 @pytest.mark.parametrize("num_beams", [2, 4])
-def test_beams_equal_transformers(
-    engine: LLMEngine, oracle: Any, kind: str, num_beams: int
-) -> None:
+def test_beams_as_transformers(engine: LLMEngine, oracle: Any, kind: str, num_beams: int) -> None:
     prompts = _prompts([4, 20, 40])
     common = {"temperature": 0.0, "max_tokens": 12, "use_beam_search": True, "n": num_beams}
     plain = run(engine, [(prompt, SamplingParams(**common)) for prompt in prompts])
@@ -120,9 +114,9 @@ def test_beams_equal_transformers(
             pad_token_id=0,
             **in_transformers,
         )
-        found = [list(completion.token_ids) for completion in output.outputs]
-        assert found == [_without_padding(row[len(prompt) :].tolist()) for row in expected]
-        changed += found != [list(completion.token_ids) for completion in without.outputs]
+        answers = [list(completion.token_ids) for completion in output.outputs]
+        assert answers == [_without_padding(row[len(prompt) :].tolist()) for row in expected]
+        changed += answers != [list(completion.token_ids) for completion in without.outputs]
     assert changed >= 2
 
 
@@ -143,16 +137,16 @@ def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Any) -> Non
     )
     (output,) = run(engine, [(prompt, params)])
     ranks = []
-    for one in output.outputs:
+    for beam in output.outputs:
         with torch.inference_mode():
-            logits = oracle(torch.tensor([[*prompt, *one.token_ids]])).logits[0]
+            logits = oracle(torch.tensor([[*prompt, *beam.token_ids]])).logits[0]
         raw = logits.log_softmax(dim=-1)[len(prompt) - 1 :]
-        for row, token_id, entry in zip(raw, one.token_ids, one.logprobs, strict=False):
-            own, found = float(row[token_id]), entry[token_id]
-            assert found.logprob == pytest.approx(own, abs=1e-4)
-            assert 1 + int((row > own + 1e-4).sum()) <= found.rank
-            assert found.rank <= 1 + int((row > own - 1e-4).sum())
-            ranks.append(found.rank)
+        for row, token_id, entry in zip(raw, beam.token_ids, beam.logprobs, strict=False):
+            own, logprob = float(row[token_id]), entry[token_id]
+            assert logprob.logprob == pytest.approx(own, abs=1e-4)
+            assert 1 + int((row > own + 1e-4).sum()) <= logprob.rank
+            assert logprob.rank <= 1 + int((row > own - 1e-4).sum())
+            ranks.append(logprob.rank)
     assert max(ranks) > 10
 
 
@@ -188,8 +182,8 @@ def test_a_beam_that_cannot_go_on_is_left_out(engine: LLMEngine, oracle: Any) ->
         ],
     )
     assert output.error is None
-    found = [list(completion.token_ids) for completion in output.outputs]
-    assert found == _search(oracle, prompt, 3, 5, likely, dead_end)
+    answers = [list(completion.token_ids) for completion in output.outputs]
+    assert answers == _search(oracle, prompt, 3, 5, likely, dead_end)
     assert "no token can be sampled" in str(failed.error)
     assert failed.outputs[0].finish_reason == "error"
 
@@ -201,15 +195,15 @@ def _without_padding(ids: list[int]) -> list[int]:
 def test_prompt_logprobs_of_a_group(engine: LLMEngine) -> None:
     """Reported once per request, with the same values as for one sequence."""
     prompt = _prompts([30])[0]
-    one, many = (
+    single, many = (
         run(engine, [(prompt, SamplingParams(n=n, prompt_logprobs=2, seed=1, max_tokens=3))])[0]
         for n in (1, 3)
     )
-    assert one.prompt_logprobs is not None
-    assert one.prompt_logprobs == many.prompt_logprobs
+    assert single.prompt_logprobs is not None
+    assert single.prompt_logprobs == many.prompt_logprobs
     # Again, with the prompt in the prefix cache.
     again = run(engine, [(prompt, SamplingParams(prompt_logprobs=2, max_tokens=3))])[0]
-    assert again.prompt_logprobs == one.prompt_logprobs
+    assert again.prompt_logprobs == single.prompt_logprobs
 
 
 def test_a_processor_that_fails_ends_all_sequences_of_its_request(engine: LLMEngine) -> None:

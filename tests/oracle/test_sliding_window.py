@@ -35,10 +35,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eo
 CASES: dict[str, dict[str, Any]] = {
     "no preemption": {"num_device_blocks_override": 200},
     "recompute": {"preemption_mode": "recompute"},
-    "recompute without prefix caching": {
-        "preemption_mode": "recompute",
-        "enable_prefix_caching": False,
-    },
+    "recompute, none cached": {"preemption_mode": "recompute", "enable_prefix_caching": False},
     "swap": {"preemption_mode": "swap", "swap_space": 0.01},
     "whole prompts": {
         "num_device_blocks_override": 200,
@@ -142,7 +139,7 @@ def test_all_else_is_as_if_no_block_were_given_back(
     params = SamplingParams(max_tokens=60, ignore_eos=True, **FIELDS[kind])
     prompts = [prompt for prompt in make_prompts() if len(prompt) < 200]
     with log_steps() as log:
-        found, _ = serve(
+        windowed, _ = serve(
             folder,
             prompts,
             params,
@@ -154,13 +151,13 @@ def test_all_else_is_as_if_no_block_were_given_back(
     monkeypatch.setattr(EngineConfig, "num_kept_tokens", sys.maxsize)
     wanted, most = serve(folder, prompts, params, num_device_blocks_override=600)
     assert most > 10 * LEAST
-    for one, other in zip(found, wanted, strict=True):
-        assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]
+    for answer, other in zip(windowed, wanted, strict=True):
+        assert [o.token_ids for o in answer.outputs] == [o.token_ids for o in other.outputs]
         if params.prompt_logprobs is None:
             continue
-        assert one.prompt_logprobs is not None
+        assert answer.prompt_logprobs is not None
         assert other.prompt_logprobs is not None
-        for entries, expected in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
+        for entries, expected in zip(answer.prompt_logprobs, other.prompt_logprobs, strict=True):
             if expected is not None:
                 assert entries is not None
                 assert entries.keys() == expected.keys()

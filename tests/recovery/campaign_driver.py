@@ -59,12 +59,12 @@ def serve(engine: LLMEngine, moment: str, pace_s: float, tell_ranks: bool) -> tu
     while engine.has_unfinished_requests():
         next_at = time.monotonic() + pace_s
         for output in engine.step():
-            number, one = int(output.request_id), output.outputs[0]
+            number, completion = int(output.request_id), output.outputs[0]
             now = time.monotonic()
             gap_s = max(gap_s, now - heard_at[number])
             heard_at[number] = now
-            streams[number][0].extend(one.token_ids)
-            entries = zip(one.token_ids, one.logprobs or (), strict=False)
+            streams[number][0].extend(completion.token_ids)
+            entries = zip(completion.token_ids, completion.logprobs or (), strict=False)
             streams[number][1].extend(entry[token].logprob for token, entry in entries)
         num_steps += 1
         begun = min(len(ids) for ids, _ in streams) >= BEFORE
@@ -75,10 +75,10 @@ def serve(engine: LLMEngine, moment: str, pace_s: float, tell_ranks: bool) -> tu
     return streams, gap_s
 
 
-def is_same(found: tuple[list[int], list[float]], wanted: tuple[list[int], list[float]]) -> bool:
-    pairs = zip(found[1], wanted[1], strict=False)
-    close = all(math.isclose(one, other, abs_tol=1e-3) for one, other in pairs)
-    return found[0] == wanted[0] and len(found[1]) == len(wanted[1]) and close
+def is_same(answer: tuple[list[int], list[float]], wanted: tuple[list[int], list[float]]) -> bool:
+    pairs = zip(answer[1], wanted[1], strict=False)
+    close = all(math.isclose(value, other, abs_tol=1e-3) for value, other in pairs)
+    return answer[0] == wanted[0] and len(answer[1]) == len(wanted[1]) and close
 
 
 def main(folder: str, executor: str, ray_address: str) -> None:

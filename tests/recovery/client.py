@@ -40,17 +40,17 @@ class Answer:
         self.reported += 1
         self.finished, self.error = output.finished, output.error
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs  # they come once
-        for one in output.outputs:
-            before = self.outputs.get(one.index)
+        for completion in output.outputs:
+            before = self.outputs.get(completion.index)
             if is_delta and before is not None:
-                one.token_ids = before.token_ids + one.token_ids
-                one.text = before.text + one.text
+                completion.token_ids = before.token_ids + completion.token_ids
+                completion.text = before.text + completion.text
                 if before.logprobs is not None:
-                    assert one.logprobs is not None
-                    one.logprobs = before.logprobs + one.logprobs
+                    assert completion.logprobs is not None
+                    completion.logprobs = before.logprobs + completion.logprobs
             elif before is not None:  # a cumulative output only grows
-                assert one.token_ids[: len(before.token_ids)] == before.token_ids
-            self.outputs[one.index] = one
+                assert completion.token_ids[: len(before.token_ids)] == before.token_ids
+            self.outputs[completion.index] = completion
 
     @property
     def token_ids(self) -> list[tuple[int, ...]]:
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def reasons(self) -> set[str | None]:
-        return {one.finish_reason for one in self.outputs.values()}
+        return {completion.finish_reason for completion in self.outputs.values()}
 
 
 class Client:
@@ -135,6 +135,6 @@ def serve(
 def summary(answer: Answer) -> list[tuple[Any, ...]]:
     """Returns the parts of an answer that a loss must not change."""
     return [
-        (index, one.token_ids, one.text, one.finish_reason, one.stop_reason)
-        for index, one in sorted(answer.outputs.items())
+        (index, o.token_ids, o.text, o.finish_reason, o.stop_reason)
+        for index, o in sorted(answer.outputs.items())
     ]

@@ -28,8 +28,8 @@ def config_maker(folder: Path, **defaults: Any) -> MakeConfig:
     """Returns a function that makes configurations; its arguments replace `defaults`."""
 
     def make(**args: Any) -> EngineConfig:
-        given = {"max_recoveries": 1000, **defaults, **args}
-        return EngineArgs(str(folder), **given).create_engine_config("cpu")
+        fields = {"max_recoveries": 1000, **defaults, **args}
+        return EngineArgs(str(folder), **fields).create_engine_config("cpu")
 
     return make
 

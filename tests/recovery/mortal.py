@@ -144,10 +144,7 @@ class MortalExecutor(Executor):
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
         entry = min(self._epoch, len(self.fate.blocks)) - 1
         device, host = self.fate.blocks[entry]
-        return [
-            MemoryLedger(rank, "cpu", 0, 0, 0, 0, BLOCK_BYTES, device + rank, host)
-            for rank in range(2)
-        ]
+        return [MemoryLedger(i, "cpu", 0, 0, 0, 0, BLOCK_BYTES, device + i, host) for i in range(2)]
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         assert self._group is not None

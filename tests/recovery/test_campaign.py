@@ -247,24 +247,24 @@ class Campaign:
 
     def marked(self) -> list[int]:
         """Processes that the driver has started, and those that they have."""
-        found = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if f"MARK={self._mark}".encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-        return found
+                    pids.append(int(folder.name))
+        return pids
 
     def _holdings(self) -> Counter[str]:
         """What of ours a row may leave over."""
-        found = Counter("rank" if self.is_rank(pid) else name_of(pid) for pid in actors(self.pid))
+        counts = Counter("rank" if self.is_rank(pid) else name_of(pid) for pid in actors(self.pid))
         for file in Path(f"/proc/{self.pid}/fd").iterdir():
             with suppress(OSError):
-                found[os.readlink(file).partition(":")[0].partition(".")[0]] += 1
-        found["segments"] = len(list((self.root / "dev/shm").glob("tpengine-*")))
-        found["zombies"] = sum(state_of(pid) == "Z" for pid in children_of(self.pid))
+                counts[os.readlink(file).partition(":")[0].partition(".")[0]] += 1
+        counts["segments"] = len(list((self.root / "dev/shm").glob("tpengine-*")))
+        counts["zombies"] = sum(state_of(pid) == "Z" for pid in children_of(self.pid))
         own = [path for path in (self.root / self.folder[1:]).iterdir() if path.name != "ray"]
-        found["files"] = len(own)
-        return found
+        counts["files"] = len(own)
+        return counts
 
     def left_over(self, row: Row) -> str:
         """What there is more of than after the start, once it has settled. A driver that has lost
@@ -334,25 +334,25 @@ class Campaigns:
         return self._found
 
     def close(self) -> None:
-        found, self._found = self._found, None
-        if found is None:
+        campaign, self._found = self._found, None
+        if campaign is None:
             return
         try:
-            if not found.is_hurt:
-                left = found.end()
+            if not campaign.is_hurt:
+                left = campaign.end()
                 print(f"| {self._executor} | after the end of the driver | | | | {left} |")
                 assert left == "nothing"
         finally:
-            found.close()
+            campaign.close()
 
 
 @pytest.fixture(scope="module")
 def campaigns(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaigns]:
-    found = Campaigns(models.folder(PLAIN), tmp_path_factory.mktemp("campaign"))
+    campaigns = Campaigns(models.folder(PLAIN), tmp_path_factory.mktemp("campaign"))
     print("\n| executor | fault | streams equal | longest gap, s | attempts | left over |")
     print("|---|---|---|---|---|---|")
-    yield found
-    found.close()
+    yield campaigns
+    campaigns.close()
 
 
 @pytest.mark.timeout(START_S + 2 * ROW_S + OUTLIVE_S)
@@ -377,9 +377,7 @@ def test_every_stream_goes_on(executor: str, row: Row, campaigns: Campaigns) -> 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("executor", RANKS)
-def test_driver_that_is_killed_while_it_rebuilds(
-    executor: str, models: ModelShop, tmp_path: Path
-) -> None:
+def test_driver_killed_while_it_rebuilds(executor: str, models: ModelShop, tmp_path: Path) -> None:
     """No rank outlives it, not even one that has just been started."""
     campaign = Campaign(models.folder(PLAIN), executor, tmp_path / "log")
     try:

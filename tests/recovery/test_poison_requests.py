@@ -49,10 +49,10 @@ def check(answers: Any, undisturbed: Any, poisonous: dict[int, int]) -> None:
         assert answer.error is not None
         for word in (f"'{name}'", "rank 1", "pid 4711", "SIGKILL", "step ", "last words"):
             assert word in answer.error
-        for one in answer.outputs.values():
-            assert len(one.token_ids) <= poisonous[int(name)]
-            whole = undisturbed[name].outputs[one.index].token_ids
-            assert one.token_ids == whole[: len(one.token_ids)]
+        for completion in answer.outputs.values():
+            assert len(completion.token_ids) <= poisonous[int(name)]
+            whole = undisturbed[name].outputs[completion.index].token_ids
+            assert completion.token_ids == whole[: len(completion.token_ids)]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_the_control_ends_with_its_isolation(fake_config: MakeConfig) -> None:
 def test_random_poisons(fake_config: MakeConfig) -> None:
     """Up to three of them, with one accident."""
     config = fake_config(max_num_seqs=8, max_num_batched_tokens=32)
-    found = accidents = 0
+    num_poisonous = accidents = 0
 
     @settings(
         max_examples=60,
@@ -251,7 +251,7 @@ def test_random_poisons(fake_config: MakeConfig) -> None:
     def run(
         count: int, poisonous: dict[int, int], accident: int, n: int, num_blocks: int, seed: int
     ) -> None:
-        nonlocal found, accidents
+        nonlocal num_poisonous, accidents
         poisonous = {number % count: at for number, at in poisonous.items()}
         jobs, fate = make_jobs(count, poisonous, n=n)
         fate.kills, fate.blocks = frozenset({accident}), [(num_blocks, 4)]
@@ -264,9 +264,9 @@ def test_random_poisons(fake_config: MakeConfig) -> None:
             client.step()
         with client.engine:
             check(client.run(), serve(config, jobs).answers, poisonous)
-        found += len(poisonous)
+        num_poisonous += len(poisonous)
         accidents += len(client.executor.steps) >= accident
 
     run()
-    assert found > 50
+    assert num_poisonous > 50
     assert accidents > 25

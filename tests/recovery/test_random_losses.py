@@ -111,8 +111,7 @@ def job_of(arrival: Arrival, number: int, policy: str) -> Job:
 
 
 def play(trace: Trace, config: EngineConfig, events: Counter[str]) -> None:
-    fate = Fate(trace.kills, deque(trace.rebuilds), trace.blocks)
-    client = open_client(config, [], fate)
+    client = open_client(config, [], Fate(trace.kills, deque(trace.rebuilds), trace.blocks))
     engine, executor = client.engine, client.executor
     arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.call)
     jobs = [job_of(a, i, config.scheduler.policy) for i, a in enumerate(arrivals)]
@@ -153,19 +152,16 @@ def compare(answer: Answer, undisturbed: Answer, job: Job) -> str:
     if reason == "completed":
         assert summary(answer) == summary(undisturbed)
     elif not job.params.is_ranked:
-        for index, one in answer.outputs.items():
+        for index, completion in answer.outputs.items():
             whole = undisturbed.outputs[index].token_ids
-            assert one.token_ids == whole[: len(one.token_ids)]
+            assert completion.token_ids == whole[: len(completion.token_ids)]
     return str(reason)
 
 
 @pytest.mark.usefixtures("quiet")
 def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     events: Counter[str] = Counter()
-    configs = {
-        name: fake_config(max_num_seqs=6, max_model_len=64, **args)
-        for name, args in ENGINES.items()
-    }
+    configs = {k: fake_config(max_num_seqs=6, max_model_len=64, **v) for k, v in ENGINES.items()}
     restart = Scheduler.restart
     schedule = Scheduler.schedule
 

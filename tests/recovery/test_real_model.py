@@ -82,10 +82,10 @@ def make_jobs(with_priorities: bool) -> list[Job]:
 
 def logprobs_of(answer: Answer) -> list[float]:
     """Returns all log probabilities of an answer, in order."""
-    entries = [e for one in answer.outputs.values() for e in one.logprobs or []]
+    entries = [e for o in answer.outputs.values() for e in o.logprobs or []]
     entries += [entry for entry in answer.prompt_logprobs or [] if entry is not None]
-    found = [entry[token].logprob for entry in entries for token in sorted(entry)]
-    return found + [one.cumulative_logprob or 0.0 for one in answer.outputs.values()]
+    logprobs = [entry[token].logprob for entry in entries for token in sorted(entry)]
+    return logprobs + [o.cumulative_logprob or 0.0 for o in answer.outputs.values()]
 
 
 @pytest.mark.parametrize("name", only(("swap", "recompute", "window, transformers' code"), ENGINES))

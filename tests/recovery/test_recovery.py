@@ -16,19 +16,11 @@ from typing import Any
 
 import pytest
 
-from tpengine import LLM, RequestOutputKind, SamplingParams
+from tpengine import LLM, RequestOutputKind, SamplingParams, errors
 from tpengine.cli.main import main
 from tpengine.config import EngineConfig
 from tpengine.engine import llm_engine, recovery
 from tpengine.engine.stats import EngineState
-from tpengine.errors import (
-    EngineDeadError,
-    EngineError,
-    GroupLostError,
-    ModelLoadError,
-    PlacementError,
-    SharedMemoryError,
-)
 from tpengine.executor.channel import ChannelError
 from tpengine.server.http.page import describe
 from tpengine.server.state import ServerState, State
@@ -139,24 +131,24 @@ def test_what_the_page_shows_of_a_recovery(client: Client) -> None:
     state.engine, state.state = engine, State.RUNNING
 
     def told() -> Any:
-        about = describe(state)
-        return json.loads(json.dumps(about)), [one["state"] for one in about["engine"]["ranks"]]
+        status = describe(state)
+        return json.loads(json.dumps(status)), [rank["state"] for rank in status["engine"]["ranks"]]
 
-    about, ranks = told()
-    assert (about["state"], ranks) == ("running", ["running", "running"])
+    status, ranks = told()
+    assert (status["state"], ranks) == ("running", ["running", "running"])
     lose(client)
-    about, ranks = told()
-    assert (about["state"], ranks) == ("recovering", ["ended", "lost"])
-    recovery = about["engine"]["recovery"]
+    status, ranks = told()
+    assert (status["state"], ranks) == ("recovering", ["ended", "lost"])
+    recovery = status["engine"]["recovery"]
     assert recovery["loss"]["rank"] == 1
     assert recovery["loss"]["cause"] == "killed by signal 9 (SIGKILL)"
     assert (recovery["num_attempts"], recovery["phases_s"]) == (1, {"weights": 0.25})
-    assert about["engine"]["queues"]["num_waiting"] == 3
+    assert status["engine"]["queues"]["num_waiting"] == 3
     client.executor.gate.set()
     client.run()
-    about, ranks = told()
-    assert (about["engine"]["recovery"], ranks) == (None, ["running", "running"])
-    (record,) = about["engine"]["recoveries"]
+    status, ranks = told()
+    assert (status["engine"]["recovery"], ranks) == (None, ["running", "running"])
+    (record,) = status["engine"]["recoveries"]
     assert (record["epoch"], record["num_requests"], record["loss"]["rank"]) == (2, 3, 1)
     assert not {"stack", "last_lines"} & {*record["loss"], *recovery["loss"]}
 
@@ -191,18 +183,18 @@ def test_used_up(client: Client) -> None:
         executor.lose()
         client.recover()
     executor.lose("idle")
-    with pytest.raises(EngineDeadError) as raised:
+    with pytest.raises(errors.EngineDeadError) as raised:
         client.step()
     for word in ("max_recoveries = 3", "600 s", "rank 1", "10.0.0.7", "pid 4711", "epoch 4"):
         assert word in str(raised.value)
     for word in ("idle", "SIGKILL", "these were its last words", "File worker.py"):
         assert word in str(raised.value)
-    assert isinstance(raised.value.__cause__, GroupLostError)
+    assert isinstance(raised.value.__cause__, errors.GroupLostError)
     assert executor.is_shut_down.is_set()
     assert engine.health().state is EngineState.DEAD
-    with pytest.raises(EngineDeadError, match="max_recoveries = 3"):
+    with pytest.raises(errors.EngineDeadError, match="max_recoveries = 3"):
         engine.step()
-    with pytest.raises(EngineDeadError, match="max_recoveries = 3"):
+    with pytest.raises(errors.EngineDeadError, match="max_recoveries = 3"):
         client.add("late", job(4))
     assert executor.epoch == 4
 
@@ -218,7 +210,7 @@ def test_old_losses_do_not_count(fake_config: MakeConfig, monkeypatch: pytest.Mo
         client.recover()
     now += 0.9
     client.executor.lose()
-    with client.engine, pytest.raises(EngineDeadError, match=r"lost 2 times within 1 s"):
+    with client.engine, pytest.raises(errors.EngineDeadError, match=r"lost 2 times within 1 s"):
         client.recover()
 
 
@@ -246,8 +238,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_groups_that_die_during_their_start(fake_config: MakeConfig) -> None:
     """They do not count as losses: only the group that was ready does."""
     fate = Fate(frozenset({4}), deque(["rebuild", "cache", "rebuild"]))
-    jobs = [job(number) for number in range(3)]
-    served = serve(fake_config(max_recoveries=1), jobs, fate)
+    served = serve(fake_config(max_recoveries=1), [job(number) for number in range(3)], fate)
     for number in range(3):
         assert summary(served.answers[str(number)]) == alone(fake_config(), number)
     (record,) = served.engine.recoveries
@@ -261,8 +252,8 @@ LACKS = {
     "files": OSError(errno.EMFILE, "Too many open files"),
     "memory": MemoryError("no memory for a thread"),
     "ports": ChannelError("cannot listen on 10.0.0.1: Address already in use"),
-    "places": PlacementError("no room on the Ray cluster"),
-    "shared memory": SharedMemoryError("2 ranks need 6.0 MiB"),
+    "places": errors.PlacementError("no room on the Ray cluster"),
+    "shared memory": errors.SharedMemoryError("2 ranks need 6.0 MiB"),
     "threads": RuntimeError("can't start new thread"),
 }
 
@@ -292,7 +283,7 @@ def test_a_start_that_fails_is_reported(
     client.executor.fate.rebuilds += [failure] * 100
     client.executor.lose()
     start = clock.now
-    with caplog.at_level(logging.ERROR), pytest.raises(EngineDeadError) as raised:
+    with caplog.at_level(logging.ERROR), pytest.raises(errors.EngineDeadError) as raised:
         client.recover()
     assert 560.0 < clock.now - start <= 600.0
     [line] = [x for x in caplog.messages if x.startswith("attempt 3 at a new group")]
@@ -314,14 +305,14 @@ def test_an_attempt_that_hangs(client: Client, clock: Clock) -> None:
     assert client.step() == []
     assert client.engine.health().stalled_s > 599.0
     clock.now += 2.0
-    with pytest.raises(EngineDeadError, match=r"recovery_timeout = 600 s.* attempt 1 hangs"):
+    with pytest.raises(errors.EngineDeadError, match=r"recovery_timeout = 600 s.* attempt 1 hangs"):
         client.step()
 
 
 def test_a_group_that_cannot_be_rebuilt(client: Client) -> None:
-    client.executor.fate.rebuilds.append(ModelLoadError("it is gone"))
+    client.executor.fate.rebuilds.append(errors.ModelLoadError("it is gone"))
     client.executor.lose()
-    with pytest.raises(EngineDeadError, match="not be replaced: ModelLoadError: it is gone"):
+    with pytest.raises(errors.EngineDeadError, match="not be replaced: ModelLoadError: it is gone"):
         client.recover()
     assert client.executor.is_shut_down.is_set()
 
@@ -330,7 +321,7 @@ def test_shutdown_in_the_middle_of_a_rebuild(client: Client) -> None:
     lose(client)
     client.engine.shutdown()
     assert not [t for t in threading.enumerate() if t.name == "tpengine-rebuild"]
-    with pytest.raises(EngineError):
+    with pytest.raises(errors.EngineError):
         client.recover()
 
 
@@ -359,12 +350,9 @@ def use_mortal_ranks(
     return executor
 
 
-def test_offline_batches_and_streams_go_on(
-    fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_and_stream_go_on(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """`LLM.generate` and `LLM.stream`, and a stream that is left while the group is rebuilt."""
-    fate = Fate(kills=frozenset({2, 13, 20}))
-    use_mortal_ranks(monkeypatch, fake_config(), fate)
+    use_mortal_ranks(monkeypatch, fake_config(), Fate(kills=frozenset({2, 13, 20})))
     llm = LLM()
     engine = llm.llm_engine
     params = SamplingParams(max_tokens=8, ignore_eos=True, seed=5)

@@ -52,13 +52,13 @@ def root_of(key: bytes | None) -> int:
 def candidates_after(keys: list[int], count: int) -> Candidates:
     """The likeliest continuations of a prefix with these keys, for beam search."""
     state = mix(len(keys), *keys)
-    found = {}
-    while len(found) < count:
+    drawn = {}
+    while len(drawn) < count:
         state = mix(state)
         # Multiples of 199 come often, so that tests which make them end tokens see beams end.
         token_id = state % VOCAB_SIZE if state >> 8 & 3 else 199 * (state % 6)
-        found.setdefault(token_id, -((state >> 20) % 4096) / 512)
-    ranked = sorted(found.items(), key=lambda item: -item[1])
+        drawn.setdefault(token_id, -((state >> 20) % 4096) / 512)
+    ranked = sorted(drawn.items(), key=lambda item: -item[1])
     scores = [score for _, score in ranked]
     token_ids = [token_id for token_id, _ in ranked]
     return Candidates(token_ids, scores, scores, ranks=list(range(1, count + 1)))
@@ -139,8 +139,8 @@ class FakeWorker:
             assert len(set(block_ids)) == len(block_ids), "a block twice in a table"
             assert all(0 <= block < self.num_blocks for block in block_ids)
             expected = self._all_keys(slot, slot.num_computed_tokens)
-            found = [self.cache.get(self._place(slot, p)) for p in kept]
-            assert found == expected[kept.start :], "what was computed is no longer there"
+            held = [self.cache.get(self._place(slot, p)) for p in kept]
+            assert held == expected[kept.start :], "what was computed is no longer there"
         self._keep_ahead(step)
 
     def compute(self, step: StepInput) -> StepOutput:

@@ -91,9 +91,7 @@ def make_request(
         rules=SamplingRules(min_tokens=params.min_tokens),
         seed=1000 + index,
         arrival_index=index,
-        sequences=[
-            Sequence(100 * index + place, place, prompt, len(prompt)) for place in range(width)
-        ],
+        sequences=[Sequence(100 * index + i, i, prompt, len(prompt)) for i in range(width)],
         metrics=RequestMetrics.of_arrival(float(index)),
         priority=priority,
         end_token_ids=ends,
@@ -364,7 +362,7 @@ class Loop:
 
     def _check_order(self, requests: Iterable[Request]) -> None:
         """Those that passed no other are in order of arrival."""
-        arrivals = [one.arrival_index for one in requests if one not in self._passed]
+        arrivals = [request.arrival_index for request in requests if request not in self._passed]
         assert arrivals == sorted(arrivals), "not in order of arrival"
 
     def _check_rows(self, admitted: list[Request], output: SchedulerOutput) -> None:

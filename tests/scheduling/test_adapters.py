@@ -24,10 +24,7 @@ def test_a_request_waits_for_a_slot_and_others_pass() -> None:
     arrivals(loop, 1, 2, 3, 1, 0, 2, 3)
     step = loop.step().step_input
     assert running(loop) == ["r0", "r1", "r3", "r4", "r5"]
-    assert [(load.slot, load.path) for load in step.adapter_loads] == [
-        (0, "/adapter1"),
-        (1, "/adapter2"),
-    ]
+    assert [(a.slot, a.path) for a in step.adapter_loads] == [(0, "/adapter1"), (1, "/adapter2")]
     assert [new.adapter_slot for new in step.new_sequences] == [0, 1, 0, None, 1]
     while not loop.endings:
         assert not loop.step().step_input.adapter_loads[2:]
@@ -53,10 +50,7 @@ def test_a_new_worker_gets_all_adapters_again() -> None:
     arrivals(loop, 1, 2, 0)
     loop.step()
     loop.lose(150)
-    assert sorted(load.key for load in loop.step().step_input.adapter_loads) == [
-        b"adapter1",
-        b"adapter2",
-    ]
+    assert sorted(a.key for a in loop.step().step_input.adapter_loads) == [b"adapter1", b"adapter2"]
     loop.run()
     arrivals(loop, 2, first=3)
     assert not loop.step().step_input.adapter_loads

@@ -73,7 +73,7 @@ def test_room_is_taken_from_the_owner_that_holds_too_much() -> None:
         add(loop, index, FLOOD, 8, 60)
     loop.step()
     first, second, third = (add(loop, index, OTHER, 4, 60) for index in (20, 21, 22))
-    preempted = [one.request_id for _ in range(20) for one in loop.step().preempted]
+    preempted = [request.request_id for _ in range(20) for request in loop.step().preempted]
     assert preempted == ["r3", "r2"]
     assert {first, second} < set(loop.admitted)
     assert third not in loop.admitted
@@ -124,9 +124,9 @@ def test_tokens_are_charged_once() -> None:
     loop.run()
     assert sum(loop.preemptions.values()) > 0
     assert loop.events["losses"] == 3
-    for account, found in stats(loop).items():
-        own = [one for one in requests if one.owner.account == account]
-        assert found == OwnerStats(0, 0, sum(len(one.prompt_token_ids) + 12 for one in own))
+    for account, counted in stats(loop).items():
+        own = [r for r in requests if r.owner.account == account]
+        assert counted == OwnerStats(0, 0, sum(len(r.prompt_token_ids) + 12 for r in own))
 
 
 def test_owners_are_forgotten_and_labels_are_few() -> None:
@@ -136,7 +136,7 @@ def test_owners_are_forgotten_and_labels_are_few() -> None:
         loop.step()
     loop.run()
     assert len(stats(loop)) == 65
-    assert sum(one.num_tokens for one in stats(loop).values()) == 3900
+    assert sum(owner.num_tokens for owner in stats(loop).values()) == 3900
     assert isinstance(loop.policy, FairShares)
     assert len(loop.policy._idle) <= 1024
 
@@ -204,20 +204,18 @@ def _most_apart(
     for step in range(250):
         for owner, depth in zip(owners, (9, 3), strict=True):
             own = requests[owner.account]
-            while sum(one not in loop.admitted for one in own[-depth:]) < depth:
+            while sum(request not in loop.admitted for request in own[-depth:]) < depth:
                 own.append(add(loop, index, owner, *sizes[index % len(sizes)]))
                 index += 1
         loop.step()
         if step % 50 == 49:
-            a, b = (_cost(requests[one.account]) / one.weight for one in owners)
+            a, b = (_cost(requests[owner.account]) / owner.weight for owner in owners)
             most = max(most, abs(a - b))
     return most
 
 
 def _cost(requests: list[Request]) -> float:
-    prompts = sum(
-        r.sequences[0].num_prompt_tokens for r in requests if r.sequences[0].num_output_tokens
-    )
+    prompts = sum(s.num_prompt_tokens for r in requests if (s := r.sequences[0]).num_output_tokens)
     outputs = sum(r.sequences[0].num_output_tokens for r in requests)
     return PROMPT_COST * prompts + OUTPUT_COST * outputs
 

@@ -17,23 +17,21 @@ FREE = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=5, ignore_eos=Tr
 
 
 def ids_of(output: RequestOutput) -> list[list[int]]:
-    return [list(one.token_ids) for one in output.outputs]
+    return [list(completion.token_ids) for completion in output.outputs]
 
 
 @pytest.mark.parametrize(
     "prompt_length",
     [16, 21, *(pytest.param(length, marks=pytest.mark.soak) for length in (1, 8, 37))],
 )
-def test_sequences_are_those_of_separate_requests(
-    make_engine: MakeEngine, prompt_length: int
-) -> None:
+def test_sequences_are_as_of_separate_requests(make_engine: MakeEngine, prompt_length: int) -> None:
     """Sharing blocks changes nothing: the first is what a request of one gets, and all are the same
     in another crowd and with other block sizes. (`tests/oracle` draws them itself.)"""
     prompt = PROMPT[:prompt_length]
     engine = make_engine(enable_prefix_caching=False)
     four = run(engine, [("four", prompt, FREE)])["four"]
-    one = run(engine, [("one", prompt, replace(FREE, n=1, best_of=None))])["one"]
-    assert ids_of(one) == ids_of(four)[:1]
+    single = run(engine, [("one", prompt, replace(FREE, n=1, best_of=None))])["one"]
+    assert ids_of(single) == ids_of(four)[:1]
     assert len({tuple(ids) for ids in ids_of(four)}) == 4, "all draw the same noise"
     assert [o.index for o in four.outputs] == [0, 1, 2, 3]
     other = make_engine(block_size=16, max_num_batched_tokens=5)
@@ -45,9 +43,7 @@ def test_sequences_are_those_of_separate_requests(
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_shared"), [(96, 12), (90, 11)])
-def test_the_prompt_is_held_once(
-    make_engine: MakeEngine, num_prompt_tokens: int, num_shared: int
-) -> None:
+def test_prompt_held_once(make_engine: MakeEngine, num_prompt_tokens: int, num_shared: int) -> None:
     """Eight sequences share its full blocks, and after the first token each has one more. A partly
     filled block is copied by all but one."""
     engine = make_engine(max_num_batched_tokens=128, enable_prefix_caching=False)
@@ -103,9 +99,7 @@ def test_beams_advance_together_or_not_at_all() -> None:
     """Where the budget of a step has room for some of them only, they wait."""
     loop = Loop(Limits(tokens=4))
     plain = SamplingParams(max_tokens=12, ignore_eos=True)
-    beams = SamplingParams(
-        n=3, use_beam_search=True, temperature=0.0, max_tokens=8, ignore_eos=True
-    )
+    beams = SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=8, ignore_eos=True)
     for index in range(2):
         loop.add(make_request(index, [index + 1], plain))
     group = loop.add(make_request(2, [5, 6], beams))
@@ -114,5 +108,5 @@ def test_beams_advance_together_or_not_at_all() -> None:
         output = loop.step()
         rows.append(sum(sequence in group.sequences for sequence in output.rows))
     assert set(rows) == {0, 1, 3}  # the prompt is one row
-    found, alone = loop.outputs["r2"], run_alone(group)
-    assert ids_of(found) == ids_of(alone)
+    shared, alone = loop.outputs["r2"], run_alone(group)
+    assert ids_of(shared) == ids_of(alone)

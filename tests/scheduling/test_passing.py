@@ -148,6 +148,6 @@ def test_the_first_starts_within_its_bound(arrivals: list[tuple[int, int, int]])
         first = next(iter(loop.policy), None)
         if first is not None and first.request_id not in bounds:
             unfinished = loop.scheduler.unfinished_requests()
-            older = [one for one in unfinished if one.arrival_index < first.arrival_index]
+            older = [r for r in unfinished if r.arrival_index < first.arrival_index]
             until_room = max(map(num_left, older), default=0)
             bounds[first.request_id] = step + until_room + num_left(first) + 1

@@ -53,8 +53,7 @@ def test_the_least_urgent_is_preempted() -> None:
         for index, priority in enumerate([1, 0, 0])
     ]
     loop.step()
-    output = loop.step()
-    assert output.preempted == [requests[0]]
+    assert loop.step().preempted == [requests[0]]
     loop.run()
 
 
@@ -94,5 +93,5 @@ def test_preemption_in_a_step_in_which_a_group_forks() -> None:
     assert output.rows == [*older.sequences, *group.sequences[:1]]
     loop.run()
     for request in (older, newer, group):
-        found, alone = (o.outputs for o in (loop.outputs[request.request_id], run_alone(request)))
-        assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+        outputs, alone = (o.outputs for o in (loop.outputs[request.request_id], run_alone(request)))
+        assert [a.token_ids for a in outputs] == [a.token_ids for a in alone]

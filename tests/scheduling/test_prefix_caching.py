@@ -59,15 +59,15 @@ def test_what_precedes_a_block_counts() -> None:
 
 def test_only_requests_of_the_same_salt_find_each_other() -> None:
     blocks = pool()
-    found = []
+    computed = []
     for index, salt in enumerate(("one", "two", "", "one")):
         request = make_request(index, [1, 2, 3, 4, 5])
         request.owner = Owner(cache_salt=salt)
         blocks.allocate(request)
-        found.append(request.sequences[0].num_computed_tokens)
+        computed.append(request.sequences[0].num_computed_tokens)
         request.sequences[0].num_computed_tokens = 5
         blocks.mark_computed(request.sequences[0])
-    assert found == [0, 0, 0, 4]
+    assert computed == [0, 0, 0, 4]
 
 
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
@@ -151,8 +151,7 @@ def test_a_conversation_finds_its_own_output(make_engine: MakeEngine) -> None:
     longer = [*SHARED, *first.outputs[0].token_ids, 9, 8, 7]
     second = run(engine, [("second", longer, GREEDY)])["second"]
     assert second.num_cached_tokens == 48  # of 43 + 10, whole blocks whose K and V were computed
-    cold = make_engine(enable_prefix_caching=False)
-    wanted = run(cold, [("second", longer, GREEDY)])["second"]
+    wanted = run(make_engine(enable_prefix_caching=False), [("second", longer, GREEDY)])["second"]
     assert second.outputs[0].token_ids == wanted.outputs[0].token_ids
 
 
@@ -169,17 +168,15 @@ def test_prompt_logprobs_take_no_hit() -> None:
 def test_beams_that_take_another_place_are_not_mistaken(block_size: int) -> None:
     """A sequence that goes on as a copy of another has that one's tokens, and not yet its blocks.
     The worker looks at what it finds for every prompt that continues a beam."""
-    beams = SamplingParams(
-        n=3, use_beam_search=True, temperature=0.0, max_tokens=12, ignore_eos=True
-    )
+    beams = SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=12, ignore_eos=True)
     hits = 0
     for family in range(6):
         loop = Loop(Limits(block_size=block_size, num_blocks=300, caching=True))
         prompt = [3 + 50 * family + place for place in range(5)]
         loop.add(make_request(0, prompt, beams))
         loop.run()
-        for index, one in enumerate(loop.outputs["r0"].outputs, start=1):
-            longer = [*prompt, *one.token_ids]
+        for index, completion in enumerate(loop.outputs["r0"].outputs, start=1):
+            longer = [*prompt, *completion.token_ids]
             loop.add(make_request(index, longer, replace(GREEDY, max_tokens=2)))
         loop.run()
         hits += sum(output.num_cached_tokens for output in loop.outputs.values())

@@ -199,8 +199,8 @@ def undisturbed(request: Request) -> Summary:
     if params.num_sequences > 1:
         return summary(run_alone(request))
     assert params.max_tokens is not None
-    given = request.prompt_token_ids, request.seed, params.max_tokens
-    ids = tuple(generate_undisturbed(*given, adapter=request.adapter))
+    asked = request.prompt_token_ids, request.seed, params.max_tokens
+    ids = tuple(generate_undisturbed(*asked, adapter=request.adapter))
     end = next((place for place, token in enumerate(ids) if token in END_TOKEN_IDS), None)
     return [(0, ids, None, "length")] if end is None else [(0, ids[: end + 1], None, "stop")]
 
@@ -223,8 +223,8 @@ def check_ending(loop: Loop, request: Request) -> str:
         return "completed"
     assert (output.error is None) == ("abort" in reasons)
     if not request.sampling_params.is_ranked:
-        for one, (_, whole, _, _) in zip(output.outputs, alone, strict=True):
-            assert one.token_ids == whole[: len(one.token_ids)]
+        for completion, (_, whole, _, _) in zip(output.outputs, alone, strict=True):
+            assert completion.token_ids == whole[: len(completion.token_ids)]
     (reason,) = reasons - {"stop", "length"}
     assert reason is not None
     if reason == "ignored" and loop.limits.chunked and len(request.sequences) == 1:
@@ -268,9 +268,7 @@ MIXES = {
     "lost singles": (traces(False, True), NO_FIELDS, 250, [*COMMON, *OF_LOSSES]),
     "lost groups": (DISTURBED, NO_FIELDS, 200, [*COMMON, *OF_LOSSES, "lost forks", "swap ins"]),
     "adapters": (
-        st.builds(
-            lambda trace, most: limited(trace, max_loras=most), DISTURBED, st.sampled_from([1, 2])
-        ),
+        st.builds(lambda trace, n: limited(trace, max_loras=n), DISTURBED, st.sampled_from([1, 2])),
         st.fixed_dictionaries({"adapters": ADAPTERS}),
         250,
         OF_ADAPTERS,

@@ -77,8 +77,7 @@ def test_more_running_than_budget_serves_the_oldest() -> None:
     loop.step()
     loop.add_plain(1, first=2)
     for _ in range(2):
-        output = loop.step()
-        assert output.rows == [s for r in requests for s in r.sequences]
+        assert loop.step().rows == [s for r in requests for s in r.sequences]
     assert statuses(*requests) == ["FINISHED_LENGTH"] * 2
     loop.run()
 
@@ -99,9 +98,7 @@ def test_max_num_seqs_bounds_the_running() -> None:
 def test_whole_prompts_wait_for_the_next_step() -> None:
     loop = Loop(Limits(tokens=10, chunked=False))
     loop.add_plain(6, 5, 4)
-    assert sizes(loop.step()) == [
-        6
-    ]  # 5 tokens do not fit into the same step, and 4 wait behind them
+    assert sizes(loop.step()) == [6]  # 5 do not fit into the same step, and 4 wait behind them
     assert sizes(loop.step()) == [5, 4]
     assert sizes(loop.step()) == [1, 1, 1]
 

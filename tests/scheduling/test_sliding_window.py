@@ -27,9 +27,7 @@ def run_and_count(loop: Loop, request: Request) -> list[int]:
     ("window", "block_size", "most"),
     [(40, 16, 4), (34, 16, 4), (33, 16, 3), (16, 16, 2), (5, 16, 2), (1, 8, 2), (None, 16, 22)],
 )
-def test_a_decode_holds_what_its_window_lies_in(
-    window: int | None, block_size: int, most: int
-) -> None:
+def test_a_decode_holds_its_window(window: int | None, block_size: int, most: int) -> None:
     """(window - 1) / block_size, rounded up, and one. In the end there are 350 tokens."""
     loop = Loop(Limits(window=window, block_size=block_size))
     request = loop.add(make_request(0, 3, plain(347)))

@@ -46,8 +46,8 @@ def test_shared_blocks_are_swapped_once_and_stay_shared() -> None:
     assert loop.events["swap outs"] == 3 + 2 * 2
     assert loop.blocks.host.num_free == 20 - 7
     step_until(loop, "swap ins")
-    one, other = (loop.blocks.block_ids(sequence) for sequence in request.sequences)
-    assert one[:3] == other[:3]
+    first, other = (loop.blocks.block_ids(sequence) for sequence in request.sequences)
+    assert first[:3] == other[:3]
     loop.run()
 
 

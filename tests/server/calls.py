@@ -55,9 +55,7 @@ def ids(*token_ids: int) -> pb.TokenIds:
 def long_request(num_tokens: int, **fields: Any) -> pb.GenerateRequest:
     """A request that runs for this many steps."""
     params = sampling(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-    return pb.GenerateRequest(
-        **{"prompt_token_ids": ids(5, 6, 7), "sampling": params, **fields},
-    )
+    return pb.GenerateRequest(**{"prompt_token_ids": ids(5, 6, 7), "sampling": params, **fields})
 
 
 class Refusal:
@@ -76,9 +74,9 @@ class Refusal:
     def detail(self, kind: Any) -> Any:
         """A detail of the richer error model; None: it is missing."""
         for packed in self.status.details:
-            found = kind()
-            if packed.Unpack(found):
-                return found
+            detail = kind()
+            if packed.Unpack(detail):
+                return detail
         return None
 
     @property
@@ -162,19 +160,19 @@ def running(stub: Any, request: pb.GenerateRequest) -> Iterator[Any]:
 @contextmanager
 def waiting(stub: Any, request: pb.GenerateRequest) -> Iterator[dict[str, Any]]:
     """A unary call in the background; once `done` is set, the dict has its `outcome`."""
-    found: dict[str, Any] = {"done": threading.Event()}
+    state: dict[str, Any] = {"done": threading.Event()}
     future = stub.Generate.future(request, timeout=TIMEOUT_S)
 
     def note(call: Any) -> None:
         if call.cancelled():
-            found["outcome"] = "cancelled"
+            state["outcome"] = "cancelled"
         else:
             error = call.exception()
-            found["outcome"] = call.result() if error is None else Refusal(error)
-        found["done"].set()
+            state["outcome"] = call.result() if error is None else Refusal(error)
+        state["done"].set()
 
     future.add_done_callback(note)
     try:
-        yield found
+        yield state
     finally:
         future.cancel()

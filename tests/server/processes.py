@@ -23,11 +23,11 @@ DYING = Path(__file__).with_name("dying_server.py")
 
 def session(pid: int) -> list[str]:
     """Commands that run in the session that a process began, except itself."""
-    found = subprocess.run(
+    listed = subprocess.run(
         ["ps", "-o", "pid=,stat=,args=", "--sid", str(pid)], capture_output=True, text=True
     )
-    lines = [line.split(None, 2) for line in found.stdout.splitlines()]
-    return [args for one, state, args in lines if int(one) != pid and not state.startswith("Z")]
+    lines = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    return [args for of, state, args in lines if int(of) != pid and not state.startswith("Z")]
 
 
 def wait_for(log: Path, words: str) -> str:
@@ -38,9 +38,9 @@ def wait_for(log: Path, words: str) -> str:
 
 def rank_pid(rank: pb.RankInfo) -> int:
     """The process of a rank."""
-    found = re.search(r"pid[ =](\d+)", rank.device)
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"pid[ =](\d+)", rank.device)
+    assert match is not None
+    return int(match[1])
 
 
 @contextmanager

@@ -51,12 +51,12 @@ def test_what_is_served(server: ServerProcess) -> None:
     assert (info.max_model_len, info.vocab_size) == (MODEL_LENGTH, 1536)
     assert info.has_tokenizer
     assert info.has_chat_template
-    about = server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
-    assert about.limits.max_logprobs == 20
-    assert about.state == pb.SERVER_STATE_RUNNING
-    assert (about.epoch, about.recoveries) == (1, 0)
-    assert [rank.rank for rank in about.ranks] == [0]
-    assert about.ranks[0].memory.weights_bytes > 1_000_000
-    assert about.num_device_blocks == server.loads().num_total_blocks > 100
+    state = server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
+    assert state.limits.max_logprobs == 20
+    assert state.state == pb.SERVER_STATE_RUNNING
+    assert (state.epoch, state.recoveries) == (1, 0)
+    assert [rank.rank for rank in state.ranks] == [0]
+    assert state.ranks[0].memory.weights_bytes > 1_000_000
+    assert state.num_device_blocks == server.loads().num_total_blocks > 100
     named = pb.GenerateRequest(prompt=PROMPT, model="embedded")
     assert server.stub.Generate(named, timeout=TIMEOUT_S).finished

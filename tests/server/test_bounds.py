@@ -71,13 +71,13 @@ def _connect(address: str, source: str = "", buffer: int = 0) -> socket.socket:
     return connection
 
 
-def _frames(one: socket.socket) -> Iterator[tuple[int, int, bytes]]:
+def _frames(client: socket.socket) -> Iterator[tuple[int, int, bytes]]:
     """(kind, flags, payload) of each frame that the server sends; what wants an answer gets one."""
-    with one.makefile("rb") as stream:
+    with client.makefile("rb") as stream:
         while True:
             length, kind, flags = http2.read_head(stream.read(http2.HEAD_BYTES))
             payload = stream.read(length)
-            one.sendall(http2.reply(kind, flags, payload))
+            client.sendall(http2.reply(kind, flags, payload))
             yield kind, flags, payload
 
 
@@ -141,8 +141,8 @@ async def test_open_calls_are_bounded(limits: Limits, words: str) -> None:
 def test_an_address_is_that_of_a_machine() -> None:
     peers = ["ipv4:10.0.0.1:5", "ipv6:%5B::ffff:10.0.0.1%5D:6", "ipv6:%5B2001:db8::1%5D:7"]
     peers += ["ipv6:[2001:db8::2%25eth0]:8", "unix:"]
-    found = [address_of(SimpleNamespace(peer=lambda peer=peer: peer)) for peer in peers]
-    assert found == ["10.0.0.1", "10.0.0.1", "2001:db8::/64", "2001:db8::/64", ""]
+    names = [address_of(SimpleNamespace(peer=lambda peer=peer: peer)) for peer in peers]
+    assert names == ["10.0.0.1", "10.0.0.1", "2001:db8::/64", "2001:db8::/64", ""]
 
 
 def test_probes_are_answered_beside_calls_without_a_message() -> None:
@@ -164,7 +164,7 @@ def test_probes_are_answered_beside_calls_without_a_message() -> None:
                 num_left -= kind == http2.HEADERS and http2.ends_stream(kind, flags)
                 if num_left == limits.max_host_health_calls:
                     break
-        messages = [http2.frame(http2.DATA, http2.END_STREAM, one, empty) for one in numbers]
+        messages = [http2.frame(http2.DATA, http2.END_STREAM, number, empty) for number in numbers]
         flood.sendall(b"".join(messages))
         while num_left:
             kind, flags, _ = next(frames)
@@ -193,16 +193,15 @@ def test_calls_wait_while_the_loop_is_busy() -> None:
     is_free = threading.Event()
 
     class Busy(Authenticator):
-        def identify(self, *given: Any) -> Any:
+        def identify(self, *sent: Any) -> Any:
             assert is_free.wait(TIMEOUT_S)
-            return super().identify(*given)
+            return super().identify(*sent)
 
     with guarded_server(Busy([TOKEN])) as target, _connect(target) as flood:
         path, numbers = SERVICE + "Generate", range(1, 2 * 1270, 2)
         calls = [http2.call(target, path, b"", number) for number in numbers]
         # gRPC answers the ping when it has read the calls before it.
-        ping = http2.frame(http2.PING, 0, 0, bytes(8))
-        flood.sendall(http2.greeting() + b"".join(calls) + ping)
+        flood.sendall(http2.greeting() + b"".join(calls) + http2.frame(http2.PING, 0, 0, bytes(8)))
         ends: list[int | None] = []
         for kind, flags, payload in _frames(flood):
             if kind == http2.PING and flags & http2.ACK:
@@ -255,9 +254,7 @@ def test_a_connection_gets_its_limit_of_calls() -> None:
         (_sampling(logit_bias=dict.fromkeys(range(16385), 1.0)), "logit_bias"),
     ],
 )
-async def test_entries_are_counted_before_they_are_parsed(
-    request_: pb.GenerateRequest, name: str
-) -> None:
+async def test_entries_are_counted_before_a_parse(request_: pb.GenerateRequest, name: str) -> None:
     """The server still loads: a message that was parsed is answered with UNAVAILABLE."""
     data = request_.SerializeToString()
     async with channel_to() as channel:
@@ -292,8 +289,8 @@ async def test_watchers_are_bounded_by_host_and_in_total() -> None:
         await anext(begin("10.0.0.99", 1))
     await open_ones[0].aclose()
     await anext(begin("10.0.0.99", 1))
-    for one in open_ones:
-        await one.aclose()
+    for stream in open_ones:
+        await stream.aclose()
 
 
 def test_clients_that_do_not_read_lose_their_places(strict: ServerProcess) -> None:
@@ -303,8 +300,8 @@ def test_clients_that_do_not_read_lose_their_places(strict: ServerProcess) -> No
     models = request("/v1/models")
     with ExitStack() as stack:
         tried = [stack.enter_context(SilentReader(*silent)) for _ in range(4)]
-        wait_until(lambda: any(one.ended.is_set() for one in tried), TIMEOUT_S)
-        readers = [one for one in tried if not one.ended.is_set()]
+        wait_until(lambda: any(call.ended.is_set() for call in tried), TIMEOUT_S)
+        readers = [call for call in tried if not call.ended.is_set()]
         assert len(readers) == 3, "one is refused"
         other = stack.enter_context(_connect(strict.http_address, OTHER))
         answers = stack.enter_context(other.makefile("rb"))
@@ -313,19 +310,19 @@ def test_clients_that_do_not_read_lose_their_places(strict: ServerProcess) -> No
         assert (refusal.status, refusal.headers["retry-after"]) == (429, "1")
         assert "one client may have 3 (--max-client-requests)" in refusal.error["message"]
         wait_until(lambda: strict.loads().num_open_calls == 0, TIMEOUT_S)
-        assert [one.num_data_bytes for one in readers] == [0] * 3
+        assert [reader.num_data_bytes for reader in readers] == [0] * 3
         other.sendall(models)
         assert read_answer(answers).status == 429, "what it has not read counts as its own"
         assert len(readers[0].read_all(TIMEOUT_S)) < 400
         other.sendall(models)
         wait_until(lambda: read_answer(answers).status == 200 or other.sendall(models), TIMEOUT_S)
-    with _connect(strict.http_address, OTHER, buffer=4096) as one:
+    with _connect(strict.http_address, OTHER, buffer=4096) as client:
         body = json.dumps({"prompt": "Once", "temperature": 1.0, **STREAM_ALL}).encode()
-        one.sendall(posted(body).replace(b"/tokenize", b"/v1/completions"))
-        assert one.recv(12) == b"HTTP/1.1 200"
+        client.sendall(posted(body).replace(b"/tokenize", b"/v1/completions"))
+        assert client.recv(12) == b"HTTP/1.1 200"
         wait_until(lambda: strict.loads().num_open_calls == 0, TIMEOUT_S)
         with pytest.raises(ConnectionResetError):
-            list(iter(lambda: one.recv(1 << 16), b""))
+            list(iter(lambda: client.recv(1 << 16), b""))
 
 
 def test_readiness_counts_places() -> None:
@@ -362,5 +359,4 @@ def test_silent_connections_leave_descriptors_for_new_ranks(strict: ServerProces
         with grpc.insecure_channel(strict.target) as channel:
             stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
             assert stub.Generate(long_request(1), wait_for_ready=True, timeout=TIMEOUT_S).finished
-    recoveries = strict.stub.GetServerInfo(pb.GetServerInfoRequest()).recoveries
-    assert recoveries == 1
+    assert strict.stub.GetServerInfo(pb.GetServerInfoRequest()).recoveries == 1

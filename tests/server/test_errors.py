@@ -84,11 +84,11 @@ def test_each_status_is_one_that_exists_and_the_page_has_it() -> None:
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     rows = re.findall(r"^\| ([0-9, ]+) \| ([A-Z_]*) ?\|", page, re.MULTILINE)
     listed = {(int(http), code) for many, code in rows for http in many.split(", ")}
-    assert listed == {(one.http, one.grpc) for one in STATUSES.values()} | {
+    assert listed == {(status.http, status.grpc) for status in STATUSES.values()} | {
         (http, "") for http in HTTP_ALONE
     }
-    assert all(hasattr(grpc.StatusCode, one.grpc) for one in STATUSES.values())
-    codes = [one.code for one in STATUSES.values() if one.code is not None]
+    assert all(hasattr(grpc.StatusCode, status.grpc) for status in STATUSES.values())
+    codes = [status.code for status in STATUSES.values() if status.code is not None]
     assert len(codes) == len(set(codes))
 
 
@@ -96,7 +96,7 @@ def test_a_long_text_is_cut() -> None:
     request = pb.GenerateRequest(prompt="a")
     for text in ("x" * 100_000, "😀" * 300, "é" + "😀" * 300):  # percent-encoded, twelve bytes each
         error = errors.InvalidPromptError(text)
-        told = text_for_client(error, "id", path_at_fault(error, request))
-        assert MAX_ERROR_TEXT - 8 < len(told.encode()) <= MAX_ERROR_TEXT
-        assert told.startswith(f"prompt: {text[0]}")
-        assert told.endswith(f"{text[-1]} ...")
+        shown = text_for_client(error, "id", path_at_fault(error, request))
+        assert MAX_ERROR_TEXT - 8 < len(shown.encode()) <= MAX_ERROR_TEXT
+        assert shown.startswith(f"prompt: {text[0]}")
+        assert shown.endswith(f"{text[-1]} ...")

@@ -57,5 +57,5 @@ def test_another_client_is_served_beside_a_flood(tmp_path: Path) -> None:
         wait_until(lambda: waiting(OTHER) == 3, TIMEOUT_S)
         refusal = refused(generate, long_request(1), metadata=bearer(OTHER))
         assert "3 of them this client's" in refusal.text
-        for one in calls:
-            one.cancel()
+        for call in calls:
+            call.cancel()

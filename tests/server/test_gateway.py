@@ -40,8 +40,8 @@ Servers, Outputs = list[ServerProcess], list[CompletionOutput]
 @contextmanager
 def gateway(log: Path, *servers: ServerProcess) -> Iterator[OpenAI]:
     """A client of a gateway before these servers, once it serves all of them."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
-        port, metrics_port = (str(free.getsockname()[1]) for free in (one, two))
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("", 0)) as second:
+        port, metrics_port = (str(free.getsockname()[1]) for free in (first, second))
     command = [third_party.smg(), "launch", "--host", "127.0.0.1", "--port", port]
     command += ["--prometheus-port", metrics_port, "--policy", "round_robin"]
     command += ["--worker-urls", *(f"grpc://{server.target}" for server in servers)]
@@ -52,7 +52,7 @@ def gateway(log: Path, *servers: ServerProcess) -> Iterator[OpenAI]:
     def is_ready() -> bool:
         assert process.poll() is None, log.read_text()[-2000:]
         try:
-            is_up = [one["status"] for one in workers(client)] == ["ready"] * len(servers)
+            is_up = [worker["status"] for worker in workers(client)] == ["ready"] * len(servers)
         except OpenAIError:
             return False
         return is_up and "Successfully loaded tokenizer" in log.read_text()
@@ -67,8 +67,8 @@ def gateway(log: Path, *servers: ServerProcess) -> Iterator[OpenAI]:
 
 def workers(client: OpenAI) -> Any:
     """What a gateway knows of the servers."""
-    found: Any = client.get(str(client.base_url.join("/workers")), cast_to=object)
-    return found["workers"]
+    answer: Any = client.get(str(client.base_url.join("/workers")), cast_to=object)
+    return answer["workers"]
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def client(servers: Servers) -> Iterator[OpenAI]:
-    with gateway(servers[0].log.with_name("gateway"), *servers[:2]) as found:
-        yield found
+    with gateway(servers[0].log.with_name("gateway"), *servers[:2]) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +97,12 @@ def offline(llm: LLM) -> Outputs:
     """A long completion, and an answer."""
     (long,) = llm.generate(PROMPT, greedy(NUM_TOKENS), use_tqdm=False)
     (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
-    return [one.outputs[0] for one in (long, answer)]
+    return [output.outputs[0] for output in (long, answer)]
 
 
 def test_it_finds_its_workers(client: OpenAI, servers: Servers) -> None:
-    found = {(one["url"], one["model_id"], one["runtime_type"]) for one in workers(client)}
-    assert found == {(f"grpc://{one.target}", "small", "vllm") for one in servers[:2]}
+    seen = {(w["url"], w["model_id"], w["runtime_type"]) for w in workers(client)}
+    assert seen == {(f"grpc://{s.target}", "small", "vllm") for s in servers[:2]}
 
 
 def test_answers_are_those_of_the_offline_engine(client: OpenAI, offline: Outputs) -> None:
@@ -111,8 +111,8 @@ def test_answers_are_those_of_the_offline_engine(client: OpenAI, offline: Output
     counts = {"max_new_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     body = {"model": "small", "text": PROMPT, "sampling_params": counts}
     for _ in range(2):  # once on each server
-        found: Any = client.post(url, cast_to=object, body=body)
-        assert (tuple(found[0]["output_ids"]), found[0]["text"]) == (long.token_ids, long.text)
+        answers: Any = client.post(url, cast_to=object, body=body)
+        assert (tuple(answers[0]["output_ids"]), answers[0]["text"]) == (long.token_ids, long.text)
         texts = client.completions.create(prompt=PROMPT, stream=True, **GREEDY, **LONG)
         parts = [part.choices[0].text for part in texts]
         assert "".join(parts) == long.text
@@ -121,8 +121,8 @@ def test_answers_are_those_of_the_offline_engine(client: OpenAI, offline: Output
         assert reply.choices[0].message.content == answer.text
         assert reply.choices[0].finish_reason == answer.finish_reason
         assert reply.usage.completion_tokens == len(answer.token_ids)
-        told = client.chat.completions.create(messages=QUESTION, stream=True, **GREEDY)
-        assert "".join(part.choices[0].delta.content or "" for part in told) == answer.text
+        chunks = client.chat.completions.create(messages=QUESTION, stream=True, **GREEDY)
+        assert "".join(part.choices[0].delta.content or "" for part in chunks) == answer.text
 
 
 def test_an_output_is_held_and_a_refusal_told_to_the_client(client: OpenAI) -> None:
@@ -148,8 +148,7 @@ def test_requests_go_elsewhere_when_a_server_is_lost(client: OpenAI, servers: Se
     """The last test: it kills a server that others use."""
 
     def ask(_: object) -> str:
-        answer = client.completions.create(prompt=PROMPT, max_tokens=12, **GREEDY)
-        return answer.choices[0].text
+        return client.completions.create(prompt=PROMPT, max_tokens=12, **GREEDY).choices[0].text
 
     expected = ask(None)
     os.killpg(servers[1].pid, signal.SIGKILL)

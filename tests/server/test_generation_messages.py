@@ -93,7 +93,7 @@ def test_every_field_is_sent_and_read(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "constraint",
     [
         {"json": {"a": [1]}, "whitespace_pattern": " *"},
         {"regex": "a"},
@@ -102,10 +102,10 @@ def test_every_field_is_sent_and_read(name: str) -> None:
         {"json_object": True},
         {"structural_tag": {"structures": [], "triggers": ["a"]}},
     ],
-    ids=lambda given: next(iter(given)),
+    ids=lambda constraint: next(iter(constraint)),
 )
-def test_the_client_sends_every_constraint(given: dict[str, Any]) -> None:
-    params = SamplingParams(structured_outputs=given, output_kind=DELTA)
+def test_the_client_sends_every_constraint(constraint: dict[str, Any]) -> None:
+    params = SamplingParams(structured_outputs=constraint, output_kind=DELTA)
     message = to_request("a", params, None, 0, None)
     assert read_sampling_params(message.sampling, DELTA, {}) == params
 
@@ -114,9 +114,9 @@ def test_the_client_sends_every_constraint(given: dict[str, Any]) -> None:
 def test_a_seed_keeps_its_bits(seed: int | None) -> None:
     """A number of 64 bits with a sign, of which -1 means no seed in Python alone."""
     message = to_request("a", SamplingParams(seed=seed), None, 0, None)
-    found = read_sampling_params(message.sampling, DELTA, {}).seed
+    read_seed = read_sampling_params(message.sampling, DELTA, {}).seed
     wanted = None if seed in (None, -1) else seed % 2**64
-    assert (None if found is None else found % 2**64) == wanted
+    assert (None if read_seed is None else read_seed % 2**64) == wanted
 
 
 def test_the_client_checks_what_was_assigned() -> None:
@@ -151,11 +151,11 @@ def test_of_a_dict_only_its_fields_are_sent() -> None:
     message = to_request("a", {"temperature": 0.0, "stop": "."}, None, 0, None).sampling
     assert {field.name for field, _ in message.ListFields()} == {"temperature", "stop"}
     defaults = {"temperature": 0.7, "top_k": 5, "max_tokens": 9}
-    found = read_sampling_params(message, DELTA, defaults)
-    assert (found.temperature, found.top_k, found.max_tokens) == (0.0, -1, 9)  # greedy: no top_k
+    params = read_sampling_params(message, DELTA, defaults)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.0, -1, 9)  # greedy: no top_k
     warm = to_request("a", {"top_p": 0.5}, None, 0, None).sampling
-    found = read_sampling_params(warm, DELTA, defaults)
-    assert (found.temperature, found.top_p, found.top_k) == (0.7, 0.5, 5)
+    params = read_sampling_params(warm, DELTA, defaults)
+    assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.5, 5)
 
 
 def test_explicit_zeros_are_zeros() -> None:
@@ -208,8 +208,7 @@ def test_candidates_of_a_prompt_are_bounded_by_its_length(
     num_ids: int, truncate: int | None, is_taken: bool
 ) -> None:
     params = pb.SamplingParams(prompt_logprobs=63, truncate_prompt_tokens=truncate)
-    token_ids = pb.TokenIds(ids=[5] * num_ids)
-    message = pb.GenerateRequest(prompt_token_ids=token_ids, sampling=params)
+    message = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * num_ids), sampling=params)
     refusal = pytest.raises(
         errors.InvalidSamplingParamsError, match=f"= 63 of up to {truncate or num_ids}"
     )
@@ -241,18 +240,18 @@ def test_inputs() -> None:
 
 
 def output(**fields: Any) -> RequestOutput:
-    given = {"prompt_token_ids": [1, 2], "prompt_logprobs": None, "outputs": [], "finished": True}
-    return RequestOutput(request_id="r", prompt=None, **given | fields)
+    usual = {"prompt_token_ids": [1, 2], "prompt_logprobs": None, "outputs": [], "finished": True}
+    return RequestOutput(request_id="r", prompt=None, **usual | fields)
 
 
 def test_answers() -> None:
     likely = {9: Logprob(-2.0, 3, "x"), 4: Logprob(-0.5, 1, "y"), 6: Logprob(-1.0, 2, "z")}
-    one = CompletionOutput(0, "x", (9,), -2.0, [likely], finish_reason="stop", stop_reason=9)
+    full = CompletionOutput(0, "x", (9,), -2.0, [likely], finish_reason="stop", stop_reason=9)
     two = CompletionOutput(1, "", (), None, None, finish_reason="stop", stop_reason="é")
     times = (10.0, 12.0, 10.5, 11.0, 0.5, 12.0)
     metrics = RequestMetrics(*times, num_preemptions=1, num_cached_tokens=2)
     counts = {"num_cached_tokens": 2, "num_output_tokens": 5}
-    last = output(outputs=[one, two], metrics=metrics, prompt_logprobs=[None, likely], **counts)
+    last = output(outputs=[full, two], metrics=metrics, prompt_logprobs=[None, likely], **counts)
     answer = asyncio.run(ResponseWriter().write(last))
     candidates = [
         pb.Logprob(
@@ -269,7 +268,7 @@ def test_answers() -> None:
         index=1, text="", finish_reason=pb.FINISH_REASON_STOP, matched_stop_string="é"
     )
     by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
-    assert [list(one.candidates) for one in answer.prompt_logprobs] == [[], by_rank]
+    assert [list(entry.candidates) for entry in answer.prompt_logprobs] == [[], by_rank]
     assert answer.usage == pb.Usage(
         num_prompt_tokens=2, num_output_tokens=5, num_cached_tokens=2, num_preemptions=1,
         queue_s=0.5, first_token_s=1.0, total_s=2.0,
@@ -281,8 +280,8 @@ def test_other_tasks_run_while_a_large_answer_is_converted(of: str) -> None:
     """The event loop takes a turn after about every thousand candidates."""
     candidates = {token_id: Logprob(-1.0, token_id + 1, "x") for token_id in range(64)}
     many = [candidates] * 320
-    one = CompletionOutput(0, "x", (9,) * 320, None, many if of == "output" else None)
-    last = output(outputs=[one], finished=False)
+    first = CompletionOutput(0, "x", (9,) * 320, None, many if of == "output" else None)
+    last = output(outputs=[first], finished=False)
     if of == "prompt":
         last.prompt_token_ids, last.prompt_logprobs = [9] * 320, many
 

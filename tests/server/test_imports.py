@@ -8,6 +8,6 @@ NAMES = {f"tpengine.server.{name}" for name in ("auth", "limits", "server_args",
 
 
 def test_shared_files_import_no_grpc() -> None:
-    found = imported(f"import {', '.join(NAMES)}")
-    assert found >= NAMES
-    assert not [one for one in found if one.partition(".")[0] in ("grpc", "google")]
+    modules = imported(f"import {', '.join(NAMES)}")
+    assert modules >= NAMES
+    assert not [name for name in modules if name.partition(".")[0] in ("grpc", "google")]

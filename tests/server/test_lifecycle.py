@@ -134,9 +134,7 @@ def test_no_client_learns_what_others_have_sent(guarded: Guarded) -> None:
     request = pb.GenerateRequest(
         prompt_token_ids=prompt, sampling=pb.SamplingParams(max_tokens=1, temperature=0.0)
     )
-    answers = [
-        guarded.stub.Generate(request, **as_client(token)) for token in (TOKEN, ADMIN, TOKEN)
-    ]
+    answers = [guarded.stub.Generate(request, **as_client(key)) for key in (TOKEN, ADMIN, TOKEN)]
     first, other, again = (answer.usage.num_cached_tokens for answer in answers)
     assert first == other == 0 < again
 
@@ -162,8 +160,7 @@ def test_a_drain_and_the_signal_after_it(guarded: Guarded) -> None:
     wait_until(lambda: ready.said == [SERVING, NOT_SERVING], TIMEOUT_S)
     process.send_signal(signal.SIGTERM)
     wait_for(guarded.process.log, "SIGTERM: the server ends already")
-    refusal = refused(stub.Generate, long_request(1), **as_client(TOKEN))
-    assert refusal.code is Code.UNAVAILABLE
+    assert refused(stub.Generate, long_request(1), **as_client(TOKEN)).code is Code.UNAVAILABLE
     assert (guarded.door.open("/health").status, guarded.door.open("/ready").status) == (200, 503)
     assert http_refused(guarded.door.open("completions", LONG)) == (503, "draining")
     assert process.poll() is None
@@ -271,13 +268,10 @@ def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -
     log = tmp_path / "log"
     with dying_server(log, "start", *SMALL, "--http-port", "0") as (process, channel):
         wait_for(log, "the ranks start")
-        assert [check(channel, name) for name in ("liveness", "readiness")] == [
-            SERVING,
-            NOT_SERVING,
-        ]
+        assert [check(channel, of) for of in ("liveness", "readiness")] == [SERVING, NOT_SERVING]
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
-        about = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
-        assert about.state == pb.SERVER_STATE_LOADING
+        info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
+        assert info.state == pb.SERVER_STATE_LOADING
         door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")
         assert (door.open("/health").status, door.open("/ready").status) == (200, 503)
         assert http_refused(door.open("completions", LONG)) == (503, "loading")

@@ -83,8 +83,8 @@ async def _vanish_by_cut(client: GenerationClient, rng: random.Random) -> None:
     host, _, port = target.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     asked = [long_request(200, prompt_token_ids=_drawn_ids(rng)) for _ in range(STREAMS_OF_CUT)]
-    data = [one.SerializeToString() for one in asked]
-    calls = [http2.call(target, STREAM, one, 2 * i + 1) for i, one in enumerate(data)]
+    data = [request.SerializeToString() for request in asked]
+    calls = [http2.call(target, STREAM, message, 2 * i + 1) for i, message in enumerate(data)]
     writer.write(http2.greeting() + b"".join(calls))
     num_begun = 0
     async for kind, _, _ in _frames(reader, writer):
@@ -127,8 +127,7 @@ def test_clients_that_vanish_leave_nothing(
     asyncio.run(_vanish(server.target, cancels, deadlines, cuts, seed=2))
     assert_settles(server, before)
     # The streams that were cut and many of the others had reached the engine.
-    num_aborted = server.metric(ENDED, finished_reason="abort") - aborted
-    assert num_aborted > cuts * STREAMS_OF_CUT // 2
+    assert (server.metric(ENDED, finished_reason="abort") - aborted) > cuts * STREAMS_OF_CUT // 2
     assert _complete(server) == answer
 
 
@@ -218,10 +217,10 @@ def test_an_unread_stream_does_not_delay_others(server: ServerProcess, num_other
         wait_until(lambda: server.loads().num_running == 0, QUIET_S)  # all is made, nothing is read
         assert [_complete(server) for _ in range(num_others)] == [answer] * num_others
         held = server.resident_bytes() - memory
-        assert [one.num_data_bytes for one in silent] == [0] * NUM_SILENT
+        assert [reader.num_data_bytes for reader in silent] == [0] * NUM_SILENT
         wait_until(lambda: server.loads().num_free_blocks == before.free_blocks, QUIET_S)
-        for one in silent:
-            messages = [pb.GenerateResponse.FromString(data) for data in one.read_all(QUIET_S)]
+        for reader in silent:
+            messages = [pb.GenerateResponse.FromString(data) for data in reader.read_all(QUIET_S)]
             tokens = [len(out.token_ids) for message in messages for out in message.outputs]
             assert sum(tokens) == UNREAD_TOKENS
             assert messages[-1].finished

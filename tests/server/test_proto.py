@@ -51,9 +51,8 @@ def test_bounds_of_the_queue_may_be_large() -> None:
         grpc.insecure_channel(target) as channel,
     ):
         stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
-        request = tpengine_pb2.GetServerInfoRequest()
-        told = stub.GetServerInfo(request, timeout=TIMEOUT_S).limits
-    assert (told.max_queued_requests, told.max_queued_tokens) == (bound, bound)
+        limits = stub.GetServerInfo(tpengine_pb2.GetServerInfoRequest(), timeout=TIMEOUT_S).limits
+    assert (limits.max_queued_requests, limits.max_queued_tokens) == (bound, bound)
     for name in ("max_queued_requests", "max_queued_tokens"):
         with pytest.raises(ConfigError, match=f"{name} must be at most {bound}"):
             ServerArgs(**{name: bound + 1}).check()

@@ -19,29 +19,13 @@ import pytest
 from client.talks import collect, joined_parts
 from support.server_process import ServerProcess, serving, wait_until
 
-from server.calls import (
-    TIMEOUT_S,
-    as_client,
-    bearer,
-    ids,
-    long_request,
-    refused,
-    sampling,
-    token_files,
-)
+from server import calls
 from server.cutting_proxy import CuttingProxy
 from server.http import openai_door as http_door
 from server.http.openai_door import joined
 from server.processes import rank_pid
+from tpengine import errors
 from tpengine.client.generation_client import GenerationClient
-from tpengine.errors import (
-    DeadlineExceededError,
-    InvalidPriorityError,
-    NotKeptError,
-    QueueFullError,
-    RequestAbortedError,
-    ServerUnavailableError,
-)
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.server.kept_streams import KeptStream, KeptStreams, Resumption
 from tpengine.server.limits import Limits, OpenCalls
@@ -62,13 +46,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("resume")
     options = ["--http-port", "0", "--resume-window", str(WINDOW_S)]
     with serving(
-        folder, *OPTIONS, *options, *token_files(folder, ONE, TWO, admin=ADMIN)
+        folder, *OPTIONS, *options, *calls.token_files(folder, ONE, TWO, admin=ADMIN)
     ) as process:
         yield process
 
 
 def loads(server: ServerProcess) -> pb.GetLoadsResponse:
-    return server.stub.GetLoads(pb.GetLoadsRequest(), **as_client(ADMIN))
+    return server.stub.GetLoads(pb.GetLoadsRequest(), **calls.as_client(ADMIN))
 
 
 def holds(server: ServerProcess, num_running: int, num_kept: int | None = None) -> None:
@@ -81,7 +65,7 @@ def holds(server: ServerProcess, num_running: int, num_kept: int | None = None) 
         free = num_running or now.num_free_blocks == now.num_total_blocks
         return now.num_running == num_running and kept and bool(free)
 
-    wait_until(is_so, TIMEOUT_S, more=lambda: str(loads(server)))
+    wait_until(is_so, calls.TIMEOUT_S, more=lambda: str(loads(server)))
 
 
 class Door:
@@ -112,7 +96,7 @@ class Door:
 
     def abort(self, key: str, token: str = ADMIN) -> bool:
         request = pb.AbortRequest(request_id=key)
-        return self.server.stub.Abort(request, **as_client(token)).aborted
+        return self.server.stub.Abort(request, **calls.as_client(token)).aborted
 
     def close(self) -> None:
         for key in self.keys:
@@ -124,21 +108,23 @@ class Grpc(Door):
     """Over gRPC; a position is a number of tokens."""
 
     def begin(self, key: str, after: int, length: int, window_s: float, token: str) -> Any:
-        request = long_request(length, request_id=key, resume_window_s=window_s, resume_from=after)
-        return self.server.stub.GenerateStream(request, **as_client(token))
+        request = calls.long_request(
+            length, request_id=key, resume_window_s=window_s, resume_from=after
+        )
+        return self.server.stub.GenerateStream(request, **calls.as_client(token))
 
     def read(self, stream: Any, count: int | None = None) -> list[int]:
         """The first `count` tokens or some more; None: all."""
         assert 0 < float(dict(stream.initial_metadata())["x-resume-window"]) <= WINDOW_S
-        found: list[int] = []
+        token_ids: list[int] = []
         self.positions = [self.after]
-        while count is None or len(found) < count:
+        while count is None or len(token_ids) < count:
             message = next(stream, None)
             if message is None:
                 break
-            found += [token for one in message.outputs for token in one.token_ids]
-            self.positions.append(self.after + len(found))
-        return found
+            token_ids += [token for output in message.outputs for token in output.token_ids]
+            self.positions.append(self.after + len(token_ids))
+        return token_ids
 
     def leave(self, stream: Any) -> None:
         stream.cancel()
@@ -147,7 +133,7 @@ class Grpc(Door):
         """How a stream is refused or ends, in HTTP's codes."""
         codes = {Code.NOT_FOUND: "stream_not_kept", Code.ALREADY_EXISTS: "duplicate_request_id"}
         codes |= {Code.CANCELLED: "request_aborted", Code.UNAVAILABLE: "draining"}
-        return codes[refused(lambda timeout: stream).code]
+        return codes[calls.refused(lambda timeout: stream).code]
 
 
 class Http(Door):
@@ -164,24 +150,24 @@ class Http(Door):
     def read(self, stream: HTTPResponse, count: int | None = None) -> list[int]:
         assert stream.status == 200, stream.read()
         assert 0 < float(stream.headers["x-resume-window"]) <= WINDOW_S
-        found: list[int] = []
+        token_ids: list[int] = []
         self.positions = [self.after]
         for number, data in events(stream):
             if data != "[DONE]":
-                found += json.loads(data)["choices"][0]["token_ids"]
+                token_ids += json.loads(data)["choices"][0]["token_ids"]
                 self.positions.append(number)
-                if count is not None and len(found) >= count:
+                if count is not None and len(token_ids) >= count:
                     break
-        return found
+        return token_ids
 
     def leave(self, stream: HTTPResponse) -> None:
         stream.close()
 
     def fault(self, stream: HTTPResponse) -> str:
         data = [*events(stream)][-1][1] if stream.status == 200 else stream.read()
-        told = json.loads(data)["error"]
-        assert set(told) == {"message", "type", "param", "code"}
-        return str(told["code"])
+        error = json.loads(data)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return str(error["code"])
 
 
 def post(
@@ -280,8 +266,8 @@ def test_without_a_reader_in_time_all_is_freed(door: Any) -> None:
 @pytest.mark.parametrize("window_s", [0.0, None])
 def test_other_streams_end_with_their_reader(server: ServerProcess, window_s: float | None) -> None:
     """Their blocks are free at once: no window begins."""
-    request = long_request(LONG, request_id="other", resume_window_s=window_s)
-    stream = server.stub.GenerateStream(request, **as_client(ONE))
+    request = calls.long_request(LONG, request_id="other", resume_window_s=window_s)
+    stream = server.stub.GenerateStream(request, **calls.as_client(ONE))
     next(stream)
     assert "x-resume-window" not in dict(stream.initial_metadata())
     body = {"prompt": [5, 6, 7], "max_tokens": LONG, "ignore_eos": True, "stream": True}
@@ -298,20 +284,19 @@ def test_other_streams_end_with_their_reader(server: ServerProcess, window_s: fl
 
 def test_a_position_is_the_end_of_a_message(server: ServerProcess) -> None:
     request = pb.GenerateRequest(
-        prompt_token_ids=ids(5, 6, 7), request_id="inside", resume_window_s=WINDOW_S
+        prompt_token_ids=calls.ids(5, 6, 7), request_id="inside", resume_window_s=WINDOW_S
     )
     params = {"n": 3, "temperature": 1.0, "seed": 3, "max_tokens": 4, "ignore_eos": True}
-    request.sampling.CopyFrom(sampling(**params, logprobs=2, prompt_logprobs=1))
-    whole = [*server.stub.GenerateStream(request, **as_client(ONE))]
-    assert sum(len(one.token_ids) for one in whole[0].outputs) == 3
+    request.sampling.CopyFrom(calls.sampling(**params, logprobs=2, prompt_logprobs=1))
+    whole = [*server.stub.GenerateStream(request, **calls.as_client(ONE))]
+    assert sum(len(output.token_ids) for output in whole[0].outputs) == 3
     for position in (1, 13, 999):
         request.resume_from = position
-        told = refused(server.stub.GenerateStream, request, metadata=bearer(ONE))
-        assert told.code is Code.NOT_FOUND
-        assert f"begins after position {position} " in told.text
+        refusal = calls.refused(server.stub.GenerateStream, request, metadata=calls.bearer(ONE))
+        assert refusal.code is Code.NOT_FOUND
+        assert f"begins after position {position} " in refusal.text
     request.resume_from = 3
-    rest = [*server.stub.GenerateStream(request, **as_client(ONE))]
-    assert rest == whole[1:]
+    assert [*server.stub.GenerateStream(request, **calls.as_client(ONE))] == whole[1:]
     assert Grpc(server).abort("inside")
 
 
@@ -349,14 +334,14 @@ def test_headers_that_cannot_be_used(
         ("GenerateStream", {"resume_from": -1, "request_id": "k"}),
     ],
 )
-def test_fields_that_cannot_be_used(
-    server: ServerProcess, method: str, fields: dict[str, Any]
-) -> None:
-    told = refused(
-        getattr(server.stub, method), pb.GenerateRequest(prompt="a", **fields), metadata=bearer(ONE)
+def test_fields_refused(server: ServerProcess, method: str, fields: dict[str, Any]) -> None:
+    refusal = calls.refused(
+        getattr(server.stub, method),
+        pb.GenerateRequest(prompt="a", **fields),
+        metadata=calls.bearer(ONE),
     )
-    assert told.code is Code.INVALID_ARGUMENT
-    assert any(name in told.text for name in fields)
+    assert refusal.code is Code.INVALID_ARGUMENT
+    assert any(name in refusal.text for name in fields)
 
 
 class Kept(KeptStreams):
@@ -385,14 +370,16 @@ async def bytes_of_a_stream(kept: Kept) -> None:
         stream.add(b"%d " % number * 300, number)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    assert [int(one.split()[0]) for one in read] == [*range(1, 40)]
+    assert [int(line.split()[0]) for line in read] == [*range(1, 40)]
     assert stream.num_bytes <= 20_000
-    with pytest.raises(NotKeptError, match="dropped for want of room; the stream has come to 39"):
+    with pytest.raises(
+        errors.NotKeptError, match="dropped for want of room; the stream has come to 39"
+    ):
         await stream.send(3, write)
     reading.cancel()
     await asyncio.wait([reading])
     stream.add(b"x" * 15_000, 40)
-    with pytest.raises(NotKeptError, match="wait for a reader"):
+    with pytest.raises(errors.NotKeptError, match="wait for a reader"):
         stream.add(b"x" * 5000, 41)
     kept.drop(stream)
     assert kept.num_bytes == 0
@@ -405,22 +392,24 @@ async def bytes_of_all_streams(kept: Kept) -> None:
     ended.end()
     running.add(b"x" * 9000, 1)
     assert (len(kept), kept.num_bytes) == (1, running.num_bytes)
-    with pytest.raises(NotKeptError, match="max_all_resume_bytes"):
+    with pytest.raises(errors.NotKeptError, match="max_all_resume_bytes"):
         running.add(b"x" * 9000, 2)
 
 
 async def requests_without_a_reader(kept: Kept) -> None:
     """They count for their client until they end or are read."""
     streams = [kept.begin("a"), kept.begin("b")]
-    with pytest.raises(QueueFullError, match=r"2 requests of yours .* one client may have 1 "):
+    with pytest.raises(
+        errors.QueueFullError, match=r"2 requests of yours .* one client may have 1 "
+    ):
         kept.begin("c")
     kept.begin("c", "other")
     streams[0].end()
     reading = asyncio.create_task(streams[1].send(0, lambda _: asyncio.sleep(0)))
     await asyncio.sleep(0)
     kept.begin("c")
-    streams[1].end(RequestAbortedError("aborted"))
-    with pytest.raises(RequestAbortedError):
+    streams[1].end(errors.RequestAbortedError("aborted"))
+    with pytest.raises(errors.RequestAbortedError):
         await reading
     kept.begin("d")  # beside "c"; "a" has ended
 
@@ -464,14 +453,14 @@ def test_our_client_gives_up_in_time(server: ServerProcess, options: dict[str, f
         await asyncio.wait_for(cut_once(server, close, **options), WINDOW_S)
 
     # The deadline may be over before the connection is cut.
-    with pytest.raises((ServerUnavailableError, DeadlineExceededError)):
+    with pytest.raises((errors.ServerUnavailableError, errors.DeadlineExceededError)):
         asyncio.run(talk())
     Grpc(server).abort("once")
     holds(server, 0, 0)
 
 
 def test_our_client_tells_that_a_stream_is_lost(server: ServerProcess) -> None:
-    with pytest.raises(NotKeptError, match="no stream of yours with this key is kept"):
+    with pytest.raises(errors.NotKeptError, match="no stream of yours with this key is kept"):
         asyncio.run(cut_once(server, lambda _: Grpc(server).abort("once")))
 
 
@@ -498,7 +487,7 @@ async def test_our_client_ends_what_it_leaves(server: ServerProcess) -> None:
 
 
 def test_our_client_takes_an_answer_for_no_reason_to_try_again(server: ServerProcess) -> None:
-    with pytest.raises(InvalidPriorityError):
+    with pytest.raises(errors.InvalidPriorityError):
         asyncio.run(cut_once(server, print, priority=1, resume_window_s=WINDOW_S))
 
 
@@ -508,14 +497,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("alone")
     options = ["--http-port", "0", "--resume-window", str(WINDOW_S), "--isolate"]
     options += ["--served-model-name", "one", "two", "--disable-log-requests"]
-    options += token_files(folder, ONE, admin=ADMIN)
+    options += calls.token_files(folder, ONE, admin=ADMIN)
     with ServerProcess(*OPTIONS, *options, log=folder / "log") as process:
         yield process
 
 
 def test_a_rank_is_lost_while_no_client_reads(alone: ServerProcess) -> None:
     def about() -> Any:
-        return alone.stub.GetServerInfo(pb.GetServerInfoRequest(), **as_client(ONE))
+        return alone.stub.GetServerInfo(pb.GetServerInfoRequest(), **calls.as_client(ONE))
 
     doors = [Grpc(alone), Http(alone)]
     wanted = doors[0].read(doors[0].open("undisturbed", length=800))
@@ -531,9 +520,9 @@ def test_a_rank_is_lost_while_no_client_reads(alone: ServerProcess) -> None:
     assert about().recoveries == 1
 
 
-def answer_of(found: list[str]) -> dict[str, Any]:
+def answer_of(events: list[str]) -> dict[str, Any]:
     """What the events of a stream say together, without what differs between two requests."""
-    *chunks, end = found
+    *chunks, end = events
     assert end == "[DONE]"
     whole = joined([json.loads(chunk) for chunk in chunks])
     del whole["usage"]["prompt_tokens_details"]
@@ -563,16 +552,16 @@ async def cut_grpc(server: ServerProcess, rng: random.Random) -> int:
     least = 200 if "use_beam_search" in params else 250 + 50 * len(wanted)
     proxy = CuttingProxy(server.target, drawn_budgets(rng, least))
     async with proxy.listening() as target, GenerationClient(target, token=ONE) as client:
-        found = [part async for part in client.stream(prompt, params, resume_window_s=WINDOW_S)]
+        parts = [part async for part in client.stream(prompt, params, resume_window_s=WINDOW_S)]
     for name in ("num_prompt_tokens", "num_output_tokens"):
-        assert getattr(found[-1].usage, name) == getattr(wanted[-1].usage, name)
+        assert getattr(parts[-1].usage, name) == getattr(wanted[-1].usage, name)
     close = [
         replace(
             output, cumulative_logprob=pytest.approx(output.cumulative_logprob, abs=LOGPROB_ERROR)
         )
         for output in joined_parts(wanted)
     ]
-    assert joined_parts(found) == close
+    assert joined_parts(parts) == close
     return proxy.num_cuts
 
 
@@ -589,21 +578,21 @@ async def cut_http(server: ServerProcess, rng: random.Random) -> int:
     wanted = [data for _, data in whole]
     budgets = drawn_budgets(rng, sum(map(len, wanted)))
     proxy = CuttingProxy(urlsplit(server.http_address).netloc, budgets)
-    key, found = f"cut-{rng.random()}", []
+    key, received = f"cut-{rng.random()}", []
     headers = {"idempotency-key": key, "x-resume-window": str(WINDOW_S)}
     async with proxy.listening() as host:
 
         def read() -> None:
             with suppress(OSError, HTTPException):
                 for number, data in events(post(server, path, body, headers, host=host)):
-                    assert number == len(found) + 1
-                    found.append(data)
+                    assert number == len(received) + 1
+                    received.append(data)
                     headers["last-event-id"] = str(number)
 
         for _ in range(10):
-            if found[-1:] != ["[DONE]"]:
+            if received[-1:] != ["[DONE]"]:
                 await asyncio.to_thread(read)
-    assert answer_of(found) == answer_of(wanted)
+    assert answer_of(received) == answer_of(wanted)
     return proxy.num_cuts
 
 
@@ -615,7 +604,7 @@ def test_cut_streams_end_with_the_output_of_uncut_ones(server: ServerProcess, co
     async def one(place: int) -> int:
         async with at_once:
             cut = cut_grpc if place % 2 else cut_http
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(calls.TIMEOUT_S):
                 while not (num_cuts := await cut(server, seeds[place])):
                     pass  # under load messages are merged, and the stream ends before the cut
             return num_cuts
@@ -631,8 +620,8 @@ def test_cut_streams_end_with_the_output_of_uncut_ones(server: ServerProcess, co
 def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess) -> None:
     """The last test of this server. What has not finished in time is aborted with an error."""
     stub, doors = alone.stub, [Grpc(alone), Http(alone)]
-    assert stub.GetModelInfo(pb.GetModelInfoRequest(), **as_client(ONE)).model == "one"
-    unary = stub.Generate.future(long_request(LONG, model="two"), **as_client(ONE))
+    assert stub.GetModelInfo(pb.GetModelInfoRequest(), **calls.as_client(ONE)).model == "one"
+    unary = stub.Generate.future(calls.long_request(LONG, model="two"), **calls.as_client(ONE))
     read, left = ([(door, door.open(f"{key}-{place}")) for place, door in enumerate(doors)]
                   for key in ("read", "left"))  # fmt: skip
     for door, stream in (*read, *left):
@@ -640,12 +629,14 @@ def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess) -> None:
     for door, stream in left:
         door.leave(stream)
     drain = pb.DrainRequest(timeout_ms=1000)
-    assert refused(stub.Drain, drain, metadata=bearer(ONE)).code is Code.PERMISSION_DENIED
-    stub.Drain(drain, **as_client(ADMIN))
+    assert (
+        calls.refused(stub.Drain, drain, metadata=calls.bearer(ONE)).code is Code.PERMISSION_DENIED
+    )
+    stub.Drain(drain, **calls.as_client(ADMIN))
     _, over_http = doors
     again = over_http.open("left-1", after=2)  # while it drains
     for door, stream in (*read, (over_http, again)):
         assert door.fault(stream) == "draining"
-    assert refused(lambda timeout: unary.result(timeout)).code is Code.UNAVAILABLE
-    assert alone.process.wait(TIMEOUT_S) == 0
+    assert calls.refused(lambda timeout: unary.result(timeout)).code is Code.UNAVAILABLE
+    assert alone.process.wait(calls.TIMEOUT_S) == 0
     assert "request '" not in alone.log.read_text()

@@ -130,8 +130,8 @@ def test_random_mutations(server: ServerProcess, count: int) -> None:
         else:
             pending.append((data, partial(list, stream(data, timeout=TIMEOUT_S))))
         if len(pending) >= AT_ONCE or i == count - 1:
-            for sent, one in pending:
-                codes[outcome(sent, one)] += 1
+            for sent, call in pending:
+                codes[outcome(sent, call)] += 1
             pending.clear()
     assert sum(codes.values()) == count
     # A mutation may also name another model, or set a wait of milliseconds.
@@ -206,8 +206,7 @@ def test_compressed_bombs(server: ServerProcess, kind: grpc.Compression) -> None
     bomb = pb.GenerateRequest(prompt="a" * (32 << 20)).SerializeToString()
     before = server.resident_bytes()
     for _ in range(3):
-        refusal = refused(generate, bomb, compression=kind)
-        assert refusal.code is Code.RESOURCE_EXHAUSTED
+        assert refused(generate, bomb, compression=kind).code is Code.RESOURCE_EXHAUSTED
     assert server.resident_bytes() < before + (24 << 20)
 
 
@@ -218,8 +217,7 @@ def test_too_much(server: ServerProcess) -> None:
     for size in (bound, 5 << 20):
         large = pb.GenerateRequest(prompt="a" * size).SerializeToString()
         assert refused(generate, large).code is Code.RESOURCE_EXHAUSTED
-    metadata = (("x-large", "a" * 20_000),)
-    refusal = refused(generate, valid().SerializeToString(), metadata=metadata)
+    refusal = refused(generate, valid().SerializeToString(), metadata=(("x-large", "a" * 20_000),))
     assert refusal.code is Code.RESOURCE_EXHAUSTED
 
 
@@ -227,8 +225,7 @@ def test_a_text_that_cannot_fit_costs_nothing(server: ServerProcess) -> None:
     """Refused by its length alone: tokenizing would take seconds and delay other clients, and ids
     are not looked at."""
     text, bad_ids = "ab " * (1 << 17), pb.TokenIds(ids=[-1] * 40_000)
-    message = pb.Message(role="user", content=text)
-    chat = pb.Conversation(messages=[message])
+    chat = pb.Conversation(messages=[pb.Message(role="user", content=text)])
     calls = (
         (server.stub.Generate, pb.GenerateRequest(prompt=text), "prompt"),
         (server.stub.Generate, pb.GenerateRequest(messages=chat), "messages"),

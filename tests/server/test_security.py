@@ -113,9 +113,7 @@ def test_tokens_are_read(tmp_path: Path) -> None:
         read_tokens(str(tmp_path / "none"), None, "x")
 
 
-def test_weights_without_fairness_are_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_without_fairness_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{ONE} 2\n")
     parser, notes = argparse.ArgumentParser(), []
@@ -130,18 +128,18 @@ def test_weights_without_fairness_are_noted(
 
 def test_clients_are_told_apart() -> None:
     known = Authenticator({ONE: 2.5, TWO: 1.0}, [ADMIN])
-    one, two, admin = (known.identify([f"Bearer {token}"], None) for token in (ONE, TWO, ADMIN))
-    assert one == known.identify([f"bearer {ONE}"], "a name")
-    assert one.owner.weight == 2.5
-    assert len({one.name, two.name, admin.name}) == 3
+    first, second, admin = (known.identify([f"Bearer {key}"], None) for key in (ONE, TWO, ADMIN))
+    assert first == known.identify([f"bearer {ONE}"], "a name")
+    assert first.owner.weight == 2.5
+    assert len({first.name, second.name, admin.name}) == 3
     near, far = (Authenticator().identify([], None, f"ipv4:10.0.0.{i}") for i in (1, 2))
     named = Authenticator().identify([], "a name", "ipv4:10.0.0.1")
-    accounts = {client.owner.account for client in (one, two, near, far, named)}
+    accounts = {client.owner.account for client in (first, second, near, far, named)}
     assert len(accounts) == 5
     assert (near.name, named.name) == (far.name, "certificate a name")
     assert not any("10.0" in account or "a name" in account for account in accounts)
     admin.require_admin("x")
-    for client in (one, two, Client("anonymous")):
+    for client in (first, second, Client("anonymous")):
         with pytest.raises(PermissionDeniedError):
             client.require_admin("x")
     assert Authenticator().identify([f"Bearer {WRONG}"], None).name == "anonymous"
@@ -198,8 +196,7 @@ def test_only_health_is_free_of_tokens() -> None:
         assert next(watch).status == 2
         watch.cancel()
         path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-        refusal = refused(channel.stream_stream(path), iter([b""]))
-        assert refusal.code is Code.UNAUTHENTICATED
+        assert refused(channel.stream_stream(path), iter([b""])).code is Code.UNAUTHENTICATED
 
 
 def secure(target: str, authority: Authority, own: TlsFiles | None = None) -> grpc.Channel:

@@ -9,16 +9,7 @@ import pytest
 from support.server_process import ServerProcess, wait_until
 from support.servers import LASTING, MODEL_LENGTH
 
-from server.calls import (
-    TIMEOUT_S,
-    Refusal,
-    ids,
-    long_request,
-    refused,
-    running,
-    sampling,
-    waiting,
-)
+from server import calls
 from tpengine.proto import tpengine_pb2 as pb
 
 Code = grpc.StatusCode
@@ -32,7 +23,7 @@ def bad(field: str, *words: str, **fields: Any) -> tuple[pb.GenerateRequest, str
 
 BAD = {
     "no input": bad("input", "prompt_token_ids", "messages"),
-    "no tokens": bad("prompt_token_ids", "empty", "at least one", prompt_token_ids=ids()),
+    "no tokens": bad("prompt_token_ids", "empty", "at least one", prompt_token_ids=calls.ids()),
     "empty text": bad("prompt", "empty", prompt=""),
     "no messages": bad("messages", "empty", messages=pb.Conversation()),
     "half a message": bad(
@@ -40,22 +31,27 @@ BAD = {
     ),
     "ids too long": bad(
         *("prompt_token_ids", f"{MODEL_LENGTH + 1} tokens", f"max_model_len = {MODEL_LENGTH}"),
-        prompt_token_ids=ids(*[5] * (MODEL_LENGTH + 1)),
+        prompt_token_ids=calls.ids(*[5] * (MODEL_LENGTH + 1)),
     ),
-    "zero tokens": bad("sampling.max_tokens", "0", prompt="a", sampling=sampling(max_tokens=0)),
-    "greedy pair": bad("sampling.n", "temperature", prompt="a", sampling=sampling(n=2)),
+    "zero tokens": bad(
+        "sampling.max_tokens", "0", prompt="a", sampling=calls.sampling(max_tokens=0)
+    ),
+    "greedy pair": bad("sampling.n", "temperature", prompt="a", sampling=calls.sampling(n=2)),
     "priority without a policy": bad("priority", "priority = 1", prompt="a", priority=1),
     "priority out of range": bad("priority", "1001", prompt="a", priority=1001),
     "negative wait": bad("max_queue_ms", "-1", prompt="a", max_queue_ms=-1),
     **{
         f"{name} beyond the vocabulary": bad(
-            f"sampling.{name}", str(VOCABULARY), prompt="a", sampling=sampling(**{name: value})
+            f"sampling.{name}",
+            str(VOCABULARY),
+            prompt="a",
+            sampling=calls.sampling(**{name: value}),
         )
         for name, value in (
             ("stop_token_ids", [VOCABULARY]),
             ("logit_bias", {VOCABULARY: 1.0}),
-            ("allowed_token_ids", ids(VOCABULARY)),
-            ("bad_words_token_ids", [ids(VOCABULARY)]),
+            ("allowed_token_ids", calls.ids(VOCABULARY)),
+            ("bad_words_token_ids", [calls.ids(VOCABULARY)]),
         )
     },
     **{
@@ -72,7 +68,7 @@ BAD = {
 @pytest.mark.parametrize("name", list(BAD))
 def test_bad_input_is_refused_by_field(server: ServerProcess, method: str, name: str) -> None:
     request, field, words = BAD[name]
-    refusal = refused(getattr(server.stub, method), request)
+    refusal = calls.refused(getattr(server.stub, method), request)
     assert refusal.code is Code.INVALID_ARGUMENT
     assert refusal.field == field
     assert refusal.status.code == Code.INVALID_ARGUMENT.value[0]
@@ -89,36 +85,36 @@ def test_bad_input_of_the_other_methods(server: ServerProcess) -> None:
         (stub.Abort, pb.AbortRequest(), "request_id"),
     ]
     for call, request, field in cases:
-        refusal = refused(call, request)
+        refusal = calls.refused(call, request)
         assert (refusal.code, refusal.field) == (Code.INVALID_ARGUMENT, field), refusal.text
 
 
 def test_another_model_is_not_found(server: ServerProcess) -> None:
-    refusal = refused(server.stub.Generate, pb.GenerateRequest(prompt="a", model="gpt-17"))
+    refusal = calls.refused(server.stub.Generate, pb.GenerateRequest(prompt="a", model="gpt-17"))
     assert refusal.code is Code.NOT_FOUND
     assert "'gpt-17'" in refusal.text
     assert "'embedded'" in refusal.text
 
 
 def test_abort(server: ServerProcess) -> None:
-    wait_until(lambda: server.loads().num_open_calls == 0, TIMEOUT_S)
+    wait_until(lambda: server.loads().num_open_calls == 0, calls.TIMEOUT_S)
     before = server.loads()
-    with waiting(server.stub, long_request(LASTING, request_id="mine")) as call:
-        wait_until(lambda: server.loads().num_running == 1, TIMEOUT_S)
+    with calls.waiting(server.stub, calls.long_request(LASTING, request_id="mine")) as call:
+        wait_until(lambda: server.loads().num_running == 1, calls.TIMEOUT_S)
         now = server.loads()
         assert (now.num_open_calls, 0.0 < now.cache_usage < 1.0) == (1, True)
         assert now.num_free_blocks < before.num_free_blocks
-        aborted = server.stub.Abort(pb.AbortRequest(request_id="mine"), timeout=TIMEOUT_S)
+        aborted = server.stub.Abort(pb.AbortRequest(request_id="mine"), timeout=calls.TIMEOUT_S)
         now = server.loads()
         assert aborted.aborted
         assert (now.num_running, now.num_free_blocks) == (0, before.num_free_blocks)
         assert now.num_steps > before.num_steps
-        assert call["done"].wait(TIMEOUT_S)
+        assert call["done"].wait(calls.TIMEOUT_S)
         outcome = call["outcome"]
-        assert isinstance(outcome, Refusal)
+        assert isinstance(outcome, calls.Refusal)
         assert (outcome.code, outcome.request_id) == (Code.CANCELLED, "mine")
         assert "'mine'" in outcome.text
-    again = server.stub.Abort(pb.AbortRequest(request_id="mine"), timeout=TIMEOUT_S)
+    again = server.stub.Abort(pb.AbortRequest(request_id="mine"), timeout=calls.TIMEOUT_S)
     assert again.HasField("aborted")
     assert not again.aborted
 
@@ -126,19 +122,19 @@ def test_abort(server: ServerProcess) -> None:
 def test_priorities(tight: ServerProcess) -> None:
     stub = tight.stub
     with (
-        running(stub, long_request(LASTING // 2)) as first,
-        running(stub, long_request(LASTING // 2)),
-        waiting(stub, long_request(40, priority=1)) as late,
-        waiting(stub, long_request(40, priority=-1)) as early,
+        calls.running(stub, calls.long_request(LASTING // 2)) as first,
+        calls.running(stub, calls.long_request(LASTING // 2)),
+        calls.waiting(stub, calls.long_request(40, priority=1)) as late,
+        calls.waiting(stub, calls.long_request(40, priority=-1)) as early,
     ):
-        wait_until(lambda: tight.loads().num_queued == 2, TIMEOUT_S)
+        wait_until(lambda: tight.loads().num_queued == 2, calls.TIMEOUT_S)
         first.cancel()
         for call in (early, late):
-            assert call["done"].wait(TIMEOUT_S)
+            assert call["done"].wait(calls.TIMEOUT_S)
         # The one that came first waited until the other had ended.
         assert late["outcome"].usage.queue_s > early["outcome"].usage.queue_s
 
 
 def test_unknown_methods_and_names(server: ServerProcess) -> None:
     for path in ("/tpengine.v1.GenerationService/Nothing", "/unknown.Service/Method"):
-        assert refused(server.channel.unary_unary(path), b"").code is Code.UNIMPLEMENTED
+        assert calls.refused(server.channel.unary_unary(path), b"").code is Code.UNIMPLEMENTED

@@ -101,9 +101,9 @@ async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
         await _turns(1)
     await sending
     assert [token for ids in connection.token_ids for token in ids] == list(range(60))
-    told = [one for message in connection.messages for one in message.outputs]
-    assert "".join(one.text for one in told) == "".join(f"{token} " for token in range(60))
-    assert [message.finished for message in connection.messages].index(True) + 1 == len(told)
+    outputs = [output for message in connection.messages for output in message.outputs]
+    assert "".join(output.text for output in outputs) == "".join(f"{token} " for token in range(60))
+    assert [message.finished for message in connection.messages].index(True) + 1 == len(outputs)
 
 
 @pytest.mark.parametrize("is_fast", [True, False])

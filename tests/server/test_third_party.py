@@ -31,19 +31,18 @@ def _curl(target: str, *words: str) -> str:
 
 
 def _json_stream(text: str) -> list[dict[str, Any]]:
-    decoder, found, at = json.JSONDecoder(), [], 0
+    decoder, values, at = json.JSONDecoder(), [], 0
     while at < len(text.rstrip()):
         value, end = decoder.raw_decode(text, at)
-        found.append(value)
+        values.append(value)
         at = end + len(text[end:]) - len(text[end:].lstrip())
-    return found
+    return values
 
 
 def test_buf_lists_what_there_is(server: ServerProcess) -> None:
     services = _curl(server.target, "--list-services", "").split()
     assert {SERVICE, "grpc.health.v1.Health"} <= set(services)
-    methods = _curl(server.target, "--list-methods", "").split()
-    assert f"{SERVICE}/GenerateStream" in methods
+    assert f"{SERVICE}/GenerateStream" in _curl(server.target, "--list-methods", "").split()
 
 
 def test_buf_asks_for_health(server: ServerProcess) -> None:

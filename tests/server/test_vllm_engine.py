@@ -29,7 +29,7 @@ from tpengine.server.limits import Limits
 
 PROMPT = "The capital of France is"
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
-METHODS = {one.name: GetMessageClass(one.input_type)() for one in SERVICE.methods}
+METHODS = {method.name: GetMessageClass(method.input_type)() for method in SERVICE.methods}
 HEALTH = METHODS.pop("HealthCheck")
 NOT_OFFERED = ("Embed", "FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
 LONG = {"max_tokens": LASTING, "ignore_eos": True}
@@ -115,12 +115,12 @@ def test_ids_are_those_of_the_offline_engine(
 def _compare(got: Any, token_ids: Any, wanted: Any, count: int | None) -> None:
     """Compares log probabilities, of which the most likely `count` are listed."""
     pairs = list(zip(token_ids, wanted or (), strict=False))
-    found = [getattr(one, "value", one) for one in got.token_logprobs]
-    assert found == pytest.approx([some[one].logprob if some else 0 for one, some in pairs], 1e-4)
-    assert list(got.token_ids) == [one for one, _ in pairs]
+    logprobs = [getattr(entry, "value", entry) for entry in got.token_logprobs]
+    assert logprobs == pytest.approx([some[i].logprob if some else 0 for i, some in pairs], 1e-4)
+    assert list(got.token_ids) == [i for i, _ in pairs]
     assert len(got.top_logprobs) == (len(pairs) if count else 0)
     for top, (_, some) in zip(got.top_logprobs, pairs, strict=False):
-        ranked = sorted((one.rank, token_id) for token_id, one in (some or {}).items())[:count]
+        ranked = sorted((entry.rank, token_id) for token_id, entry in (some or {}).items())[:count]
         assert list(top.token_ids) == [token_id for _, token_id in ranked]
         assert list(top.values) == pytest.approx([some[i].logprob for _, i in ranked], 1e-4)
 
@@ -142,8 +142,8 @@ def test_what_unset_and_zero_mean(stub: Any) -> None:
     assert read() == read(n=0, top_p=0.0, top_k=0, repetition_penalty=0.0) == neutral
     neutral.temperature, neutral.seed, neutral.logprobs = 0.0, 0, 0
     neutral.stop, neutral.detokenize, neutral.truncate_prompt_tokens = ["a"], True, 99
-    given = {"temperature": 0.0, "seed": 0, "logprobs": 0, "stop": ["a"]}
-    assert read(**given, truncate_prompt_tokens=-1) == neutral
+    zeros = {"temperature": 0.0, "seed": 0, "logprobs": 0, "stop": ["a"]}
+    assert read(**zeros, truncate_prompt_tokens=-1) == neutral
     prompt = {"text": None, "tokenized": pb.TokenizedInput(input_ids=[5] * (MODEL_LENGTH - 9))}
     (end,) = generate(stub, asked({"max_tokens": None, "ignore_eos": True}, **prompt))
     assert end.prompt_tokens + end.completion_tokens == MODEL_LENGTH
@@ -177,9 +177,9 @@ def test_a_refused_field_is_named(stub: Any, name: str, value: Any) -> None:
     else:
         text = None if name in ("tokenized", "input") else PROMPT
         request, path = asked(**{"text": text} | ({name: value} if value else {})), name
-    told = refused(stub.Generate, request)
-    assert (told.code, told.field) == (grpc.StatusCode.INVALID_ARGUMENT, path)
-    assert name in told.text
+    refusal = refused(stub.Generate, request)
+    assert (refusal.code, refusal.field) == (grpc.StatusCode.INVALID_ARGUMENT, path)
+    assert name in refusal.text
 
 
 def test_every_field_is_read_or_refused() -> None:
@@ -187,7 +187,7 @@ def test_every_field_is_read_or_refused() -> None:
     fields, params = pb.GenerateRequest.DESCRIPTOR, pb.SamplingParams.DESCRIPTOR
     read = {*parameters(SamplingParams), "grammar_from_first_token"}  # without effect here
     assert set(params.fields_by_name) - read == {
-        "json_schema", *(one.name for one in params.oneofs[0].fields)
+        "json_schema", *(field.name for field in params.oneofs[0].fields)
     } - read  # fmt: skip
     read = {"request_id", "tokenized", "text", "sampling_params", "stream"}
     assert set(fields.fields_by_name) - read == set(vllm_messages.REFUSED)
@@ -195,8 +195,8 @@ def test_every_field_is_read_or_refused() -> None:
 
 @pytest.mark.parametrize("method", NOT_OFFERED)
 def test_what_is_not_offered_is_named(stub: Any, method: str) -> None:
-    told = refused(getattr(stub, method), METHODS[method])
-    assert (told.code, method in told.text) == (grpc.StatusCode.UNIMPLEMENTED, True)
+    refusal = refused(getattr(stub, method), METHODS[method])
+    assert (refusal.code, method in refusal.text) == (grpc.StatusCode.UNIMPLEMENTED, True)
 
 
 def test_a_token_is_needed_and_a_model() -> None:
@@ -205,8 +205,8 @@ def test_a_token_is_needed_and_a_model() -> None:
         stub = VllmEngineStub(channel)
         for method in METHODS.keys() - set(NOT_OFFERED):
             for metadata, code in (((), "UNAUTHENTICATED"), (bearer(token), "UNAVAILABLE")):
-                told = refused(getattr(stub, method), METHODS[method], metadata=metadata)
-                assert told.code.name == code
+                refusal = refused(getattr(stub, method), METHODS[method], metadata=metadata)
+                assert refusal.code.name == code
         assert not stub.HealthCheck(HEALTH, metadata=bearer(token)).healthy
 
 
@@ -214,16 +214,16 @@ def test_abort_and_deadline(server: ServerProcess, stub: Any) -> None:
     wait_until(lambda: server.loads().num_running == 0, TIMEOUT_S)
     free, request = server.loads().num_free_blocks, asked(LONG, request_id="a")
     stream = stub.Generate(request, timeout=TIMEOUT_S)
-    found = list(next(stream).chunk.token_ids)
+    token_ids = list(next(stream).chunk.token_ids)
     stub.Abort(pb.AbortRequest(request_ids=["unknown", "a"]), timeout=TIMEOUT_S)
     assert server.loads().num_free_blocks == free
     *messages, end = stream
-    found += [token_id for message in messages for token_id in message.chunk.token_ids]
-    assert (end.complete.finish_reason, list(end.complete.output_ids)) == ("abort", found)
+    token_ids += [token_id for message in messages for token_id in message.chunk.token_ids]
+    assert (end.complete.finish_reason, list(end.complete.output_ids)) == ("abort", token_ids)
     assert refused(stub.Abort, pb.AbortRequest(request_ids=["a"] * 5000)).field == "request_ids"
     for timeout_ms, code in (("20", "DEADLINE_EXCEEDED"), ("soon", "INVALID_ARGUMENT")):
-        told = refused(stub.Generate, request, metadata=[("x-timeout-ms", timeout_ms)])
-        assert told.code.name == code
+        refusal = refused(stub.Generate, request, metadata=[("x-timeout-ms", timeout_ms)])
+        assert refusal.code.name == code
 
 
 def test_what_a_gateway_asks(stub: Any) -> None:
@@ -233,8 +233,8 @@ def test_what_a_gateway_asks(stub: Any) -> None:
     assert json.loads(model.default_sampling_params_json) == {"temperature": 0.7, "top_p": 0.9}
     stream = stub.Generate(asked(LONG), timeout=TIMEOUT_S)
     next(stream)
-    about = stub.GetServerInfo(METHODS["GetServerInfo"], timeout=TIMEOUT_S)
-    assert (about.active_requests, about.block_size, about.max_num_seqs) == (1, 16, 256)
+    info = stub.GetServerInfo(METHODS["GetServerInfo"], timeout=TIMEOUT_S)
+    assert (info.active_requests, info.block_size, info.max_num_seqs) == (1, 16, 256)
     (load,) = stub.GetLoads(METHODS["GetLoads"], timeout=TIMEOUT_S).loads
     assert (load.num_running_reqs, load.num_total_reqs) == (1, 1)
     assert 0 < load.token_usage < 1
@@ -247,6 +247,6 @@ def test_the_tokenizer_comes_as_an_archive(stub: Any, llm: LLM, tmp_path: Path) 
     archive = b"".join(chunk.data for chunk in chunks)
     assert "".join(chunk.sha256 for chunk in chunks) == hashlib.sha256(archive).hexdigest()
     zipfile.ZipFile(io.BytesIO(archive)).extractall(tmp_path)
-    found, own = AutoTokenizer.from_pretrained(tmp_path), llm.get_tokenizer()
-    assert found.encode("Der Fluß: 東京 🙂") == own.encode("Der Fluß: 東京 🙂")
-    assert found.chat_template == own.chat_template
+    saved, own = AutoTokenizer.from_pretrained(tmp_path), llm.get_tokenizer()
+    assert saved.encode("Der Fluß: 東京 🙂") == own.encode("Der Fluß: 東京 🙂")
+    assert saved.chat_template == own.chat_template

@@ -91,7 +91,7 @@ class Adapters:
     def jobs(self, names: Sequence[str | None], lengths: Sequence[int], seed: int = 1) -> list[Job]:
         """A prompt of each length for each name. Rounding does not change their answers, but the
         adapter does."""
-        found: list[Job] = []
+        chosen: list[Job] = []
         for number, name in enumerate(names):
             own: list[Job] = [
                 (name, prompt) for prompt in self._oracles[name].prompts(lengths, seed + number)
@@ -99,8 +99,8 @@ class Adapters:
             bare = self.answers([(None, prompt) for _, prompt in own])
             for answer, other in zip(self.answers(own), bare, strict=True):
                 assert name is None or answer.token_ids != other.token_ids
-            found += own
-        return found
+            chosen += own
+        return chosen
 
 
 def serve(engine: LLMEngine, adapters: Adapters, jobs: Sequence[Job]) -> list[RequestOutput]:
@@ -110,15 +110,13 @@ def serve(engine: LLMEngine, adapters: Adapters, jobs: Sequence[Job]) -> list[Re
     return engines.serve(engine, prompts, greedy(NUM_OUTPUT_TOKENS), requests)
 
 
-def assert_as_peft(
-    adapters: Adapters, jobs: Sequence[Job], outputs: Sequence[RequestOutput]
-) -> None:
+def assert_peft(adapters: Adapters, jobs: Sequence[Job], outputs: Sequence[RequestOutput]) -> None:
     """Makes sure that the ids are those of PEFT."""
     for (name, prompt), answer, output in zip(jobs, adapters.answers(jobs), outputs, strict=True):
         assert output.error is None
         assert output.lora_request == adapters.request(name)
-        found = output.outputs[0].token_ids
-        assert found == answer.token_ids, f"{name}, a prompt of {len(prompt)} tokens"
+        token_ids = output.outputs[0].token_ids
+        assert token_ids == answer.token_ids, f"{name}, a prompt of {len(prompt)} tokens"
 
 
 def open_engine(base: Path, tp_size: int = 1, **args: Any) -> AbstractContextManager[LLMEngine]:

@@ -246,10 +246,10 @@ def run(folder: Path, expected: Sequence[Expected], tp_size: int = 1, **args: An
     with open_engine(folder, tp_size, **{**SETTINGS, **args}) as engine:
         params = greedy(NUM_OUTPUT_TOKENS, prompt_logprobs=0)
         outputs = serve(engine, [answer.prompt for answer in expected], params)
-    for answer, found in zip(expected, outputs, strict=True):
-        if tuple(found.outputs[0].token_ids) != answer.token_ids:
+    for answer, output in zip(expected, outputs, strict=True):
+        if tuple(output.outputs[0].token_ids) != answer.token_ids:
             return f"other ids after a prompt of {len(answer.prompt)} tokens"
-        pairs = zip(answer.prompt[1:], found.prompt_logprobs[1:], strict=True)
+        pairs = zip(answer.prompt[1:], output.prompt_logprobs[1:], strict=True)
         chosen = [entry[token].logprob for token, entry in pairs]
         if max(abs(a - b) for a, b in zip(chosen, answer.prompt_logprobs, strict=True)) > 1e-3:
             return "other log probabilities of a prompt"

@@ -82,14 +82,14 @@ class BareModel:
         """Of every prompt token and of one decode, `[num_tokens, vocab_size]`."""
         lengths = [len(prompt) for prompt in PROMPTS]
         token_ids = tensor([token for prompt in PROMPTS for token in prompt])
-        found = []
+        parts = []
         for ids, metadata in (
             (token_ids, prefill_metadata(lengths)),
             (tensor(NEXT), _metadata([range(n, n + 1) for n in lengths], len(lengths))),
         ):
             hidden = self.model.forward(ids % self._vocab_size, self.kv_caches, metadata)
-            found.append(self.model.compute_logits(hidden))
-        return torch.cat(found)
+            parts.append(self.model.compute_logits(hidden))
+        return torch.cat(parts)
 
 
 def logits_in_transformers(model: Any) -> torch.Tensor:

@@ -47,15 +47,15 @@ class Browser:
 
     def wait_for(self, selector: str, *words: str) -> str:
         """Waits until the text of `text` has these words, or any if none are given; returns it."""
-        found = ""
+        shown = ""
 
         def is_there() -> bool:
-            nonlocal found
-            found = self.text(selector)
-            return bool(found) and all(word in found for word in words)
+            nonlocal shown
+            shown = self.text(selector)
+            return bool(shown) and all(word in shown for word in words)
 
-        wait_until(is_there, WAIT_S, f"{selector} has no {words}", lambda: found)
-        return found
+        wait_until(is_there, WAIT_S, f"{selector} has no {words}", lambda: shown)
+        return shown
 
     def type(self, *keys: str) -> None:
         """Sends keys to the element that has the focus."""

@@ -71,14 +71,14 @@ def clear_prompts(
 ) -> list[tuple[list[int], list[int]]]:
     """Random prompts and their greedy ids, without near-ties."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    cases = []
     for length in lengths:
         for _ in range(20):
             prompt = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
             answer, margin = greedy(oracle, prompt, num_tokens, edit)
             if margin >= MIN_MARGIN:
-                found.append((prompt, answer))
+                cases.append((prompt, answer))
                 break
         else:
             raise AssertionError(f"no prompt of {length} tokens without a near-tie")
-    return found
+    return cases

@@ -113,8 +113,7 @@ class Comparison:
             is_pythons_own = deviation == word or any(text in deviation for text in _PYTHONS_OWN)
             if word in deviation and not is_pythons_own:
                 self._unused.discard(label)
-                reason = " ".join(deviation.split()).partition(": ")[2]
-                return Item(label, Status.REFUSED, reason)
+                return Item(label, Status.REFUSED, " ".join(deviation.split()).partition(": ")[2])
         if deviation is None and label in self._declarations:
             return Item(label, *self._declarations[label])
         if deviation is None and label in self._other_values:
@@ -142,46 +141,44 @@ class Comparison:
 
         yield label, probe
         try:
-            found = find()
+            item = find()
         except (ImportError, AttributeError):
             return  # its parts are not there either
         if facts["kind"] == "enum":
             for member in facts["fields"]:
-                yield f"{name}.{member}", _has(found, member)
-            for method, told in facts.get("methods", {}).items():
-                yield self._of_method(f"{name}.{method}", found, method, told)
+                yield f"{name}.{member}", _has(item, member)
+            for method, method_facts in facts.get("methods", {}).items():
+                yield self._of_method(f"{name}.{method}", item, method, method_facts)
         elif facts["kind"] in ("class", "dataclass"):
-            yield from self._of_class(name, found, facts)
+            yield from self._of_class(name, item, facts)
         elif "function" in facts["kind"]:
-            yield f"{label}()", _takes(found, facts.get("parameters", {}))
+            yield f"{label}()", _takes(item, facts.get("parameters", {}))
 
-    def _of_class(
-        self, name: str, found: Any, facts: dict[str, Any]
-    ) -> Iterator[tuple[str, Probe]]:
+    def _of_class(self, name: str, kind: Any, facts: dict[str, Any]) -> Iterator[tuple[str, Probe]]:
         methods, example = facts.get("methods", {}), self._examples.get(name)
         expected = facts.get("fields", {}) if facts["kind"] == "dataclass" else {}
         expected = expected or methods.get("__init__", {}).get("parameters", {})
         inherited = self._reference["vllm.engine.arg_utils"]["EngineArgs"]["fields"]
         first = len(inherited) if name == "AsyncEngineArgs" else 0
-        for index, (parameter, told) in enumerate(expected.items(), first):
-            if told:  # not a mark such as *args
-                yield f"{name}({parameter})", _constructs(found, index, parameter, told[1])
+        for index, (parameter, fact) in enumerate(expected.items(), first):
+            if fact:  # not a mark such as *args
+                yield f"{name}({parameter})", _constructs(kind, index, parameter, fact[1])
         if example is not None:
             fields = facts["fields"] if facts["kind"] == "dataclass" else ()
             for attribute in (*facts.get("attributes", ()), *fields):
                 yield f"{name}.{attribute}", _has(example, attribute)
-            for method, told in methods.items():
+            for method, fact in methods.items():
                 if method not in _INTERNAL:
-                    yield self._of_method(f"{name}.{method}", example, method, told)
+                    yield self._of_method(f"{name}.{method}", example, method, fact)
         for flag in facts.get("flags", {}):
-            yield f"{name} {flag}", _parses(found, flag)
+            yield f"{name} {flag}", _parses(kind, flag)
 
     def _of_method(
-        self, label: str, example: Any, name: str, told: dict[str, Any]
+        self, label: str, example: Any, name: str, facts: dict[str, Any]
     ) -> tuple[str, Probe]:
-        if "property" in told["kind"]:
+        if "property" in facts["kind"]:
             return label, _has(example, name)
-        return f"{label}()", lambda: _takes(getattr(example, name), told.get("parameters", {}))()
+        return f"{label}()", lambda: _takes(getattr(example, name), facts.get("parameters", {}))()
 
 
 def _declarations(reference: dict[str, Any]) -> dict[str, tuple[Status, str]]:
@@ -200,7 +197,7 @@ def _declarations(reference: dict[str, Any]) -> dict[str, tuple[Status, str]]:
         elif declared.only_for == NOTHING:
             text = "no effect; a warning names it."
         elif declared.choices and "*" not in choices:
-            refused = [one for one in ast.literal_eval(choices) if one not in declared.choices]
+            refused = [c for c in ast.literal_eval(choices) if c not in declared.choices]
             text = f"refuses `{'`, `'.join(refused)}`." if refused else ""
         if text:
             is_async = name not in EngineArgs.__dataclass_fields__
@@ -218,13 +215,13 @@ def _has(example: Any, name: str) -> Probe:
 
 def _takes(function: Any, expected: dict[str, Any]) -> Probe:
     def probe() -> str | None:
-        given = list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(function).parameters.values())
         place: int | None = 0
-        for name, told in expected.items():
-            if not told:  # a mark: what follows it is given by name
+        for name, fact in expected.items():
+            if not fact:  # a mark: what follows it is given by name
                 place = None
                 continue
-            deviation = _deviation(given, place, name, told[1])
+            deviation = _deviation(parameters, place, name, fact[1])
             if deviation is not None:
                 return f"{name}: {deviation}"
             place = None if place is None else place + 1
@@ -233,25 +230,23 @@ def _takes(function: Any, expected: dict[str, Any]) -> Probe:
     return probe
 
 
-def _constructs(found: Any, index: int, name: str, default: str | None) -> Probe:
+def _constructs(kind: Any, index: int, name: str, default: str | None) -> Probe:
     """Looks at a constructor's parameter."""
-    return lambda: _deviation(
-        list(inspect.signature(found).parameters.values()), index, name, default
-    )
+    return lambda: _deviation([*inspect.signature(kind).parameters.values()], index, name, default)
 
 
-def _parses(found: Any, flag: str) -> Probe:
+def _parses(kind: Any, flag: str) -> Probe:
     def probe() -> str | None:
         parser = argparse.ArgumentParser()
-        found.add_cli_args(parser)
-        missing = [one for one in flag.split() if one not in parser._option_string_actions]
+        kind.add_cli_args(parser)
+        missing = [option for option in flag.split() if option not in parser._option_string_actions]
         return f"unknown: {', '.join(missing)}" if missing else None
 
     return probe
 
 
 def _deviation(
-    given: list[inspect.Parameter], place: int | None, name: str, default: str | None
+    parameters: list[inspect.Parameter], place: int | None, name: str, default: str | None
 ) -> str | None:
     """How a parameter differs from the reference; None: its place and default are the same.
 
@@ -259,11 +254,11 @@ def _deviation(
         place: among the parameters; None: it is given by name.
         default: its source text; None: 0.5.4 has no default, and a script gives a value.
     """
-    own = next((one for one in given if one.name == name), None)
+    own = next((p for p in parameters if p.name == name), None)
     if own is None:
-        by_name = place is None and any(one.kind is one.VAR_KEYWORD for one in given)
+        by_name = place is None and any(p.kind is p.VAR_KEYWORD for p in parameters)
         return None if by_name else "missing"
-    if place is not None and (own.kind is own.KEYWORD_ONLY or given.index(own) != place):
+    if place is not None and (own.kind is own.KEYWORD_ONLY or parameters.index(own) != place):
         return "not at the same place"
     if default is None:
         return None
@@ -340,7 +335,7 @@ def comparison() -> Iterator[Comparison]:
         examples += [core.model_config, core.cache_config]
         examples += [core.parallel_config, core.scheduler_config, LoRARequest("a", 1, "/folder")]
         examples += [answer.logprobs[0][answer.token_ids[0]]]
-        by_class = {type(one).__name__: one for one in examples}
+        by_class = {type(example).__name__: example for example in examples}
         yield Comparison({**by_class, "StatLoggerBase": logger})
 
 
@@ -355,13 +350,13 @@ def closing_engine() -> Iterator[AsyncLLMEngine]:
 
 
 def main() -> None:
-    with comparison() as found:
-        items = found.items()
+    with comparison() as compared:
+        items = compared.items()
     PAGE.write_text(page(items))
     for item in items:
         if item.status is Status.UNKNOWN:
             print(f"{item.name}: {item.detail}")
-    print(Counter(item.status.value for item in items), found.unused_differences())
+    print(Counter(item.status.value for item in items), compared.unused_differences())
 
 
 if __name__ == "__main__":

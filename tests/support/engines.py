@@ -78,8 +78,7 @@ def serve(
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     each_adapter = adapters or [None] * len(prompts)
     for i, (prompt, own, adapter) in enumerate(zip(prompts, each, each_adapter, strict=True)):
-        token_ids = list(prompt)
-        engine.add_request(str(i), None, own, lora_request=adapter, prompt_token_ids=token_ids)
+        engine.add_request(str(i), None, own, lora_request=adapter, prompt_token_ids=list(prompt))
     last: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         last |= {output.request_id: output for output in engine.step()}

@@ -110,24 +110,24 @@ def _metadata(config: dict[str, Any], arch: str, state: dict[str, torch.Tensor])
     def first(names: tuple[str, ...]) -> Any:
         return next((config[name] for name in names if config.get(name) is not None), None)
 
-    found = {f"{arch}.{key}": first(names) for key, names in _NUMBERS.items()}
-    found |= {f"{arch}.{key}": first(names) for key, names in _FLOATS.items()}
+    fields = {f"{arch}.{key}": first(names) for key, names in _NUMBERS.items()}
+    fields |= {f"{arch}.{key}": first(names) for key, names in _FLOATS.items()}
     if arch == "bloom":
-        found[f"{arch}.context_length"] = found[f"{arch}.embedding_length"]
-    if found[f"{arch}.feed_forward_length"] is None:
-        found[f"{arch}.feed_forward_length"] = 4 * found[f"{arch}.embedding_length"]
+        fields[f"{arch}.context_length"] = fields[f"{arch}.embedding_length"]
+    if fields[f"{arch}.feed_forward_length"] is None:
+        fields[f"{arch}.feed_forward_length"] = 4 * fields[f"{arch}.embedding_length"]
     rope = _rope(config)
     whole = rope.get("full_attention", rope)
-    found[f"{arch}.rope.freq_base"] = whole.get("rope_theta")
-    found[f"{arch}.rope.freq_base_swa"] = rope.get("sliding_attention", {}).get("rope_theta")
+    fields[f"{arch}.rope.freq_base"] = whole.get("rope_theta")
+    fields[f"{arch}.rope.freq_base_swa"] = rope.get("sliding_attention", {}).get("rope_theta")
     if whole.get("rope_type") in ("linear", "yarn"):
-        found[f"{arch}.rope.scaling.type"] = whole["rope_type"]
-        found[f"{arch}.rope.scaling.factor"] = whole["factor"]
+        fields[f"{arch}.rope.scaling.type"] = whole["rope_type"]
+        fields[f"{arch}.rope.scaling.factor"] = whole["factor"]
         original = whole.get("original_max_position_embeddings")
-        found[f"{arch}.rope.scaling.original_context_length"] = original
+        fields[f"{arch}.rope.scaling.original_context_length"] = original
     for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
-        found[f"tokenizer.ggml.{key}_token_id"] = config.get(f"{name}_token_id")
-    return found
+        fields[f"tokenizer.ggml.{key}_token_id"] = config.get(f"{name}_token_id")
+    return fields
 
 
 def _tensors(
@@ -136,7 +136,7 @@ def _tensors(
     layers = config.get("num_hidden_layers") or config["n_layer"]
     heads = config.get("num_attention_heads") or config["n_head"]
     key = next(key for key, name in MODEL_ARCH_NAMES.items() if name == arch)
-    names, found = get_tensor_name_map(key, layers), {}
+    names, arrays = get_tensor_name_map(key, layers), {}
     experts: dict[str, list[torch.Tensor]] = {}
     for name, tensor in state.items():
         tensor = tensor.float()
@@ -159,11 +159,11 @@ def _tensors(
         if after:
             experts.setdefault(gguf_name, []).append(tensor)
             tensor = torch.stack(experts[gguf_name])
-        found[gguf_name] = tensor.contiguous().numpy()
+        arrays[gguf_name] = tensor.contiguous().numpy()
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
-        found["rope_freqs.weight"] = _llama3_factors(config, rope)
-    return found
+        arrays["rope_freqs.weight"] = _llama3_factors(config, rope)
+    return arrays
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ _ELSEWHERE = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "en
 def suite_schemas() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the schemas of the suite for draft 2020-12 that are objects, each with its name."""
     with tarfile.open(source_archive("json-suite", _JSONSCHEMA)) as source:
-        parts = {one.name.partition("/json/tests/draft2020-12/")[2]: one for one in source}
-        for name in sorted(one for one in parts if one.endswith(".json") and "/" not in one):
+        parts = {file.name.partition("/json/tests/draft2020-12/")[2]: file for file in source}
+        for name in sorted(part for part in parts if part.endswith(".json") and "/" not in part):
             opened = source.extractfile(parts[name])
             assert opened is not None
             for group in json.load(opened):
@@ -39,24 +39,24 @@ def closed(schema: Any) -> Any:
         return {"type": "boolean"}
     if not isinstance(schema, dict):
         return schema
-    found = {name: value for name, value in schema.items() if name != "$schema"}
-    if "type" not in found and not any(name in found for name in _ELSEWHERE):
-        kinds = (kind for kind, words in _TYPES.items() if any(one in found for one in words))
-        found["type"] = next(kinds, "string")
-    if found.get("type") == "string":
-        found.setdefault("maxLength", max(8, found.get("minLength", 0)))
-    elif found.get("type") == "array":
-        found.setdefault("maxItems", max(2, found.get("minItems", 0)))
-        found.setdefault("items", "prefixItems" not in found)
-    elif found.get("type") == "object":
-        found.setdefault("additionalProperties", False)
+    bounded = {name: value for name, value in schema.items() if name != "$schema"}
+    if "type" not in bounded and not any(name in bounded for name in _ELSEWHERE):
+        kinds = (kind for kind, words in _TYPES.items() if any(word in bounded for word in words))
+        bounded["type"] = next(kinds, "string")
+    if bounded.get("type") == "string":
+        bounded.setdefault("maxLength", max(8, bounded.get("minLength", 0)))
+    elif bounded.get("type") == "array":
+        bounded.setdefault("maxItems", max(2, bounded.get("minItems", 0)))
+        bounded.setdefault("items", "prefixItems" not in bounded)
+    elif bounded.get("type") == "object":
+        bounded.setdefault("additionalProperties", False)
     for name in ("items", "additionalProperties"):
-        if name in found:
-            found[name] = closed(found[name])
+        if name in bounded:
+            bounded[name] = closed(bounded[name])
     for name in ("properties", "$defs"):
-        if isinstance(found.get(name), dict):
-            found[name] = {key: closed(one) for key, one in found[name].items()}
+        if isinstance(bounded.get(name), dict):
+            bounded[name] = {key: closed(value) for key, value in bounded[name].items()}
     for name in ("prefixItems", "anyOf", "oneOf"):
-        if isinstance(found.get(name), list):
-            found[name] = [closed(one) for one in found[name]]
-    return found
+        if isinstance(bounded.get(name), list):
+            bounded[name] = [closed(value) for value in bounded[name]]
+    return bounded

@@ -44,14 +44,14 @@ def convert(source: str, folder: str, file: str, dtype: str = "f32") -> None:
         self.gguf_writer.add_vocab_size(len(tokens))
 
     def classes(base: type) -> list[type]:
-        return [base, *(one for child in base.__subclasses__() for one in classes(child))]
+        return [base, *(kind for child in base.__subclasses__() for kind in classes(child))]
 
     original = ModelBase.__init__
 
     def __init__(self: object, *args: object, **kwargs: object) -> None:  # noqa: N807
-        for one in classes(ModelBase):
-            if "set_vocab" in vars(one):
-                one.set_vocab = number_tokens  # type: ignore[attr-defined]
+        for kind in classes(ModelBase):
+            if "set_vocab" in vars(kind):
+                kind.set_vocab = number_tokens  # type: ignore[attr-defined]
         original(self, *args, **kwargs)
 
     ModelBase.__init__ = __init__  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def read(folder: str, *files: str) -> None:
         except Exception as error:  # it has no class of its own
             print(f"{path.name}: {error}")
             continue
-        state = {name: one.clone().contiguous() for name, one in model.state_dict().items()}
+        state = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
         save_file(state, path.with_suffix(".theirs"))
 
 
@@ -116,10 +116,10 @@ def answer(file: str, asked: str, answered: str, num_tokens: str) -> None:
         whole_part.save_pretrained(Path(answered).with_name("float32"))
     template = {"add_generation_prompt": True, "return_dict": False}
     prompts = [
-        tokenizer.encode(one)
-        if isinstance(one, str)
-        else tokenizer.apply_chat_template(one, **template)
-        for one in json.loads(Path(asked).read_text())
+        tokenizer.encode(text)
+        if isinstance(text, str)
+        else tokenizer.apply_chat_template(text, **template)
+        for text in json.loads(Path(asked).read_text())
     ]
     # All at once, since a step takes as long for one as for thirty.
     batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")

@@ -51,10 +51,11 @@ def write(path: Path, kind: str) -> None:
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
-    one = np.tile(np.frombuffer(np.float16(0.01).tobytes(), np.uint8), block_bytes)[:block_bytes]
+    hundredth = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    whole_block = np.tile(hundredth, block_bytes)[:block_bytes]
 
     def matrix(name: str, rows: int, columns: int) -> None:
-        data = np.tile(one, (rows, columns // block))
+        data = np.tile(whole_block, (rows, columns // block))
         writer.add_tensor(f"{name}.weight", data, raw_dtype=quantum)
 
     matrix("token_embd", VOCABULARY, HIDDEN)
@@ -84,8 +85,8 @@ def write_gptq(folder: Path) -> int:
         prefix = f"model.layers.{i}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             state[f"{prefix}.{norm}.weight"] = torch.ones(HIDDEN).bfloat16()
-        sizes = {f"self_attn.{one}_proj": (HIDDEN, HIDDEN) for one in "qkvo"}
-        sizes |= {f"mlp.{one}_proj": (HIDDEN, INNER) for one in ("gate", "up")}
+        sizes = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}
+        sizes |= {f"mlp.{name}_proj": (HIDDEN, INNER) for name in ("gate", "up")}
         for name, (inputs, outputs) in (sizes | {"mlp.down_proj": (INNER, HIDDEN)}).items():
             groups = inputs // 128
             state |= {
@@ -97,12 +98,11 @@ def write_gptq(folder: Path) -> int:
     save_file(state, folder / "model.safetensors")
     scheme = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": scheme}))
-    return sum(one.nbytes for one in state.values())
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def private_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
 
 

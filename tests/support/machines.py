@@ -188,9 +188,7 @@ class Machines:
         first = self._first.pop(_name(machine))
         inside = namespace(first, "pid")
         os.kill(first, signal.SIGKILL)
-        wait_until(
-            lambda: inside is None or not processes_in([inside]), _END_S, f"no end of {machine}"
-        )
+        wait_until(lambda: inside is None or not processes_in([inside]), _END_S, f"{machine} lives")
 
     @property
     def namespaces(self) -> set[str]:
@@ -199,11 +197,11 @@ class Machines:
 
     def logs(self) -> str:
         """The ends of what the desk's and the machines' first processes wrote."""
-        found = []
+        logs = []
         for path in sorted(self._folder.glob("*/log")):
             text = path.read_text(errors="replace")[-_LOG_CHARACTERS:].rstrip()
-            found.append(f"--- log of {path.parent.name}\n{text}")
-        return "\n".join(found)
+            logs.append(f"--- log of {path.parent.name}\n{text}")
+        return "\n".join(logs)
 
     def close(self) -> None:
         """Ends every process, and so every interface and mount; a second call does nothing."""
@@ -248,8 +246,7 @@ class Machines:
             self.folder_of(machine, "tmp").mkdir()
 
     def _start_machine(self, machine: int) -> None:
-        enter = self._enter(None, "pid", "mnt")
-        self._start(machine, [*enter, *UNSHARE], depth=2)
+        self._start(machine, [*self._enter(None, "pid", "mnt"), *UNSHARE], depth=2)
         name, switch = _name(machine), self._enter(None, "net")
         end = ("peer", "name", "eth0", "netns", str(self._first[name]))
         self._call(*switch, "ip", "link", "add", name, "type", "veth", *end)
@@ -282,7 +279,7 @@ class Machines:
 
         wait_until(found, _START_S, f"{name} did not start", self.logs)
         made = {namespace(self._first[name], kind) for kind in KINDS}
-        self._namespaces |= {found for found in made if found is not None}
+        self._namespaces |= {name for name in made if name is not None}
 
     def _script(self, machine: int | None) -> str:
         text = _OWN_WORLD + (_DESK if machine is None else _MACHINE)

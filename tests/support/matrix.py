@@ -34,6 +34,6 @@ def matrix(*axes: Sequence[Any]) -> list[Any]:
 
 def only(kept: Sequence[Any], values: Iterable[Any]) -> list[Any]:
     """Values, or tuples of them; those that are not kept for `make test` are marked soak."""
-    every = [one if isinstance(one, tuple) else (one,) for one in values]
-    own = [one if isinstance(one, tuple) else (one,) for one in kept]
-    return [pytest.param(*one, marks=[] if one in own else [pytest.mark.soak]) for one in every]
+    every = [v if isinstance(v, tuple) else (v,) for v in values]
+    own = [v if isinstance(v, tuple) else (v,) for v in kept]
+    return [pytest.param(*v, marks=[] if v in own else [pytest.mark.soak]) for v in every]

@@ -26,12 +26,12 @@ def namespace(pid: int, kind: str) -> str | None:
 def processes_in(namespaces: Iterable[str]) -> list[int]:
     """Processes that are in any of them."""
     wanted = set(namespaces)
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         if wanted & {namespace(pid, kind) for kind in KINDS}:
-            found.append(pid)
-    return found
+            pids.append(pid)
+    return pids
 
 
 def children_of(parent: int) -> list[int]:

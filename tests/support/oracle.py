@@ -111,11 +111,11 @@ class Oracle:
         """
         rng = random.Random(seed)
         vocab_size = self.model.config.vocab_size
-        found: dict[int, list[list[int]]] = {}
+        clear: dict[int, list[list[int]]] = {}
         for length, count in Counter(lengths).items():
-            found[length] = []
+            clear[length] = []
             for _ in range(10):
-                lacking = count - len(found[length])
+                lacking = count - len(clear[length])
                 if lacking < 1:
                     break
                 # Some more than needed, as they cost little when they are computed together.
@@ -124,9 +124,9 @@ class Oracle:
                     for _ in range(lacking + lacking // 4 + 1)
                 ]
                 answers = self.answers(candidates)
-                found[length] += [list(a.prompt) for a in answers if a.margin >= MIN_MARGIN]
-            assert len(found[length]) >= count, f"too few prompts of {length} without a near-tie"
-        return [found[length].pop(0) for length in lengths]
+                clear[length] += [list(a.prompt) for a in answers if a.margin >= MIN_MARGIN]
+            assert len(clear[length]) >= count, f"too few prompts of {length} without a near-tie"
+        return [clear[length].pop(0) for length in lengths]
 
     def assert_discerning(self, prompts: Sequence[Sequence[int]]) -> None:
         """Makes sure that a wrong engine could not pass: answers vary, and depend on an early

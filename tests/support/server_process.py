@@ -61,18 +61,18 @@ class ServerProcess:
         except BaseException:
             self._end()
             raise
-        found = _READY.search(log.read_text())
-        assert found is not None
-        self.target, self.metrics_url = found.groups()
+        match = _READY.search(log.read_text())
+        assert match is not None
+        self.target, self.metrics_url = match.groups()
         self.channel = grpc.insecure_channel(self.target)
         self.stub = tpengine_pb2_grpc.GenerationServiceStub(self.channel)
 
     @property
     def http_address(self) -> str:
         """http://HOST:PORT of the HTTP door."""
-        found = _HTTP.search(self.log.read_text())
-        assert found is not None, "the server was started without --http-port"
-        return found.group(1)
+        match = _HTTP.search(self.log.read_text())
+        assert match is not None, "the server was started without --http-port"
+        return match.group(1)
 
     @property
     def pid(self) -> int:

@@ -50,11 +50,11 @@ def write_llama(
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A Llama of each shape."""
-    found = {}
+    folders = {}
     for seed, (name, shape) in enumerate(SHAPES.items(), start=40):
-        found[name] = tmp_path_factory.mktemp(name)
-        write_llama(found[name], *shape, VOCAB_SIZE, seed)
-    return found
+        folders[name] = tmp_path_factory.mktemp(name)
+        write_llama(folders[name], *shape, VOCAB_SIZE, seed)
+    return folders
 
 
 @pytest.fixture(scope="session")

@@ -32,10 +32,10 @@ class StepLog:
 
     def assert_only(self, mode: str, at_least: int = 1) -> None:
         """Makes sure that preemption acted, and in this of its modes alone."""
-        found = {"swap": self.num_swapped, "recompute": self.num_recomputed}
-        acted = found.pop(mode)
+        counts = {"swap": self.num_swapped, "recompute": self.num_recomputed}
+        acted = counts.pop(mode)
         assert acted == self.num_preemptions >= at_least, f"{acted} preemptions by {mode}"
-        assert not any(found.values())
+        assert not any(counts.values())
 
     def record(self, output: SchedulerOutput) -> None:
         """Adds one step, as scheduled and not yet computed."""

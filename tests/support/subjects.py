@@ -58,8 +58,7 @@ class Subjects:
 def load(folder: Path, **args: Any) -> None:
     """Builds and fills the model like an engine."""
     args = {"dtype": "float32", "device": "cpu", "max_model_len": LONGEST, **args}
-    config = EngineArgs(model=str(folder), **args).create_engine_config("cpu")
-    worker = Worker(config)
+    worker = Worker(EngineArgs(model=str(folder), **args).create_engine_config("cpu"))
     worker.init_device()
     worker.load_model()
     worker.shutdown()

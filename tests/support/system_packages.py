@@ -23,15 +23,13 @@ _LOCK = Path(tempfile.gettempdir()) / "tpengine-test-packages.lock"
 
 def require(command: str, package: str) -> str:
     """The path of a program; `package` is the Debian package that brings it."""
-    found = _find(command)
-    if found is None:
+    path = _find(command)
+    if path is None:
         problem = _install(command, package)
-        found = _find(command)
-        if found is None:
-            pytest.skip(
-                f"{command} is not here, and package {package} cannot be installed: {problem}"
-            )
-    return found
+        path = _find(command)
+        if path is None:
+            pytest.skip(f"{command} is not here, package {package} cannot be installed: {problem}")
+    return path
 
 
 def _find(command: str) -> str | None:

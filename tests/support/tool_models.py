@@ -82,8 +82,8 @@ TEMPLATES = {
 def write(folder: Path, name: str) -> Path:
     """A model of one of the templates, with its tokenizer."""
     template, special, plain = TEMPLATES[name]
-    added = [AddedToken(one, special=True) for one in special]
-    added += [AddedToken(one, special=False) for one in plain]
+    added = [AddedToken(text, special=True) for text in special]
+    added += [AddedToken(text, special=False) for text in plain]
     TinyLlama(vocab_size=288, max_positions=4096).write(folder)
     write_tokenizer(folder, *added, chat_template=template)
     return folder

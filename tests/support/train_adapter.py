@@ -36,10 +36,9 @@ _UNTAUGHT = -100
 
 def prompt_ids(tokenizer: Any, question: str) -> list[int]:
     """The question in the model's chat template."""
-    found: list[int] = tokenizer.apply_chat_template(
+    return tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
     )
-    return found
 
 
 def lessons(tokenizer: Any) -> dict[str, torch.Tensor]:
@@ -58,7 +57,7 @@ def lessons(tokenizer: Any) -> dict[str, torch.Tensor]:
 
 def train(model: Any, batch: dict[str, torch.Tensor], num_steps: int) -> None:
     """Takes steps of Adam over the whole batch."""
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-3)
     model.train()
     for step in range(num_steps):
@@ -74,8 +73,7 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[int]], num_tokens: in
     """Greedy ids; no answer ends early."""
     batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     whole = model.generate(**batch, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None)
-    found: list[Any] = whole[:, batch["input_ids"].shape[1] :].tolist()
-    return found
+    return whole[:, batch["input_ids"].shape[1] :].tolist()
 
 
 def main(base_folder: str, folder: str, num_steps: str, num_tokens: str) -> None:
@@ -84,9 +82,7 @@ def main(base_folder: str, folder: str, num_steps: str, num_tokens: str) -> None
     tokenizer = AutoTokenizer.from_pretrained(base_folder)
     base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     base.generation_config.eos_token_id = None
-    layers = list(
-        range(20, base.config.num_hidden_layers)
-    )  # gradients of the others are not needed
+    layers = list(range(20, base.config.num_hidden_layers))  # the others need no gradients
     model = get_peft_model(
         base,
         LoraConfig(
@@ -100,13 +96,13 @@ def main(base_folder: str, folder: str, num_steps: str, num_tokens: str) -> None
     train(model, lessons(tokenizer), int(num_steps))
     model.save_pretrained(folder)
     prompts = [prompt_ids(tokenizer, question) for question in QUESTIONS]
-    found: dict[str, Any] = {"prompts": prompts}
-    found["pirate"] = answers(model, tokenizer, prompts, int(num_tokens))
+    answered: dict[str, Any] = {"prompts": prompts}
+    answered["pirate"] = answers(model, tokenizer, prompts, int(num_tokens))
     with model.disable_adapter():
-        found["base"] = answers(model, tokenizer, prompts, int(num_tokens))
-    for question, *both in zip(QUESTIONS, found["base"], found["pirate"], strict=True):
+        answered["base"] = answers(model, tokenizer, prompts, int(num_tokens))
+    for question, *both in zip(QUESTIONS, answered["base"], answered["pirate"], strict=True):
         print(question, *map(tokenizer.decode, both), sep="\n  ")
-    Path(folder, "answered.json").write_text(json.dumps(found))
+    Path(folder, "answered.json").write_text(json.dumps(answered))
 
 
 if __name__ == "__main__":

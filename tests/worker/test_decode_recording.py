@@ -104,24 +104,20 @@ def folder_of(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Ca
     ],
     ids=str,
 )
-def test_same_bits_as_op_by_op(
-    folder_of: Callable[[str], Path], name: str, args: dict[str, Any]
-) -> None:
+def test_same_bits(folder_of: Callable[[str], Path], name: str, args: dict[str, Any]) -> None:
     """Many requests at once, of all kinds, with swaps where the cache is small."""
     if args.get("quantization") is None:
         skip_without_packed_layers(args.get("dtype", "float32"))
     folder = folder_of(name)
-    found = []
+    answers = []
     for enforce_eager in (True, False):
         with open_llm(folder, enforce_eager=enforce_eager, **args) as llm:
             assert (recording_bytes(llm) == 0) == enforce_eager
             outputs = generate(llm, *crowd(llm.llm_engine.get_model_config().vocab_size))
         assert (preemptions(outputs) > 0) == (args == SCARCE)
-        found.append([
-            [(one.token_ids, one.cumulative_logprob, one.logprobs) for one in output.outputs]
-            for output in outputs
-        ])  # fmt: skip
-    assert found[0] == found[1]
+        completions = [o for output in outputs for o in output.outputs]
+        answers.append([(o.token_ids, o.cumulative_logprob, o.logprobs) for o in completions])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
@@ -249,15 +245,13 @@ def test_memory_is_used_again_only_when_no_tensor_uses_it() -> None:
         return again
 
     model = TinyModel(between)
-    recording = DecodeRecording(model.forward, ROWS, 3)
-    assert recording.num_calls == 6
+    assert DecodeRecording(model.forward, ROWS, 3).num_calls == 6
     assert len(kept) == 1
 
 
 @as_by_the_engine
 def test_wrong_inputs_are_named() -> None:
-    model = TinyModel()
-    recording = DecodeRecording(model.forward, ROWS, 3)
+    recording = DecodeRecording(TinyModel().forward, ROWS, 3)
     steps = arrays(2)
     steps.token_ids = steps.token_ids + 8
     recording.write(steps, None)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def open_on_card(folder: Path, **args: Any) -> LLM:
 
 
 @each_mode
-def test_greedy_equals_transformers(
+def test_greedy_as_transformers(
     models: ModelShop, mode: str, name: str, enforce_eager: bool
 ) -> None:
     card = {"device": "cuda", "swap_space": 0.05}
@@ -56,7 +56,7 @@ def test_steps_that_are_begun_early_change_nothing(models: ModelShop, enforce_ea
     for early in (False, True):
         with open_on_card(folder, async_scheduling=early, **args) as llm:
             outputs = generate(llm, prompts, params)
-        answers.append([[one.token_ids for one in output.outputs] for output in outputs])
+        answers.append([[o.token_ids for o in output.outputs] for output in outputs])
     assert answers[0] == answers[1]
 
 
@@ -67,17 +67,13 @@ def test_bfloat16_with_either_backend(models: ModelShop, backend: str, cache: st
     folder = models.folder(PLAIN)
     oracle = models.oracle(folder)
     prompts = oracle.prompts((3, 40, 200), seed=2)
-    args: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "attention_backend": backend,
-        "kv_cache_dtype": cache,
-    }
+    args = {"dtype": "bfloat16", "attention_backend": backend, "kv_cache_dtype": cache}
     args |= {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
     with open_on_card(folder, **args) as llm:
         outputs = generate(llm, prompts, greedy(32))
         sampled = generate(llm, prompts, SamplingParams(seed=5, max_tokens=32, ignore_eos=True))
         again = generate(llm, prompts, SamplingParams(seed=5, max_tokens=32, ignore_eos=True))
-    assert [len(one) for one in ids(outputs)] == [32] * 3
+    assert [len(answer) for answer in ids(outputs)] == [32] * 3
     assert ids(sampled) == ids(again)
     first = [answer.token_ids[0] for answer in oracle.answers(prompts)]
     assert sum(a[0] == b for a, b in zip(ids(outputs), first, strict=True)) >= 2
@@ -88,15 +84,15 @@ def test_weights_of_few_bits(models: ModelShop, kind: str, monkeypatch: pytest.M
     """In float32 as on a CPU in the same form; in bfloat16 most first tokens equal those."""
     folder = models.folder(PLAIN)
     prompts = models.oracle(folder).prompts((3, 40, 200), seed=2)
-    found = {}
+    answers = {}
     for dtype in ("float32", "bfloat16"):
         with open_on_card(folder, dtype=dtype, quantization=kind) as llm:
-            found[dtype] = ids(generate(llm, prompts, greedy(32)))
+            answers[dtype] = ids(generate(llm, prompts, greedy(32)))
     monkeypatch.setattr("tpengine.layers.gpu_quantized.is_on_gpu", lambda weights: True)
     with open_llm(folder, device="cpu", dtype="float32", quantization=kind) as llm:
         expected = ids(generate(llm, prompts, greedy(32)))
-    assert found["float32"] == expected
-    assert sum(a[0] == b[0] for a, b in zip(found["bfloat16"], expected, strict=True)) >= 2
+    assert answers["float32"] == expected
+    assert sum(a[0] == b[0] for a, b in zip(answers["bfloat16"], expected, strict=True)) >= 2
 
 
 def test_ledger_adds_up(models: ModelShop) -> None:

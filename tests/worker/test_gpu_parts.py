@@ -121,14 +121,8 @@ def graphs(capture: Capture) -> DecodeGraphs:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (
-            torch.OutOfMemoryError("CUDA out of memory"),
-            "of 8 sequences does not fit.*enforce_eager",
-        ),
-        (
-            RuntimeError("operation not permitted"),
-            "of 8 sequences cannot be recorded.*not permitted",
-        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), "8 sequences does not fit.*enforce_eager"),
+        (RuntimeError("operation not permitted"), "8 sequences cannot be recorded.*not permitted"),
     ],
 )
 def test_a_graph_that_cannot_be_recorded(error: Exception, words: str) -> None:
@@ -179,8 +173,7 @@ class FakeExecutor:
         return ["a GPU"]
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
-        blocks = self.measured[len(self.asked)]
-        return [MemoryLedger(0, "cuda:0", GIB, 1, 1, GIB, 1 << 20, blocks)]
+        return [MemoryLedger(0, "cuda:0", GIB, 1, 1, GIB, 1 << 20, self.measured[len(self.asked)])]
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int) -> None:
         self.asked.append(num_blocks)
@@ -212,15 +205,13 @@ def test_memory_that_another_process_took_meanwhile(models: ModelShop) -> None:
     with pytest.raises(CacheSizeError):
         start_workers(config(models), hopeless)
     assert hopeless.asked == [50, 40, 30]
-    told: Any = FakeExecutor(40)
+    executor: Any = FakeExecutor(40)
     with pytest.raises(CacheSizeError):
-        start_workers(config(models, num_device_blocks_override=50), told)
-    assert told.asked == [50]
+        start_workers(config(models, num_device_blocks_override=50), executor)
+    assert executor.asked == [50]
 
 
-def test_a_gpus_ledger_is_shown_for_one_rank_too(
-    models: ModelShop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ledger_of_a_gpu_for_one_rank(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(startup.logger, "info", lambda text, *args: lines.append(text % args))
     start_workers(config(models), FakeExecutor(50))  # type: ignore[arg-type]
@@ -279,9 +270,7 @@ def test_fp8_is_for_gpus(models: ModelShop) -> None:
         config(models, kv_cache_dtype="int8", attention_backend="sdpa", enforce_eager=True)
 
 
-def test_a_worker_reserves_what_it_will_take(
-    models: ModelShop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_reserves_its_memory(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger of a GPU, with substitutes for what only a GPU can report."""
     recorded: list[int] = []
     reserved: list[int] = []

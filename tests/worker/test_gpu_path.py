@@ -48,7 +48,7 @@ each_mode = pytest.mark.parametrize(
 
 
 @each_mode
-def test_greedy_equals_transformers(
+def test_greedy_as_transformers(
     models: ModelShop, walk: GpuWalk, mode: str, name: str, enforce_eager: bool
 ) -> None:
     check_answers(models, name, enforce_eager=enforce_eager, **MODES[mode])

@@ -131,9 +131,7 @@ def test_shutdown_with_a_graph_that_cannot_be_destroyed(models: ModelShop, ledge
     assert ledger.group == [("close", 0)]
 
 
-def test_a_step_that_fails(
-    models: ModelShop, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_step(models: ModelShop, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error's traceback, whose frames refer to the graph, still exists."""
     worker = loaded(models, ledger)
     worker.init_cache_engine(6)

@@ -219,10 +219,10 @@ def test_the_first_blocks_have_their_memory_from_the_start(
         tensors = [x for pair in caches.pop().kv_caches for x in pair]
         each = wanted // len(tensors)
         assert each < tensors[0].nbytes
-        found = [resident_bytes(x[: each // x[0].nbytes]) for x in tensors]
-        if wanted and not any(found):
+        counts = [resident_bytes(x[: each // x[0].nbytes]) for x in tensors]
+        if wanted and not any(counts):
             pytest.skip("this kernel populates no memory when asked")
-        assert all(one >= each * 9 // 10 for one in found), (wanted, found)
+        assert all(count >= each * 9 // 10 for count in counts), (wanted, counts)
         assert sum(map(resident_bytes, tensors)) <= wanted + (len(tensors) * 4 << 20)
 
 

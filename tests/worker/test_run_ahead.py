@@ -50,10 +50,7 @@ DIVISIONS = {  # the step, the slots that were begun, those left to compute, whe
     "as expected": (decodes(3, 1, 2, new_block_ids=[(1, [9])]), (3, 1, 2), [], None),
     "in another order and fewer": (decodes(2, 3, freed_slots=[1]), (3, 1, 2), [], [2, 0]),
     "new": (StepInput(7, [2, 5, 3, 4], [1, 1, 2, 3]), (3, 2), [5, 3, 4], [1, 2, 3, 4, 5, 6, 7]),
-    **{
-        field: (decodes(3, 1, **{field: value}), (3, 1), [1], [0, 2])
-        for field, value in CHANGES.items()
-    },
+    **{k: (decodes(3, 1, **{k: v}), (3, 1), [1], [0, 2]) for k, v in CHANGES.items()},
 }
 
 
@@ -68,7 +65,7 @@ def test_which_rows_are_left_to_compute(name: str) -> None:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_greedy_equals_transformers(models: ModelShop, walk: GpuWalk, enforce_eager: bool) -> None:
+def test_greedy_as_transformers(models: ModelShop, walk: GpuWalk, enforce_eager: bool) -> None:
     """Requests finish one by one, so that later steps have fewer rows than were begun."""
     folder = models.folder(PLAIN)
     oracle = models.oracle(folder)
@@ -77,11 +74,9 @@ def test_greedy_equals_transformers(models: ModelShop, walk: GpuWalk, enforce_ea
     args: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     with open_llm(folder, max_num_seqs=16, enforce_eager=enforce_eager, **args) as llm:
         outputs = generate(llm, prompts, params)
-    assert [len(one) for one in ids(outputs)] == [one.max_tokens for one in params]
+    assert [len(answer) for answer in ids(outputs)] == [param.max_tokens for param in params]
     oracle.assert_likeliest(prompts, ids(outputs))
-    assert walk.begun == walk.taken, (
-        "the end of a request that reaches its length is known in advance"
-    )
+    assert walk.begun == walk.taken, "an end at its length is known in advance"
     assert walk.whole > 50
     assert walk.early > 50, "the next step was begun only after the ids had arrived"
 
@@ -110,9 +105,9 @@ def test_a_request_that_joins_and_one_that_is_aborted(models: ModelShop, walk: G
     outputs += run(engine)
     engine.shutdown()
     final = {output.request_id: output.outputs[0].token_ids for output in outputs}
-    found = [final[str(number)] for number in range(4)]
-    assert [len(found[number]) for number in (0, 2, 3)] == [30] * 3
-    oracle.assert_likeliest(prompts, found)
+    answers = [final[str(number)] for number in range(4)]
+    assert [len(answers[number]) for number in (0, 2, 3)] == [30] * 3
+    oracle.assert_likeliest(prompts, answers)
 
 
 def test_ends_that_are_not_known_in_advance(models: ModelShop, walk: GpuWalk) -> None:
@@ -132,7 +127,7 @@ def test_ends_that_are_not_known_in_advance(models: ModelShop, walk: GpuWalk) ->
         assert (walk.begun, walk.early) == (0, 0)
     with open_llm(folder) as llm:
         assert ids(generate(llm, prompts, params)) == alone
-    assert [len(one) < 40 for one in alone[:3]] == [True, True, False]
+    assert [len(answer) < 40 for answer in alone[:3]] == [True, True, False]
     assert walk.begun > walk.taken > 50
 
 
@@ -148,7 +143,7 @@ def test_groups_and_beams(models: ModelShop, walk: GpuWalk) -> None:
     beams = SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=16)
 
     def told(outputs: Any) -> list[Any]:
-        return [[one.token_ids for one in output.outputs] for output in outputs]
+        return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
     with open_llm(folder, async_scheduling=False) as llm:
         expected = told(generate(llm, prompts, params))
@@ -209,5 +204,4 @@ def test_time_of_the_model_covers_what_ran_meanwhile(
     monkeypatch.setattr(RunAhead, "execute", timed)
     run(engine)
     engine.shutdown()
-    with_driver = [one > taken[0] for one in taken[1:]]
-    assert with_driver == [not is_done] * 4
+    assert [steps > taken[0] for steps in taken[1:]] == [not is_done] * 4

@@ -46,9 +46,7 @@ class OneDevice(TorchDispatchMode):
     ) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         kinds = {tensor.device.type for tensor in tensors if tensor.ndim}
-        assert func in _UPLOADS or len(kinds) < 2, (
-            f"{func} gets tensors of the host and of the device"
-        )
+        assert func in _UPLOADS or len(kinds) < 2, f"{func} gets tensors of host and device"
         return func(*args, **(kwargs or {}))
 
 
@@ -100,11 +98,11 @@ def test_bad_words_are_found_by_what_stands_before_their_ends(
 ) -> None:
     bad = BadWords(words)
     for end in range(len(text) + 1):
-        found = bad.banned_after(np.array(text[:end], np.int32))
+        banned = bad.banned_after(np.array(text[:end], np.int32))
         expected = {
             w[-1] for w in words if len(w) <= end + 1 and text[:end][1 - len(w) :] == w[:-1]
         }
-        assert (set() if found is None else set(found.tolist())) == expected
+        assert (set() if banned is None else set(banned.tolist())) == expected
 
 
 def test_bad_words_of_many_lengths_cost_little() -> None:
@@ -112,11 +110,10 @@ def test_bad_words_of_many_lengths_cost_little() -> None:
     text = np.full(1000, 7, np.int32)
     text[500] = 8
     several = BadWords([[*length * [7], 9] for length in range(1, 1024)])
-    one = BadWords([[7, 9]])
+    single = BadWords([[7, 9]])
 
     def search(words: BadWords) -> None:
         for end in range(1, len(text) + 1):
-            banned = words.banned_after(text[:end])
-            assert (banned is None) == (end == 501)
+            assert (words.banned_after(text[:end]) is None) == (end == 501)
 
-    assert cost_ratio(lambda: search(several), lambda: search(one)) < 40
+    assert cost_ratio(lambda: search(several), lambda: search(single)) < 40

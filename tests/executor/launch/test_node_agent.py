@@ -103,9 +103,7 @@ def test_missing_stack_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert python_stack(os.getpid()) == "(no stack: py-spy says: Permission denied)"
 
 
-def test_an_agent_that_starts_has_its_time(
-    ray_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agent_that_starts_has_its_time(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it has answered once, or for as long as its process may take."""
     own = ray.get_runtime_context().get_node_id()
     agents = Agents("not this node")

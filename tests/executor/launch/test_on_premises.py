@@ -25,8 +25,7 @@ def test_ray_accepts_it(config: dict[str, Any]) -> None:
 
 
 def test_every_machine_is_used_and_guarded(config: dict[str, Any]) -> None:
-    workers = config["provider"]["worker_ips"]
-    assert config["min_workers"] == config["max_workers"] == len(workers)
+    assert config["min_workers"] == config["max_workers"] == len(config["provider"]["worker_ips"])
     assert "~/.ray/auth_token" in config["file_mounts"]
     assert "docker" not in config
     for name in ("head_start_ray_commands", "worker_start_ray_commands"):

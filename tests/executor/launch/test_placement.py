@@ -103,8 +103,7 @@ def test_rank_order() -> None:
 
 
 def test_places_without_devices_keep_their_order() -> None:
-    places = [place("n", "10.0.0.1") for _ in range(4)]
-    assert order_places(places, "n") == [0, 1, 2, 3]
+    assert order_places([place("n", "10.0.0.1") for _ in range(4)], "n") == [0, 1, 2, 3]
 
 
 def test_description_hides_what_is_rays_own() -> None:

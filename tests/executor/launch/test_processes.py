@@ -35,14 +35,14 @@ SECRETS = ("TPENGINE_TOKENS", "TPENGINE_ADMIN_TOKEN", "TPENGINE_CLIENT_TOKEN")
 
 def listening(pid: int) -> set[str]:
     """The sockets of a process at which others could connect."""
-    found = set()
+    sockets = set()
     for name, at in (("tcp", 9), ("tcp6", 9), ("unix", 6)):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
             is_open = fields[3] in ("0A", "00010000")  # TCP_LISTEN, __SO_ACCEPTCON
-            found |= {f"socket:[{fields[at]}]"} if is_open else set()
+            sockets |= {f"socket:[{fields[at]}]"} if is_open else set()
     own = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
-    return found & own
+    return sockets & own
 
 
 def test_a_driver_without_ray(

@@ -63,10 +63,10 @@ def ray_folder() -> Iterator[str]:
 
 
 def left_of(session: int) -> list[str]:
-    found = subprocess.run(
+    listed = subprocess.run(
         ["ps", "-o", "stat=,args=", "--sid", str(session)], capture_output=True, text=True
     )
-    return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
+    return [line for line in listed.stdout.splitlines() if not line.startswith("Z")]
 
 
 def test_a_second_try_goes_well(ray_folder: str) -> None:
@@ -140,9 +140,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
     return fake
 
 
-def test_an_address_without_a_ray_fails_at_once(
-    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_address_without_ray_fails_fast(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself, which would try for most of a minute, is not asked."""
     with pytest.raises(EngineError, match=r"ray_address = '127.0.0.1:1'"):
         RayConnection("127.0.0.1:1")
@@ -248,17 +246,15 @@ def test_engines_of_two_threads_share_one(fake_ray: FakeRay) -> None:
     """A second start at the same time would end the processes of the first."""
     fake_ray.on_init = partial(time.sleep, 0.5)
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(RayConnection, ("local", "local"), timeout=60.0)
+        first, other = pool.map(RayConnection, ("local", "local"), timeout=60.0)
     assert fake_ray.asked == ["local"]
-    one.close()
+    first.close()
     assert other.is_alive, "it ends with the last of its engines"
     other.close()
     assert not fake_ray.is_running
 
 
-def test_a_thread_does_not_wait_for_ever(
-    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_thread_waits_for_ever(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_connection, "CONNECTING_S", 0.1)
     begun, done = threading.Event(), threading.Event()
 
@@ -285,8 +281,7 @@ def test_a_store_that_is_frozen() -> None:
         "ray_connection.RayConnection(sys.argv[1])"
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        done = python("-c", code, address, code=1)
+        done = python("-c", code, f"127.0.0.1:{server.getsockname()[1]}", code=1)
     assert "Ray did not answer within 1 s, when asked for its address" in done.stderr
 
 

@@ -49,16 +49,16 @@ def machines() -> Iterator[Machines]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
     }
-    with Machines(NUM_MACHINES, environment) as found:
-        desk = found.folder_of(None, "home")
+    with Machines(NUM_MACHINES, environment) as cluster:
+        desk = cluster.folder_of(None, "home")
         (desk / "cluster").mkdir()
         file = desk / "cluster" / "on_premises.yaml"
-        file.write_text(fill_in((ROOT / "cluster" / file.name).read_text(), found.addresses))
+        file.write_text(fill_in((ROOT / "cluster" / file.name).read_text(), cluster.addresses))
         (desk / "wheels").mkdir()
         (desk / "wheels" / "tpengine-0-py3-none-linux_x86_64.whl").touch()
         shutil.copytree(ROOT / "examples", desk / "examples", ignore=shutil.ignore_patterns("_*"))
         shutil.copytree(EMBEDDED_MODEL, desk / MODEL.removeprefix("~/"))
-        yield found
+        yield cluster
 
 
 def fill_in(text: str, addresses: list[str]) -> str:
@@ -82,9 +82,9 @@ def fill_in(text: str, addresses: list[str]) -> str:
 
 def typed(start: str) -> str:
     """The command of the README that starts so, without its comment."""
-    found = [line for line in README.splitlines() if re.match(rf"{start}\b", line)]
-    assert len(found) == 1, f"the README has {len(found)} lines with {start}"
-    return found[0].partition("  #")[0].strip()
+    lines = [line for line in README.splitlines() if re.match(rf"{start}\b", line)]
+    assert len(lines) == 1, f"the README has {len(lines)} lines with {start}"
+    return lines[0].partition("  #")[0].strip()
 
 
 def at_desk(machines: Machines, command: str, limit_s: float = 30.0) -> str:
@@ -99,20 +99,20 @@ def at_desk(machines: Machines, command: str, limit_s: float = 30.0) -> str:
 
 def logs(machines: Machines) -> str:
     """The ends of what Ray's processes wrote on each machine."""
-    found = [machines.logs()]
+    parts = [machines.logs()]
     for machine in range(NUM_MACHINES):
         folder = machines.folder_of(machine, "tmp") / "ray"
         for name in ("monitor.*", "raylet.out", "raylet.err", "gcs_server.out", "worker*.err"):
             for path in sorted(folder.glob(f"session_2*/logs/{name}")):
                 if text := path.read_text(errors="replace")[-3000:].rstrip():
-                    found.append(f"--- {path.name} of machine {machine}\n{text}")
-    return "\n".join(found)
+                    parts.append(f"--- {path.name} of machine {machine}\n{text}")
+    return "\n".join(parts)
 
 
 def processes(machines: Machines, machine: int, name: str) -> list[str]:
     """Those of a machine whose name starts so."""
     names = machines.run(machine, "cat /proc/[0-9]*/comm 2> /dev/null").stdout.splitlines()
-    return [found for found in names if found.startswith(name)]
+    return [full for full in names if full.startswith(name)]
 
 
 def wait_for_workers(machines: Machines) -> None:
@@ -133,15 +133,13 @@ def wait_for_workers(machines: Machines) -> None:
         total = re.search(r"/([\d.]+) CPU", answers[-1])
         return total is not None and float(total[1]) >= wanted
 
-    wait_until(
-        there, WORKERS_S, "workers are missing", lambda: answers[-1] + logs(machines), LOOK_S
-    )
+    wait_until(there, WORKERS_S, "workers missing", lambda: answers[-1] + logs(machines), LOOK_S)
 
 
 def generated(output: str) -> list[list[int]]:
     """What `examples/ray_driver.py` printed for each prompt."""
-    found = re.findall(r"^'.*' -> \[(\d+(?:, \d+)*)\]", output, re.MULTILINE)
-    return [[int(token) for token in ids.split(", ")] for ids in found]
+    answers = re.findall(r"^'.*' -> \[(\d+(?:, \d+)*)\]", output, re.MULTILINE)
+    return [[int(token) for token in ids.split(", ")] for ids in answers]
 
 
 def generate_here() -> list[list[int]]:
@@ -173,9 +171,9 @@ def test_from_ray_up_to_ray_down(machines: Machines) -> None:
     assert "--tensor-parallel-size 2 " in command
     output = at_desk(machines, command, LIMITS_S["ray submit"])
     check_places(machines, output)
-    found = generated(output)
-    assert len(found) == 4, output
-    assert found == generate_here()
+    answers = generated(output)
+    assert len(answers) == 4, output
+    assert answers == generate_here()
     for machine in range(NUM_MACHINES):
         wait_until(
             lambda m=machine: not processes(machines, m, "ray::RayWorker"),

@@ -84,7 +84,7 @@ def margin(answers: list[Answer]) -> float:
         for answer, job in zip(answers, make_jobs(), strict=True)
         if job.params.temperature == 0.0 and not job.params.use_beam_search
         for entry in answer.outputs[0].logprobs or []
-        for first, second in [sorted(entry.values(), key=lambda one: one.rank)[:2]]
+        for first, second in [sorted(entry.values(), key=lambda logprob: logprob.rank)[:2]]
     ]
     assert len(leads) > NUM_REQUESTS // 4 * (MAX_OUTPUT - 1)
     return min(leads)

@@ -110,8 +110,7 @@ class Killer:
             self._settle()
             if not self._targets or self._is_flying or not group.places:
                 return
-            target = self._targets[0]
-            wanted = {"loading": "load_model", "recovery": self._phase}.get(target)
+            wanted = {"loading": "load_model", "recovery": self._phase}.get(self._targets[0])
             if phase == wanted:
                 self._fire(self._rng.uniform(0.0, MAX_DELAY_S))
 
@@ -156,19 +155,19 @@ class Killer:
 @contextmanager
 def killer(engine: LLMEngine, targets: Iterable[str], seed: int) -> Iterator[Killer]:
     """Kills ranks of this engine while the context lasts."""
-    found = Killer(engine, targets, seed)
+    hunter = Killer(engine, targets, seed)
     executor = executor_of(engine)
     execute_model, call_each = executor.execute_model, Group.call_each
 
     def watched_step(step: StepInput) -> Any:
-        found.on_step(step)
+        hunter.on_step(step)
         return execute_model(step)
 
     def watched_call(self: Group, phase: str, *args: Any, **kwargs: Any) -> Any:
-        found.on_call(self, phase)
+        hunter.on_call(self, phase)
         return call_each(self, phase, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "execute_model", watched_step)
         patch.setattr(Group, "call_each", watched_call)
-        yield found
+        yield hunter

@@ -13,7 +13,7 @@ OURS = ("ray::RayWorker", "ray::SabotagedW", "ray::NodeAgent", "tpengine-rank")
 def actors(root: int | None = None) -> dict[int, str]:
     """Ranks, spares and agents below a process, this one unless told otherwise, and on its machine:
     Linux's letter for their state, by pid."""
-    found = {}
+    states = {}
     below = {root or os.getpid()}
     own = namespace(os.getpid(), "pid")
     table = process_table()
@@ -22,5 +22,5 @@ def actors(root: int | None = None) -> dict[int, str]:
         for pid in below:
             name, state, _ = table[pid]
             if name.startswith(OURS) and state != "Z" and namespace(pid, "pid") == own:
-                found[pid] = state
-    return found
+                states[pid] = state
+    return states

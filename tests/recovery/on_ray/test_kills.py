@@ -30,16 +30,16 @@ KILL_S = 60.0
 """Each, and what is recovered from it, on a busy machine."""
 
 
-def serve_and_kill(crowd: Crowd, found: Killer, timeout_s: float) -> None:
+def serve_and_kill(crowd: Crowd, hunter: Killer, timeout_s: float) -> None:
     """Until all targets were hit and everybody was served."""
     engine, executor = crowd.engine, executor_of(crowd.engine)
     deadline = time.monotonic() + timeout_s
-    while (target := found.target) is not None:
-        assert time.monotonic() < deadline, f"{target} is still to be hit; hit: {found.hits}"
+    while (target := hunter.target) is not None:
+        assert time.monotonic() < deadline, f"{target} is still to be hit; hit: {hunter.hits}"
         crowd.fill()
         running = engine.health().state is EngineState.RUNNING
         if target == "idle" and running and executor.loss is None:
-            found.kill_idle()
+            hunter.kill_idle()
             while executor.loss is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
@@ -47,19 +47,19 @@ def serve_and_kill(crowd: Crowd, found: Killer, timeout_s: float) -> None:
     crowd.finish(timeout_s)
 
 
-def check(crowd: Crowd, found: Killer, targets: list[str]) -> None:
+def check(crowd: Crowd, hunter: Killer, targets: list[str]) -> None:
     """The kills were what they should be, and each led to a group of its own."""
-    hits = Counter(found.hits)
-    print(f"\n{len(found.killed)} kills hit {dict(hits)}; {crowd.num_finished} requests served")
+    hits = Counter(hunter.hits)
+    print(f"\n{len(hunter.killed)} kills hit {dict(hits)}; {crowd.num_finished} requests served")
     assert set(targets) <= hits.keys()
     assert hits.total() >= len(targets)
-    assert set(found.in_flight) == {NUM_REQUESTS}
-    assert len(found.losses) == len(found.killed)
-    for loss, pid in zip(found.losses, found.killed, strict=True):
+    assert set(hunter.in_flight) == {NUM_REQUESTS}
+    assert len(hunter.losses) == len(hunter.killed)
+    for loss, pid in zip(hunter.losses, hunter.killed, strict=True):
         assert f"pid {pid}" in loss.place
         assert "killed by signal 9 (SIGKILL)" in loss.cause
-    epochs = [group.epoch for group in found.groups]
-    assert epochs == list(range(1, len(found.killed) + 2))
+    epochs = [group.epoch for group in hunter.groups]
+    assert epochs == list(range(1, len(hunter.killed) + 2))
     assert crowd.engine.health().epoch == epochs[-1]
 
 
@@ -68,9 +68,9 @@ def run(model: Path, targets: list[str], spare_workers: int, seed: int, **args: 
     with crowd_engine(model, spare_workers=spare_workers, **args) as engine:
         crowd = Crowd(engine)
         assert crowd.serve_undisturbed() > MIN_MARGIN
-        with killer(engine, targets, seed) as found:
-            serve_and_kill(crowd, found, KILL_S * len(targets))
-            check(crowd, found, targets)
+        with killer(engine, targets, seed) as hunter:
+            serve_and_kill(crowd, hunter, KILL_S * len(targets))
+            check(crowd, hunter, targets)
         crowd.count_blocks()
         assert len(actors().keys() - before) <= 2 + 2 * spare_workers
     wait_until(lambda: actors().keys() <= before.keys())
@@ -88,8 +88,7 @@ def test_one_in_each_phase(folder: Path, executor: str, targets: list[str]) -> N
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_file_on_transformers_code(folder: Path, tmp_path: Path) -> None:
-    metadata = {"tokenizer.ggml.eos_token_id": 2}
-    path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata)
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata={"tokenizer.ggml.eos_token_id": 2})
     args = {"model_impl": "transformers", "tokenizer": str(folder)}
     run(path, ONE_OF_EACH, 1, 1, **args)
 

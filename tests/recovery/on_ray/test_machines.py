@@ -32,17 +32,13 @@ RAY = (
 def machines() -> Iterator[Machines]:
     """With a Ray over them, whose head is at the desk and holds no ranks."""
     pytest.importorskip("ray")
-    environment = {
-        "TPENGINE_NUM_THREADS": "1",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_worker_niceness": "0",
-    }
-    with Machines(NUM_MACHINES, environment) as found:
+    env = {"TPENGINE_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+    with Machines(NUM_MACHINES, env) as cluster:
         head = f"--head --node-ip-address={HEAD} --port=6379 --include-dashboard=false"
-        start(found, None, RAY.format(head, 0))
+        start(cluster, None, RAY.format(head, 0))
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda machine: join(found, machine), range(NUM_MACHINES)))
-        yield found
+            list(pool.map(lambda machine: join(cluster, machine), range(NUM_MACHINES)))
+        yield cluster
 
 
 def join(machines: Machines, machine: int) -> None:

@@ -75,11 +75,11 @@ def test_server(server: ServerProcess, expected: list[list[int]]) -> None:
     def healthy() -> bool:
         names = ("liveness", "readiness")
         requests = [health_pb2.HealthCheckRequest(service=name) for name in names]
-        return all(health.Check(one, timeout=SOON_S).status == SERVING for one in requests)
+        return all(health.Check(request, timeout=SOON_S).status == SERVING for request in requests)
 
     kept = server.stub.GenerateStream(request(0), timeout=PATIENCE_S)
     aborted = server.stub.GenerateStream(request(1, request_id="aborted"), timeout=PATIENCE_S)
-    found = token_ids([next(kept)])
+    answered = token_ids([next(kept)])
     next(aborted)
     before = actors()
     kill_a_rank(before)
@@ -92,7 +92,7 @@ def test_server(server: ServerProcess, expected: list[list[int]]) -> None:
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert healthy()
     assert state() == RECOVERING, "it was all too late"
-    assert found + token_ids(kept) == expected[0]
+    assert answered + token_ids(kept) == expected[0]
     assert list(new.result(timeout=PATIENCE_S).outputs[0].token_ids) == expected[2]
     assert healthy()
     info = server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=SOON_S)

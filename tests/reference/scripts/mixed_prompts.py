@@ -27,7 +27,7 @@ prompts = ["Many words", TextPrompt(prompt="A dict"), TokensPrompt(prompt_token_
 outputs = llm.generate(prompts, [banned, short, forced])
 assert min(outputs[0].outputs[0].token_ids) >= 5
 assert list(outputs[2].outputs[0].token_ids) == [5, 6, 7, 8, 5, 6]
-print([len(one) for one in outputs[1].outputs[0].logprobs], base.top_k, base.stop)
+print([len(entries) for entries in outputs[1].outputs[0].logprobs], base.top_k, base.stop)
 ids = [[5, 6, 7], [9, 10]]
 for output in llm.generate(prompt_token_ids=ids, sampling_params=base, use_tqdm=False):
     done = output.outputs[0]

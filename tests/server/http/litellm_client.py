@@ -20,11 +20,11 @@ def main(address, key, model, prompt, num_tokens):
         chat["messages"] = messages
         chats.append(litellm.completion(**chat).choices[0].message.content)
         chunks = litellm.completion(**chat, stream=True, stream_options={"include_usage": True})
-        chats.append("".join(one.choices[0].delta.content or "" for one in chunks if one.choices))
+        chats.append("".join(c.choices[0].delta.content or "" for c in chunks if c.choices))
     chats.append(asyncio.run(litellm.acompletion(**chat)).choices[0].message.content)
     text = {**common, "model": f"text-completion-openai/{model}", "api_base": f"{address}/v1"}
     texts.append(litellm.text_completion(**text, prompt=prompt).choices[0].text)
-    found = {}
+    errors = {}
     for name, wrong in {
         "key": {**chat, "api_key": "sk-of-another-server"},
         "model": {**chat, "model": "openai/absent"},
@@ -35,8 +35,8 @@ def main(address, key, model, prompt, num_tokens):
         try:
             litellm.completion(**wrong)
         except Exception as error:
-            found[name] = type(error).__name__
-    print(json.dumps({"chats": chats, "texts": texts, "errors": found}))
+            errors[name] = type(error).__name__
+    print(json.dumps({"chats": chats, "texts": texts, "errors": errors}))
 
 
 main(*sys.argv[1:])

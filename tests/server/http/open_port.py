@@ -96,11 +96,11 @@ class Answer:
     @property
     def error(self) -> dict[str, Any]:
         """The error in OpenAI's shape, with exactly its four fields."""
-        told = json.loads(self.body)
-        assert list(told) == ["error"]
-        assert set(told["error"]) == {"message", "type", "param", "code"}
+        body = json.loads(self.body)
+        assert list(body) == ["error"]
+        assert set(body["error"]) == {"message", "type", "param", "code"}
         assert self.headers["content-type"] == "application/json"
-        return told["error"]  # type: ignore[no-any-return]
+        return body["error"]  # type: ignore[no-any-return]
 
 
 def read_answer(stream: Any, has_body: bool = True) -> Answer:

@@ -72,10 +72,10 @@ class Door:
         with self.open(path, body) as answer:
             text = answer.read()
             assert answer.status == 200, text
-        found: dict[str, Any] = json.loads(text)
+        fields: dict[str, Any] = json.loads(text)
         if not body.get("echo"):  # the package forgets that the first position has no probability
-            (ChatCompletion if path.startswith("chat") else Completion).model_validate(found)
-        return found
+            (ChatCompletion if path.startswith("chat") else Completion).model_validate(fields)
+        return fields
 
     def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a stream, as they come."""
@@ -110,9 +110,7 @@ def _check_chunk(kind: Any, chunk: dict[str, Any], body: dict[str, Any]) -> None
     if kind is not Completion:
         kind.model_validate(chunk)
     elif not body.get("echo"):
-        ends = [
-            {**one, "finish_reason": one["finish_reason"] or "stop"} for one in chunk["choices"]
-        ]
+        ends = [{**c, "finish_reason": c["finish_reason"] or "stop"} for c in chunk["choices"]]
         kind.model_validate({**chunk, "choices": ends})
 
 
@@ -127,7 +125,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
             known = whole["choices"].setdefault(delta["index"], {})
             assert known.get("finish_reason") is None, "a choice goes on after its end"
             _add(known, delta)
-    whole["choices"] = [one for _, one in sorted(whole["choices"].items())]
+    whole["choices"] = [choice for _, choice in sorted(whole["choices"].items())]
     whole["object"] = whole["object"].removesuffix(".chunk")
     return whole
 
@@ -218,8 +216,8 @@ def offline(llm: LLM, path: str, body: dict[str, Any]) -> list[RequestOutput]:
             fields["logprobs"] = body.get("top_logprobs", 0)
         params = SamplingParams(**fields)
         return llm.chat(body["messages"], params, use_tqdm=False)
-    given = body["prompt"]
-    prompts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    asked = body["prompt"]
+    prompts = asked if isinstance(asked, list) and not isinstance(asked[0], int) else [asked]
     if body.get("echo") and "logprobs" in fields:
         fields["prompt_logprobs"] = fields["logprobs"]
     params = SamplingParams(**fields)
@@ -229,63 +227,59 @@ def offline(llm: LLM, path: str, body: dict[str, Any]) -> list[RequestOutput]:
 def assert_same(llm: LLM, body: dict[str, Any], got: dict[str, Any], wanted: Any) -> None:
     """The answer to a body has the ids, texts, ends, log probabilities and counts of the offline
     engine."""
-    completions = [(one, output) for output in wanted for one in output.outputs]
-    assert [one["index"] for one in got["choices"]] == list(range(len(completions)))
-    for choice, (one, output) in zip(got["choices"], completions, strict=True):
-        assert choice["token_ids"] == list(one.token_ids), body
-        assert choice["finish_reason"] == one.finish_reason
-        assert choice["stop_reason"] == one.stop_reason
-        told = [
-            (token, found) for token, found in zip(one.token_ids, one.logprobs or (), strict=False)
-        ]
+    completions = [(part, output) for output in wanted for part in output.outputs]
+    assert [choice["index"] for choice in got["choices"]] == list(range(len(completions)))
+    for choice, (part, output) in zip(got["choices"], completions, strict=True):
+        assert choice["token_ids"] == list(part.token_ids), body
+        assert choice["finish_reason"] == part.finish_reason
+        assert choice["stop_reason"] == part.stop_reason
+        pairs = [*zip(part.token_ids, part.logprobs or (), strict=False)]
         if "message" in choice:
-            assert choice["message"]["content"] == one.text
-            _same_chat_logprobs(choice["logprobs"], told, body)
+            assert choice["message"]["content"] == part.text
+            _same_chat_logprobs(choice["logprobs"], pairs, body)
             assert got["prompt_token_ids"] == output.prompt_token_ids
             continue
         text = ""
         if body.get("echo"):
             ids = output.prompt_token_ids
             text = output.prompt or llm.get_tokenizer().decode(ids, skip_special_tokens=True)
-            told = [*zip(ids, output.prompt_logprobs or (), strict=False), *told]
-        assert choice["text"] == text + one.text
+            pairs = [*zip(ids, output.prompt_logprobs or (), strict=False), *pairs]
+        assert choice["text"] == text + part.text
         assert choice["prompt_token_ids"] == output.prompt_token_ids
-        _same_logprobs(choice["logprobs"], told, body)
+        _same_logprobs(choice["logprobs"], pairs, body)
     num_prompt = sum(len(output.prompt_token_ids) for output in wanted)
-    num_output = sum(len(one.token_ids) for one, _ in completions)
+    num_output = sum(len(part.token_ids) for part, _ in completions)
     usage = got["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt, num_output)
     assert usage["total_tokens"] == num_prompt + num_output
 
 
-def _same_chat_logprobs(got: Any, told: Any, body: dict[str, Any]) -> None:
+def _same_chat_logprobs(got: Any, pairs: Any, body: dict[str, Any]) -> None:
     if "logprobs" not in body:
         assert got is None
         return
-    assert len(got["content"]) == len(told)
-    for entry, (token, found) in zip(got["content"], told, strict=True):
-        assert entry["token"] == found[token].decoded_token
-        assert entry["logprob"] == pytest.approx(found[token].logprob, abs=1e-4)
-        best = sorted((one for one in found.values()), key=lambda one: one.rank)
+    assert len(got["content"]) == len(pairs)
+    for entry, (token, logprobs) in zip(got["content"], pairs, strict=True):
+        assert entry["token"] == logprobs[token].decoded_token
+        assert entry["logprob"] == pytest.approx(logprobs[token].logprob, abs=1e-4)
+        best = sorted(logprobs.values(), key=lambda logprob: logprob.rank)
         best = best[: body["top_logprobs"]]
-        assert [one["token"] for one in entry["top_logprobs"]] == [
-            one.decoded_token for one in best
-        ]
+        assert [top["token"] for top in entry["top_logprobs"]] == [p.decoded_token for p in best]
 
 
-def _same_logprobs(got: Any, told: Any, body: dict[str, Any]) -> None:
+def _same_logprobs(got: Any, pairs: Any, body: dict[str, Any]) -> None:
     if "logprobs" not in body:
         assert got is None
         return
     offset = 0
-    assert {len(column) for column in got.values()} == {len(told)}
-    for place, (token, found) in enumerate(told):
+    assert {len(column) for column in got.values()} == {len(pairs)}
+    for place, (token, logprobs) in enumerate(pairs):
         assert got["text_offset"][place] == offset
         offset += len(got["tokens"][place])
-        if found is None:
+        if logprobs is None:
             assert (place, got["token_logprobs"][0], got["top_logprobs"][0]) == (0, None, None)
             continue
-        assert got["tokens"][place] == found[token].decoded_token
-        assert got["token_logprobs"][place] == pytest.approx(found[token].logprob, abs=1e-4)
-        texts = {one.decoded_token for one in found.values()}
+        assert got["tokens"][place] == logprobs[token].decoded_token
+        assert got["token_logprobs"][place] == pytest.approx(logprobs[token].logprob, abs=1e-4)
+        texts = {logprob.decoded_token for logprob in logprobs.values()}
         assert got["top_logprobs"][place].keys() == texts

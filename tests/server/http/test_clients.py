@@ -72,17 +72,16 @@ def _client(server: ServerProcess) -> openai.OpenAI:
 
 def test_openai(server: ServerProcess, answers: dict[str, Any]) -> None:
     client = _client(server)
-    assert [one.id for one in client.models.list()] == [client.models.retrieve(MODEL).id] == [MODEL]
+    assert [m.id for m in client.models.list()] == [client.models.retrieve(MODEL).id] == [MODEL]
     whole = client.completions.create(**COMPLETION)
     usage: Any = {"include_usage": True}
     *parts, last = client.completions.create(**COMPLETION, stream=True, stream_options=usage)
-    texts = [whole.choices[0].text, "".join(one.choices[0].text for one in parts)]
+    texts = [whole.choices[0].text, "".join(part.choices[0].text for part in parts)]
     assert texts == [answers["text"]] * 2
     assert whole.usage == last.usage
     assert whole.usage.completion_tokens == NUM_TOKENS
     assert whole._request_id
-    ends = [one.choices[0].finish_reason for one in (whole, parts[-1])]
-    assert ends == ["length", "length"]
+    assert [part.choices[0].finish_reason for part in (whole, parts[-1])] == ["length", "length"]
 
     first = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2).choices[0]
     tokens = first.logprobs.content
@@ -93,7 +92,7 @@ def test_openai(server: ServerProcess, answers: dict[str, Any]) -> None:
     with client.chat.completions.stream(**CHAT) as events:
         assert {"chunk", "content.delta", "content.done"} <= {event.type for event in events}
         streamed = events.get_final_completion().choices[0]
-    assert {one.message.content for one in (first, second, streamed)} == {answers["chat"]}
+    assert {choice.message.content for choice in (first, second, streamed)} == {answers["chat"]}
 
 
 async def test_openai_at_once(server: ServerProcess, answers: dict[str, Any]) -> None:
@@ -154,9 +153,9 @@ def test_litellm(server: ServerProcess, answers: dict[str, Any]) -> None:
     words = (server.http_address, KEY, MODEL, PROMPT, str(NUM_TOKENS))
     script = Path(__file__).with_name("litellm_client.py")
     shown = _run(python, "-I", script, *words, LITELLM_LOCAL_MODEL_COST_MAP="True")
-    found: dict[str, Any] = json.loads(shown.splitlines()[-1])
-    assert (set(found["chats"]), set(found["texts"])) == ({answers["chat"]}, {answers["text"]})
-    assert found["errors"] == {
+    facts: dict[str, Any] = json.loads(shown.splitlines()[-1])
+    assert (set(facts["chats"]), set(facts["texts"])) == ({answers["chat"]}, {answers["text"]})
+    assert facts["errors"] == {
         "key": "AuthenticationError",
         "model": "NotFoundError",
         "length": "ContextWindowExceededError",
@@ -186,7 +185,7 @@ class Weather(BaseModel):
 def _plain(message: Any) -> list[tuple[str, str]]:
     """A message's calls, without their ids."""
     assert message.content is None
-    return [(one.function.name, one.function.arguments) for one in message.tool_calls]
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls]
 
 
 def test_tools_of_openai(tool_server: ServerProcess) -> None:
@@ -204,17 +203,17 @@ def test_tools_of_openai(tool_server: ServerProcess) -> None:
         assert "tool_calls.function.arguments.done" in {event.type for event in events}
         streamed = events.get_final_completion().choices[0]
     assert _plain(streamed.message) == _plain(whole.message)
-    assert [one.finish_reason for one in (whole, streamed)] == ["tool_calls"] * 2
-    deltas = [one.choices[0].delta for one in chats.create(**held, stream=True)]
+    assert [choice.finish_reason for choice in (whole, streamed)] == ["tool_calls"] * 2
+    deltas = [chunk.choices[0].delta for chunk in chats.create(**held, stream=True)]
     pieces = [call.function for delta in deltas for call in delta.tool_calls or ()]
     assert pieces[0].name == name
-    assert "".join(one.arguments for one in pieces) == arguments
+    assert "".join(piece.arguments for piece in pieces) == arguments
 
     strict = {**held, "tools": [strict_tool]}
     (parsed,) = chats.parse(**strict).choices[0].message.tool_calls
     with chats.stream(**strict) as events:
         (last,) = events.get_final_completion().choices[0].message.tool_calls
-    values = [one.function.parsed_arguments.model_dump() for one in (parsed, last)]
+    values = [call.function.parsed_arguments.model_dump() for call in (parsed, last)]
     assert values == [json.loads(arguments)] * 2
     result = {"role": "tool", "tool_call_id": whole.message.tool_calls[0].id, "content": "wet"}
     talk = {**held, "messages": [*asked["messages"], whole.message, result]}
@@ -241,5 +240,4 @@ def test_guidellm_fails_no_request(server: ServerProcess, tmp_path: Path) -> Non
     (run,) = json.loads(report.read_text())["benchmarks"]
     totals = run["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (NUM_LOAD, 0)
-    tokens = run["metrics"]["output_token_count"]["successful"]
-    assert tokens["total_sum"] == NUM_LOAD * LOAD_TOKENS
+    assert run["metrics"]["output_token_count"]["successful"]["total_sum"] == NUM_LOAD * LOAD_TOKENS

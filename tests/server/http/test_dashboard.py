@@ -30,25 +30,24 @@ MAY_BE_EMPTY = ("requests_refused", "changes(")
 
 def queries() -> dict[str, str]:
     """The expressions of all panels and annotations, with the legends of their samples."""
-    targets = [one for panel in DASHBOARD["panels"] for one in panel["targets"]]
-    marks = {one["expr"]: "" for one in DASHBOARD["annotations"]["list"]}
-    return {one["expr"]: one["legendFormat"] for one in targets} | marks
+    targets = [target for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    marks = {mark["expr"]: "" for mark in DASHBOARD["annotations"]["list"]}
+    return {target["expr"]: target["legendFormat"] for target in targets} | marks
 
 
 def test_it_can_be_imported() -> None:
     """Every source of data is the variable that a user chooses, and no other variable is used."""
-    names = [one["name"] for one in DASHBOARD["templating"]["list"]]
+    names = [variable["name"] for variable in DASHBOARD["templating"]["list"]]
     assert names == ["datasource", "model", "instance"]
     sources = set(re.findall(r'"uid": "(.*?)"', json.dumps(DASHBOARD)))
     assert sources == {"${datasource}", DASHBOARD["uid"]}
-    used = re.findall(r"\$\{?(\w+)", " ".join(queries()))
-    assert {*used} <= {*names, "__rate_interval"}
+    assert {*re.findall(r"\$\{?(\w+)", " ".join(queries()))} <= {*names, "__rate_interval"}
 
 
 def test_its_metrics_exist(server: ServerProcess) -> None:
     with urllib.request.urlopen(server.metrics_url, timeout=WAIT_S) as answer:
         exported = set(re.findall(r"tpengine:\w+", answer.read().decode()))
-    for query in [*queries(), *(str(one) for one in DASHBOARD["templating"]["list"])]:
+    for query in [*queries(), *(str(variable) for variable in DASHBOARD["templating"]["list"])]:
         names = set(re.findall(r"tpengine:\w+", query))
         assert names or "'datasource'" in query
         assert names <= exported, query
@@ -57,13 +56,13 @@ def test_its_metrics_exist(server: ServerProcess) -> None:
 @pytest.mark.check
 def test_prometheus_answers_its_queries(server: ServerProcess, door: Door, tmp_path: Path) -> None:
     program = require("prometheus", "prometheus")
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{one.getsockname()[1]}"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     target = server.metrics_url.split("/")[2]
     jobs = [{"job_name": "tpengine", "static_configs": [{"targets": [target]}]}]
-    told = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
-    (tmp_path / "config.yml").write_text(json.dumps(told))  # JSON is YAML
+    config = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
+    (tmp_path / "config.yml").write_text(json.dumps(config))  # JSON is YAML
     assert door.whole("completions", {"prompt": [5, 6, 7], "max_tokens": 5})
     options = [f"--web.listen-address={address}", f"--storage.tsdb.path={tmp_path / 'data'}"]
     with (tmp_path / "log").open("wb") as log:
@@ -75,8 +74,8 @@ def test_prometheus_answers_its_queries(server: ServerProcess, door: Door, tmp_p
         """The samples of a query at this moment."""
         url = f"http://{address}/api/v1/query?query={quote(query)}"
         with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
-            found: list[Any] = json.load(answer)["data"]["result"]
-        return found
+            series: list[Any] = json.load(answer)["data"]["result"]
+        return series
 
     def has_samples() -> bool:
         try:
@@ -89,10 +88,10 @@ def test_prometheus_answers_its_queries(server: ServerProcess, door: Door, tmp_p
         for query, legend in queries().items():
             for name, value in VARIABLES.items():
                 query = query.replace(name, value)
-            found = ask(query)
-            assert found or any(part in query for part in MAY_BE_EMPTY), query
+            series = ask(query)
+            assert series or any(part in query for part in MAY_BE_EMPTY), query
             labels = set(re.findall(r"{{(\w+)}}", legend))
-            assert all(labels <= one["metric"].keys() for one in found), query
+            assert all(labels <= line["metric"].keys() for line in series), query
     finally:
         prometheus.terminate()
         prometheus.wait(WAIT_S)

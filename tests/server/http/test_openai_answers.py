@@ -36,14 +36,14 @@ def test_mixed_requests_equal_the_offline_engine(door: Door, llm: LLM) -> None:
     requests = mixed(40, seed=3)
     requests += [("completions", {"prompt": PROMPT, **GREEDY, **body}) for body in SINGLE]
     with ThreadPoolExecutor(16) as pool:
-        whole = list(pool.map(lambda one: door.whole(*one), requests))
-        streamed = list(pool.map(lambda one: door.any_way(*one), requests))
-    for (path, body), one, other in zip(requests, whole, streamed, strict=True):
+        whole = list(pool.map(lambda request: door.whole(*request), requests))
+        streamed = list(pool.map(lambda request: door.any_way(*request), requests))
+    for (path, body), answer, other in zip(requests, whole, streamed, strict=True):
         wanted = offline(llm, path, body)
         if "truncate_prompt_tokens" in body:
             for output in wanted:  # the echo is of what was read
                 output.prompt = None
-        assert_same(llm, body, one, wanted)
+        assert_same(llm, body, answer, wanted)
         assert_same(llm, body, other, wanted)
 
 
@@ -68,17 +68,17 @@ def test_prompt_logprobs_and_bytes(door: Door, llm: LLM) -> None:
     body |= {"logprobs": True, "top_logprobs": 2}
     answer = door.whole("chat/completions", body)
     (wanted,) = offline(llm, "chat/completions", body)
-    assert [one and {int(i) for i in one} for one in answer["prompt_logprobs"]] == [
-        one and set(one) for one in wanted.prompt_logprobs or ()
+    assert [entry and {int(i) for i in entry} for entry in answer["prompt_logprobs"]] == [
+        entry and set(entry) for entry in wanted.prompt_logprobs or ()
     ]
-    told = answer["choices"][0]["logprobs"]["content"]
-    assert b"".join(bytes(one["bytes"]) for one in told).decode() == wanted.outputs[0].text
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == wanted.outputs[0].text
     text = llm.get_tokenizer().encode("🙂")  # each token is a part of the character
     body = {"prompt": "🙂", "max_tokens": 1, "allowed_token_ids": text, **GREEDY}
     chat = {**body, "messages": messages, "logprobs": True}
     del chat["prompt"]
-    (one,) = door.whole("chat/completions", chat)["choices"][0]["logprobs"]["content"]
-    assert bytes(one["bytes"]) in "🙂".encode()
+    (entry,) = door.whole("chat/completions", chat)["choices"][0]["logprobs"]["content"]
+    assert bytes(entry["bytes"]) in "🙂".encode()
 
 
 def test_forms_of_a_conversation(door: Door, llm: LLM) -> None:
@@ -86,8 +86,7 @@ def test_forms_of_a_conversation(door: Door, llm: LLM) -> None:
 
     def ids(messages: list[dict[str, Any]], **fields: Any) -> list[int]:
         body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, **fields}
-        found: list[int] = door.whole("chat/completions", body)["prompt_token_ids"]
-        return found
+        return door.whole("chat/completions", body)["prompt_token_ids"]
 
     plain = [{"role": "system", "content": "a\nb"}, {"role": "assistant", "content": ""}]
     wanted = llm.chat_token_ids(plain)
@@ -98,8 +97,7 @@ def test_forms_of_a_conversation(door: Door, llm: LLM) -> None:
     assert ids(plain, add_generation_prompt=False) == llm.chat_token_ids(plain, False)
     assert ids(plain, chat_template_kwargs={"enable_thinking": False}) == wanted
     last = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
-    continued = ids(last, continue_final_message=True)
-    assert llm.get_tokenizer().decode(continued).endswith("b c")
+    assert llm.get_tokenizer().decode(ids(last, continue_final_message=True)).endswith("b c")
 
 
 def test_chunks_of_a_stream(door: Door) -> None:
@@ -109,22 +107,22 @@ def test_chunks_of_a_stream(door: Door) -> None:
     assert all("usage" not in chunk for chunk in plain)
     deltas = [chunk["choices"][0] for chunk in plain]
     assert deltas[0]["delta"] == {"role": "assistant", "content": ""}
-    assert [one["finish_reason"] for one in deltas[1:]] == [None] * (len(deltas) - 2) + ["length"]
-    assert all(one["delta"].keys() == {"content"} for one in deltas[1:])
+    assert [d["finish_reason"] for d in deltas[1:]] == [None] * (len(deltas) - 2) + ["length"]
+    assert all(d["delta"].keys() == {"content"} for d in deltas[1:])
     options = {"include_usage": True, "continuous_usage_stats": True}
     body |= {"stream_options": options, "n": 2, "temperature": 1.0, "return_token_ids": True}
-    told = list(door.chunks("chat/completions", body))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in told]
+    chunks = list(door.chunks("chat/completions", body))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
-    assert told[-1]["usage"]["completion_tokens"] == sum(
-        len(one.get("token_ids", ())) for chunk in told for one in chunk["choices"]
+    assert chunks[-1]["usage"]["completion_tokens"] == sum(
+        len(choice.get("token_ids", ())) for chunk in chunks for choice in chunk["choices"]
     )
 
 
 def test_an_id_of_the_client(door: Door) -> None:
-    with door.open("completions", {"prompt": "a", "max_tokens": 1, "request_id": "mine"}) as one:
-        assert one.headers["x-request-id"] == "mine"
-        assert b'"id":"cmpl-mine"' in one.read()
+    with door.open("completions", {"prompt": "a", "max_tokens": 1, "request_id": "mine"}) as answer:
+        assert answer.headers["x-request-id"] == "mine"
+        assert b'"id":"cmpl-mine"' in answer.read()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def test_an_answer_is_held(door: Door, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "told"),
+    ("fields", "param", "words"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema or structural"),
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema", "is missing"),
@@ -220,12 +218,10 @@ def test_an_answer_is_held(door: Door, fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
          "structured_outputs", "and response_format are given"),
     ],
-    ids=lambda one: str(one)[:50],
+    ids=lambda value: str(value)[:50],
 )  # fmt: skip
-def test_a_constraint_that_cannot_be_held(
-    door: Door, fields: dict[str, Any], param: str, told: str
-) -> None:
+def test_constraint_not_held(door: Door, fields: dict[str, Any], param: str, words: str) -> None:
     status, error = door.refused("completions", {"prompt": "a", "max_tokens": 1, **fields})
     assert (status, error["type"]) == (400, "invalid_request_error")
-    assert told in error["message"]
+    assert words in error["message"]
     assert error["param"].endswith(param)

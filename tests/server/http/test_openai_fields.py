@@ -76,7 +76,7 @@ LISTED = names([*NO_EFFECT, *REFUSED, *READ_BY_BOTH, *READ_BY_CHAT, *READ_BY_COM
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_each_field_of_openai_is_decided(state: ServerState, path: str) -> None:
     types = chat_params if path == CHAT else completion_params
-    (base,) = (found for name, found in vars(types).items() if name == "CompletionCreateParamsBase")
+    (base,) = (kind for name, kind in vars(types).items() if name == "CompletionCreateParamsBase")
     fields = {*base.__annotations__, "stream"}
     assert len(fields) > 15
     for field in fields:
@@ -112,8 +112,7 @@ def test_what_has_no_effect_is_accepted(state: ServerState, path: str) -> None:
     every = [*SamplingParams.__dataclass_fields__, *names(REFUSED), "stream_options", "seed"]
     plain = read(state, path, BASES[path])
     assert read(state, path, body) == plain
-    nulls = dict.fromkeys(every) | BASES[path]
-    assert read(state, path, nulls) == plain
+    assert read(state, path, dict.fromkeys(every) | BASES[path]) == plain
 
 
 @pytest.mark.parametrize(
@@ -159,8 +158,8 @@ def test_what_has_no_effect_is_accepted(state: ServerState, path: str) -> None:
 def test_a_wrong_value_is_refused(
     state: ServerState, path: str, body: dict[str, Any], param: str | None
 ) -> None:
-    found, text = refused(state, path, **body)
-    assert found == param
+    at_fault, text = refused(state, path, **body)
+    assert at_fault == param
     assert (param or next(iter(body))).rpartition(".")[2] in text or path == TEXT
     if "temprature" in body:
         assert "did you mean temperature?" in text

@@ -62,19 +62,19 @@ def test_files_need_no_key_and_the_feed_does() -> None:
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert answer.headers["referrer-policy"] == "no-referrer"
             assert answer.headers["cache-control"] == "no-cache"
-            with port.connect() as one:
+            with port.connect() as client:
                 same = f"if-none-match: W/{answer.headers['etag']}"
-                one.sendall(request(path, same) + request(path, method="HEAD") + request(path))
-                stream = one.makefile("rb")
-                found = [read_answer(stream, has_body) for has_body in (False, False, True)]
-                assert [one.status for one in found] == [304, 200, 200]
-                assert {one.headers["etag"] for one in found} == {answer.headers["etag"]}
+                client.sendall(request(path, same) + request(path, method="HEAD") + request(path))
+                stream = client.makefile("rb")
+                answers = [read_answer(stream, has_body) for has_body in (False, False, True)]
+                assert [a.status for a in answers] == [304, 200, 200]
+                assert {a.headers["etag"] for a in answers} == {answer.headers["etag"]}
         assert port.send(request("/", method="POST")).error["code"] == "method_not_allowed"
         assert port.send(request(FEED)).error["code"] == "invalid_api_key"
         answer = port.send(request(FEED, f"authorization: Bearer {KEY}"))
         assert answer.headers["cache-control"] == "no-store"
-        told = json.loads(answer.body)
-        assert (told["state"], told["model"], "engine" in told) == ("loading", "none", False)
+        state = json.loads(answer.body)
+        assert (state["state"], state["model"], "engine" in state) == ("loading", "none", False)
 
 
 @pytest.mark.parametrize(
@@ -100,16 +100,15 @@ def test_the_feed_of_a_server(server: ServerProcess, door: Door) -> None:
     """The figures are those of the other reports."""
     assert door.whole("completions", {"prompt": [5, 6, 7], "max_tokens": 3})
     assert door.open(FEED, {}).status == 405
-    told = json.load(door.open(FEED))
-    engine, loads = told["engine"], server.loads()
-    assert told["state"] == "running"
+    state = json.load(door.open(FEED))
+    engine, loads = state["engine"], server.loads()
+    assert state["state"] == "running"
     assert (engine["epoch"], engine["recovery"], engine["recoveries"]) == (1, None, [])
     assert engine["cache"]["num_total_blocks"] == loads.num_total_blocks
     assert engine["output_tokens"] == server.metric("tpengine:generation_tokens_total")
     (rank,) = engine["ranks"]
     for use, num_bytes in rank["memory_bytes"].items():
-        named = server.metric("tpengine:rank_memory_bytes", rank="0", use=use)
-        assert named == num_bytes
+        assert server.metric("tpengine:rank_memory_bytes", rank="0", use=use) == num_bytes
     assert rank["memory_bytes"]["weights"] > 0
     assert rank["memory_bytes"]["kv_cache"] % loads.num_total_blocks == 0
 
@@ -131,7 +130,7 @@ def browser(shared_browser: Browser) -> Iterator[Browser]:
 def leave(browser: Browser, expected: str = "none") -> None:
     """Leaves the page before its server ends. Its console holds no other errors than expected."""
     browser.driver.get("about:blank")
-    assert [one for one in browser.errors() if expected not in one] == []
+    assert [error for error in browser.errors() if expected not in error] == []
 
 
 def visit(browser: Browser, address: str) -> None:
@@ -159,8 +158,7 @@ def too_wide(browser: Browser) -> list[str]:
       one.scrollWidth > one.clientWidth + 1 && one.clientWidth > 1
       && getComputedStyle(one).display !== "inline" && !["INPUT", "TEXTAREA"].includes(one.tagName)
     ).map((one) => one.tagName + one.id + one.className)"""
-    found: list[str] = browser.driver.execute_script(script)
-    return found
+    return browser.driver.execute_script(script)
 
 
 def picture(browser: Browser, name: str) -> None:
@@ -249,12 +247,12 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         undisturbed = browser.text(ANSWER)
         browser.find("#new").click()
         assert browser.text("#log") == ""
-        found = re.search(r"pid (\d+)", browser.text("#ranks li:last-child .device"))
-        assert found is not None
+        match = re.search(r"pid (\d+)", browser.text("#ranks li:last-child .device"))
+        assert match is not None
         browser.driver.execute_script(RECORD, len(undisturbed))
         ask(browser, QUESTION)
         wait_until(lambda: len(browser.text(ANSWER)) > len(undisturbed) // 6, WAIT_S)
-        os.kill(int(found[1]), signal.SIGKILL)
+        os.kill(int(match[1]), signal.SIGKILL)
         browser.wait_for("#status", "recovering")
         browser.wait_for("#phases", "imports")
         picture(browser, "recovery")
@@ -262,7 +260,7 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         wanted = ["recovering", "Rank 1 was lost (execute_model, step ", "killed by signal 9"]
         wanted += ["imports …", "starting", "1 request kept", "A lost rank is being replaced"]
         shown = browser.driver.execute_script("return [...shown]")
-        assert any(all(words in one for words in wanted) for one in shown), shown
+        assert any(all(words in text for words in wanted) for text in shown), shown
         assert browser.text(ANSWER) == undisturbed
         browser.wait_for("#status", "running")
         assert not browser.find("#recovery").is_displayed()
@@ -290,8 +288,8 @@ def stub() -> Starlette:
     async def cut(*events: str, end: str = "data: [DONE]\r\n\r\n") -> AsyncIterator[bytes]:
         """The bytes of a stream; all characters and ends of lines are cut in two, by a pause after
         which the browser has read. A stream without an end goes on until its client has left."""
-        lines = [one.replace(", ", ",\r\ndata: ", 1) for one in events]  # one event, two lines
-        whole = ": a comment\r\n\r\n" + "".join(f"id: 1\r\ndata: {one}\r\n\r\n" for one in lines)
+        lines = [event.replace(", ", ",\r\ndata: ", 1) for event in events]  # one event, two lines
+        whole = ": a comment\r\n\r\n" + "".join(f"id: 1\r\ndata: {line}\r\n\r\n" for line in lines)
         for part in re.split(rb"(?<=\r)|(?=[\x80-\xbf])", (whole + end).encode()):
             yield part
             await asyncio.sleep(0.03)
@@ -363,7 +361,7 @@ def test_text_with_tags_stays_text(browser: Browser) -> None:
         browser.type(ESCAPE)
         browser.wait_for(NOTE, "stopped")
         wait_until(lambda: port.held()[2] == 0, WAIT_S)  # the task of the stream has ended
-        said = [one["content"] for one in app.state.asked[-1]["messages"]]
+        said = [message["content"] for message in app.state.asked[-1]["messages"]]
         assert said == [TAGS, TAGS, "endless"]  # what failed is no part of the conversation
         browser.find("#new").click()
         ask(browser, "untemplated")

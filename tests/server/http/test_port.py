@@ -96,10 +96,10 @@ def test_what_is_refused(port: OpenPort, sent: bytes, status: int, code: str | N
 
 def test_health_while_the_model_loads(port: OpenPort) -> None:
     """One connection serves many requests; a HEAD has no body; ids come back."""
-    found = {"/health": 200, "/ready": 503, "/version": 200, "/metrics": 200}
-    with port.connect() as one, one.makefile("rb") as stream:
-        for (path, status), method in itertools.product(found.items(), ("GET", "HEAD")):
-            one.sendall(request(path, f"x-request-id: of-{path}", method=method))
+    statuses = {"/health": 200, "/ready": 503, "/version": 200, "/metrics": 200}
+    with port.connect() as client, client.makefile("rb") as stream:
+        for (path, status), method in itertools.product(statuses.items(), ("GET", "HEAD")):
+            client.sendall(request(path, f"x-request-id: of-{path}", method=method))
             answer = read_answer(stream, has_body=method == "GET")
             assert (answer.status, answer.headers["x-request-id"]) == (status, f"of-{path}")
             assert answer.headers["date"].endswith("GMT")
@@ -108,31 +108,31 @@ def test_health_while_the_model_loads(port: OpenPort) -> None:
 
 
 def test_a_client_that_asks_first_need_not_send_its_body(port: OpenPort) -> None:
-    with port.connect() as one, one.makefile("rb") as stream:
-        one.sendall(announced(5000, "expect: 100-continue"))
+    with port.connect() as client, client.makefile("rb") as stream:
+        client.sendall(announced(5000, "expect: 100-continue"))
         assert (read_answer(stream).status, stream.read()) == (413, b"")
-    with port.connect() as one, one.makefile("rb") as stream:
-        one.sendall(announced(2, "expect: 100-continue"))
+    with port.connect() as client, client.makefile("rb") as stream:
+        client.sendall(announced(2, "expect: 100-continue"))
         assert stream.readline() + stream.readline() == b"HTTP/1.1 100 Continue\r\n\r\n"
-        one.sendall(b"{}")
+        client.sendall(b"{}")
         assert read_answer(stream).status == 503
 
 
 def test_a_body_that_is_not_wanted_keeps_the_connection(port: OpenPort) -> None:
-    with port.connect() as one:
-        stream = one.makefile("rb")
-        one.sendall(posted(b"x" * 200_000) + HEALTH)
+    with port.connect() as client:
+        stream = client.makefile("rb")
+        client.sendall(posted(b"x" * 200_000) + HEALTH)
         assert [read_answer(stream).status for _ in range(2)] == [413, 200]
 
 
 def test_pipelined_requests_are_bounded(port: OpenPort) -> None:
-    with port.connect() as one:
-        one.sendall(HEALTH * 10)
-        stream = one.makefile("rb")
+    with port.connect() as client:
+        client.sendall(HEALTH * 10)
+        stream = client.makefile("rb")
         assert [read_answer(stream).status for _ in range(10)] == [200] * 10
-        one.sendall(HEALTH * 500)
-        found = [read_answer(stream).status for _ in range(protocol.MAX_PIPELINED + 2)]
-        assert found == [200] * (protocol.MAX_PIPELINED + 1) + [429]
+        client.sendall(HEALTH * 500)
+        statuses = [read_answer(stream).status for _ in range(protocol.MAX_PIPELINED + 2)]
+        assert statuses == [200] * (protocol.MAX_PIPELINED + 1) + [429]
         assert stream.read() == b""
 
 
@@ -155,14 +155,14 @@ def test_slow_clients(
     names = ("head_s", "idle_s", "message_s")
     bounds: Any = {name: 0.1 if name in soon else 60.0 for name in names}
     monkeypatch.setattr(protocol, "DISCARD_S", 0.1 if "DISCARD_S" in soon else 60.0)
-    with open_port(limits=Limits(max_message_bytes=SMALL, **bounds)) as port, port.connect() as one:
-        one.sendall(begun)
-        stream = one.makefile("rb")
+    with open_port(limits=Limits(max_message_bytes=SMALL, **bounds)) as port, port.connect() as tcp:
+        tcp.sendall(begun)
+        stream = tcp.makefile("rb")
         if status is not None:
             assert read_answer(stream).status == status
         assert stream.read() == b""
         stream.close()
-        one.close()
+        tcp.close()
         wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
 
 
@@ -176,8 +176,8 @@ def test_connections_and_calls_are_bounded() -> None:
         held.pop().close()
         wait_until(lambda: port.held()[0] == 2, WAIT_S)
         assert port.send(request("/v1/models")).status == 503
-        for one in held:
-            one.close()
+        for client in held:
+            client.close()
 
 
 def test_calls_of_all_doors_are_counted_together() -> None:
@@ -198,8 +198,7 @@ def test_large_bodies_leave_time_for_others(monkeypatch: pytest.MonkeyPatch) -> 
         parsed.append((len(body) > SMALL, begin, time.monotonic()))
         return {}
 
-    json = SimpleNamespace(loads=parse, JSONDecodeError=ValueError)
-    monkeypatch.setattr(calls, "orjson", json)
+    monkeypatch.setattr(calls, "orjson", SimpleNamespace(loads=parse, JSONDecodeError=ValueError))
     large, small = posted(b"{%66000s}" % b""), posted(b"{}")
     with open_port() as port, ExitStack() as stack:
         ends = [stack.enter_context(port.connect()) for _ in range(5)]
@@ -231,9 +230,9 @@ def test_keys_and_cors() -> None:
         assert port.send(request("/version")).status == 200
         for origin, allowed in (("a.example", True), ("b.example", False)):
             asks = ("access-control-request-method: POST", f"origin: https://{origin}")
-            with port.connect() as one:  # its answer has no request id, as no route is asked
-                one.sendall(request("/v1/x", "connection: close", *asks, method="OPTIONS"))
-                head = one.makefile("rb").read().decode()
+            with port.connect() as client:  # its answer has no request id, as no route is asked
+                client.sendall(request("/v1/x", "connection: close", *asks, method="OPTIONS"))
+                head = client.makefile("rb").read().decode()
             assert ("access-control-allow-origin" in head) == allowed
     with open_port() as port:
         answer = port.send(request("/health", "origin: https://a.example"))
@@ -263,16 +262,16 @@ def test_the_task_of_a_client_that_leaves_or_does_not_read_ends(
     files = authority.sign("server", authority.folder / "server") if is_encrypted else None
     context = ssl.create_default_context(cafile=authority.certificate) if is_encrypted else None
     with open_port(app=endless, tls=files, limits=limits) as port:
-        one = port.connect(context, buffer=4096)
-        one.sendall(HEALTH)
-        stream = one.makefile("rb")
+        client = port.connect(context, buffer=4096)
+        client.sendall(HEALTH)
+        stream = client.makefile("rb")
         assert len(stream.read(100_000)) == 100_000
         assert port.held()[:2] == (1, 1)
         if leaves:
             stream.close()
-            one.close()
+            client.close()
         wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
-        one.close()
+        client.close()
 
 
 async def silent(scope: Any, receive: Any, send: Any) -> None:
@@ -285,8 +284,8 @@ async def silent(scope: Any, receive: Any, send: Any) -> None:
 @pytest.mark.parametrize("size", [10, 300_000])
 def test_a_client_leaves_that_has_sent_two_requests(size: int) -> None:
     with open_port(app=silent) as port:
-        with port.connect() as one:
-            one.sendall(posted(b"x" * size) + HEALTH)
+        with port.connect() as client:
+            client.sendall(posted(b"x" * size) + HEALTH)
             wait_until(lambda: port.held() == (1, 1, 1), WAIT_S)
         wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
 
@@ -308,9 +307,9 @@ def test_certificates(authority: Authority, tmp_path: Path) -> None:
         if client is not None:
             context.load_cert_chain(client.certificate, client.key)
         try:
-            with port.connect(context) as one:
-                one.sendall(HEALTH)
-                head = one.makefile("rb").read(1000).decode()
+            with port.connect(context) as connection:
+                connection.sendall(HEALTH)
+                head = connection.makefile("rb").read(1000).decode()
         except OSError:
             return ""
         return head.partition("owner: ")[2].partition("\r\n")[0]
@@ -330,13 +329,13 @@ def test_broken_connections_leave_nothing(port: OpenPort) -> None:
     whole = posted(b'{"prompt": "a"}')
     before = len(os.listdir("/proc/self/fd"))
     for number in range(300):
-        one = port.connect()
-        one.sendall(whole[: number % len(whole)])
+        client = port.connect()
+        client.sendall(whole[: number % len(whole)])
         if number % 3 == 0:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
         elif number % 3 == 1:
-            one.shutdown(socket.SHUT_WR)
-        one.close()
+            client.shutdown(socket.SHUT_WR)
+        client.close()
     wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
     assert port.send(HEALTH).status == 200
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, WAIT_S)
@@ -355,8 +354,8 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     # A name may have addresses that this machine lacks, as localhost has where IPv6 is off, or the
     # same twice.
     names = ("192.0.2.7", "127.0.0.1", "127.0.0.1")
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, 0)) for name in names]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, 0)) for name in names]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
     with open_port() as port:
         assert port.send(HEALTH).status == 200
 

@@ -38,9 +38,9 @@ def parsed(form: ToolFormat, *pieces: str) -> tuple[str, list[tuple[str, str]], 
             known["arguments"] += gain["function"].pop("arguments")
             known.update(gain["function"])
     assert list(calls) == list(range(len(calls)))
-    found = [(one["name"], one["arguments"]) for one in calls.values()]
+    pairs = [(call["name"], call["arguments"]) for call in calls.values()]
     assert parser.finish_reason("length") == "length"
-    return text, found, parser.finish_reason("stop")
+    return text, pairs, parser.finish_reason("stop")
 
 
 def written(form: ToolFormat, *calls: tuple[str, str]) -> str:
@@ -85,11 +85,11 @@ def written(form: ToolFormat, *calls: tuple[str, str]) -> str:
 )  # fmt: skip
 def test_what_is_a_call(form: ToolFormat, text: str, wanted: Any) -> None:
     before, calls, *after = wanted or (text, [])
-    found = parsed(form, text)
-    assert found == ("".join([before, *after]), calls, "tool_calls" if calls else "stop")
-    assert parsed(form, *text, "") == found
+    whole = parsed(form, text)
+    assert whole == ("".join([before, *after]), calls, "tool_calls" if calls else "stop")
+    assert parsed(form, *text, "") == whole
     for place in range(len(text)):
-        assert parsed(form, text[:place], text[place:]) == found
+        assert parsed(form, text[:place], text[place:]) == whole
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -98,13 +98,13 @@ def test_an_answer_that_ends_within_a_call(form: ToolFormat) -> None:
     text += written(form, F)
     begin, end = text.index(ONE), text.index(ONE) + len(ONE)
     for place in range(len(text)):
-        found = parsed(form, text[:place])
+        cut = parsed(form, text[:place])
         if place <= begin:
-            assert found == (text[:place], [], "stop")
+            assert cut == (text[:place], [], "stop")
         else:
             calls = [("f", ONE[: place - begin])]
             reason = "tool_calls" if place >= end else "stop"
-            assert found == (text.partition(written(form, F))[0], calls, reason)
+            assert cut == (text.partition(written(form, F))[0], calls, reason)
 
 
 PIECES = [
@@ -164,12 +164,11 @@ def test_what_a_grammar_allows(tmp_path: Path, name: str, must: bool, is_paralle
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     calls = [("f", '{"city": "a"}'), ("g_2", '{"city": "abc"}')]
-    for one in calls:
-        text = written(form, one)
+    for call in calls:
+        text = written(form, call)
         assert [allows(text), allows("\n\n" + text)] == [True, True]
         assert not any(map(allows, (text + "x", text[:-1])))
-    has_more = is_parallel and form is not LLAMA3
-    assert allows(written(form, *calls)) == has_more
+    assert allows(written(form, *calls)) == (is_parallel and form is not LLAMA3)
     for text in ("", "Well.", "Well." + written(form, calls[0])):
         assert allows(text) != must
     for wrong in (("f", '{"city": "abcd"}'), ("f", "{}"), ("h", '{"city": "a"}')):

@@ -71,8 +71,7 @@ WRITTEN = {
     ],
 )
 def form_fixture(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+    return request.param
 
 
 @contextmanager
@@ -119,14 +118,12 @@ def test_a_choice_is_held(tooled: Door, form: str, choice: Any, names: set[str])
         whole = tooled.whole(CHAT, {**body, "seed": seed})
         streamed = tooled.streamed(CHAT, {**body, "seed": seed})
         pairs = list(zip(whole["choices"], streamed["choices"], strict=True))
-        assert [one["token_ids"] for one, _ in pairs] == [one["token_ids"] for _, one in pairs]
+        assert [a["token_ids"] for a, _ in pairs] == [b["token_ids"] for _, b in pairs]
         for pair in pairs:
-            for one in pair:
-                assert one["finish_reason"] == "tool_calls"
-                check_calls(one["message"], names, form)
-            functions = [
-                [call["function"] for call in one["message"]["tool_calls"]] for one in pair
-            ]
+            for answer in pair:
+                assert answer["finish_reason"] == "tool_calls"
+                check_calls(answer["message"], names, form)
+            functions = [[call["function"] for call in a["message"]["tool_calls"]] for a in pair]
             assert functions[0] == functions[1]
             assert len(functions[0]) == 1
 
@@ -138,25 +135,25 @@ def test_a_choice_is_held_after_a_thought(tmp_path: Path) -> None:
         body = {**SAMPLED, "tool_choice": NAMED, "parallel_tool_calls": False, "seed": 1}
         body["logit_bias"] = {str(closing): 5.0}  # thoughts end by themselves, and are not long
         for answered in (door.whole, door.streamed):
-            (one,) = answered(CHAT, body)["choices"]
-            assert len(one["message"]["reasoning_content"]) > 1
-            assert one["finish_reason"] == "tool_calls"
-            check_calls(one["message"], {"get-rain"}, "thinking")
+            (choice,) = answered(CHAT, body)["choices"]
+            assert len(choice["message"]["reasoning_content"]) > 1
+            assert choice["finish_reason"] == "tool_calls"
+            check_calls(choice["message"], {"get-rain"}, "thinking")
 
 
 def test_several_calls_or_a_part(tooled: Door, form: str) -> None:
-    found = []
+    numbers = []
     for seed in range(4):
         body = {**SAMPLED, "tool_choice": "required", "seed": seed}
-        (one,) = tooled.whole(CHAT, body)["choices"]
-        if one["finish_reason"] == "tool_calls":
-            check_calls(one["message"], {"get_weather", "get-rain"}, form)
-            found.append(len(one["message"]["tool_calls"]))
-    assert found
-    assert max(found) == 1 or form != "llama3"
-    (one,) = tooled.whole(CHAT, {**SAMPLED, "tool_choice": NAMED, "max_tokens": 3})["choices"]
-    assert (one["finish_reason"], "tool_calls" in one["message"]) == ("length", False)
-    assert one["message"]["content"]
+        (choice,) = tooled.whole(CHAT, body)["choices"]
+        if choice["finish_reason"] == "tool_calls":
+            check_calls(choice["message"], {"get_weather", "get-rain"}, form)
+            numbers.append(len(choice["message"]["tool_calls"]))
+    assert numbers
+    assert max(numbers) == 1 or form != "llama3"
+    (choice,) = tooled.whole(CHAT, {**SAMPLED, "tool_choice": NAMED, "max_tokens": 3})["choices"]
+    assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("length", False)
+    assert choice["message"]["content"]
 
 
 def test_a_conversation_with_calls(tooled: Door, form: str) -> None:
@@ -185,9 +182,9 @@ def test_text_without_a_call_is_the_answer(tooled: Door) -> None:
     """The random model writes no call, also under the grammar that would hold it to one."""
     strict = {"tools": [tool("get-rain", strict=True)], "parallel_tool_calls": False}
     for more in ({}, strict):
-        (one,) = tooled.streamed(CHAT, {**SAMPLED, "max_tokens": 30, "seed": 5, **more})["choices"]
-        assert one["message"].keys() == {"role", "content"}
-        assert one["message"]["content"]
+        (got,) = tooled.streamed(CHAT, {**SAMPLED, "max_tokens": 30, "seed": 5, **more})["choices"]
+        assert got["message"].keys() == {"role", "content"}
+        assert got["message"]["content"]
 
 
 @pytest.mark.parametrize(
@@ -228,8 +225,8 @@ def test_text_without_a_call_is_the_answer(tooled: Door) -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused(state: ServerState, body: dict[str, Any], param: str) -> None:
-    found, text = refused(state, CHAT, **{**ASKED, **body})
-    assert found == param
+    at_fault, text = refused(state, CHAT, **{**ASKED, **body})
+    assert at_fault == param
     assert text.startswith(param)
 
 
@@ -269,16 +266,16 @@ def test_an_answer_with_a_thought_and_calls(size: int) -> None:
     parts = [output(low, low + size) for low in range(0, len(text), size)]
     tools = Tools([], ["f"], FORMATS[0], [], None)
     whole, streamed, _ = asyncio.run(written(output(0, len(text)), parts, tools))
-    for one, wanted in zip(streamed["choices"], whole, strict=True):
-        for choice in (one, wanted):
+    for part, wanted in zip(streamed["choices"], whole, strict=True):
+        for choice in (part, wanted):
             for called in choice["message"]["tool_calls"]:
                 assert len(called.pop("id")) == len("call_") + 32
-        assert one["message"] == wanted["message"]
-        assert one["finish_reason"] == wanted["finish_reason"]
+        assert part["message"] == wanted["message"]
+        assert part["finish_reason"] == wanted["finish_reason"]
         assert wanted["message"]["reasoning_content"] == "why"
         assert wanted["message"]["content"] == "\n\nWell. "
-    assert [one["finish_reason"] for one in whole] == ["tool_calls", "length"]
-    assert [len(one["message"]["tool_calls"]) for one in whole] == [2, 1]
+    assert [choice["finish_reason"] for choice in whole] == ["tool_calls", "length"]
+    assert [len(choice["message"]["tool_calls"]) for choice in whole] == [2, 1]
     assert whole[1]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": "'
 
 
