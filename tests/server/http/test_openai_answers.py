@@ -210,6 +210,7 @@ def test_an_answer_is_held(door: Door, fields: dict[str, Any]) -> None:
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema", "is missing"),
         ({"response_format": {"type": "text", "a": 1}}, "response_format.a", "not a field"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs", "must be a JSON object"),
+        ({"structured_outputs": {"jso": {}}}, "structured_outputs", "has no field ['jso']; its"),
         ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs", "Invalid type: x"),
         ({"structured_outputs": {"regex": "b[a&&b]"}, "max_tokens": 9}, "_outputs", "no text ful"),
         ({"structured_outputs": {"regex": "(a{1000}){1000}"}, "max_tokens": 9},

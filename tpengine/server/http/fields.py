@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from tpengine.errors import InvalidSamplingParamsError, RequestError, did_you_mean
+from tpengine.options import WrongValueError
 from tpengine.sampling_params import StructuredOutputsParams
 
 Value = TypeVar("Value")
@@ -147,6 +148,8 @@ def read_constraint(fields: Fields) -> StructuredOutputsParams | None:
         return None
     try:
         return StructuredOutputsParams.read(constraint)
+    except WrongValueError as error:
+        raise FieldError(name, str(error).strip()) from None
     except InvalidSamplingParamsError as error:
         raise FieldError(name, f"cannot be used: {error}") from None
 
