@@ -77,7 +77,7 @@ SEEDED = [
 )
 def test_same_seed_alone_crowded_and_preempted(models: ModelShop, model: str, dtype: str) -> None:
     folder = EMBEDDED_MODEL if model == "embedded" else models.folder(ZOO["d96-7to1-llama3"])
-    prompts = models.oracle(folder).random_prompts((5, 21, 40, 80), seed=4)
+    prompts = models.oracle(folder).prompts((5, 21, 40, 80), seed=4)
     rng = random.Random(5)
     crowd = [[rng.randrange(3, 512) for _ in range(length)] for length in range(3, 63)]
     others = SamplingParams(temperature=1.0, max_tokens=48, ignore_eos=True)
