@@ -86,7 +86,7 @@ def answers_of(
 def test_prefix_cache_and_beams(models: ModelShop) -> None:
     """Blocks that sequences share and copy before they write are copied with their scales."""
     folder = models.folder(PLAIN)
-    prompts = models.oracle(folder).random_prompts((70, 33, 100), seed=4)
+    prompts = models.oracle(folder).prompts((70, 33, 100), seed=4)
     plain = answers_of(folder, prompts, share=False)
     assert plain[0] == plain[1]
     assert answers_of(folder, prompts, share=True, max_num_batched_tokens=16) == plain

@@ -113,7 +113,7 @@ def test_a_request_that_joins_and_one_that_is_aborted(models: ModelShop, walk: G
 def test_ends_that_are_not_known_in_advance(models: ModelShop, walk: GpuWalk) -> None:
     """Stop strings, end tokens and stop tokens: the surplus token is dropped."""
     folder = models.folder(PLAIN, tokenizer=True)
-    prompts = models.oracle(folder).random_prompts((5, 40, 17, 9), seed=4)
+    prompts = models.oracle(folder).prompts((5, 40, 17, 9), seed=4)
     alone: list[list[int]] = []
     with open_llm(folder, async_scheduling=False) as llm:
         whole = generate(llm, prompts, greedy(40))
@@ -134,7 +134,7 @@ def test_ends_that_are_not_known_in_advance(models: ModelShop, walk: GpuWalk) ->
 def test_groups_and_beams(models: ModelShop, walk: GpuWalk) -> None:
     """Sequences of a group are begun like others. Beams are not: the driver chooses their ids."""
     folder = models.folder(PLAIN)
-    prompts = models.oracle(folder).random_prompts((5, 40, 17), seed=4)
+    prompts = models.oracle(folder).prompts((5, 40, 17), seed=4)
     params = [
         SamplingParams(n=3, seed=1, max_tokens=24, ignore_eos=True, logprobs=1),
         greedy(30),
