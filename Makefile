@@ -38,7 +38,7 @@ $(VENV)/.chat-model: $(VENV)/.packages-demo $(VENV)/.kernels-BEST-$(TPENGINE_CUD
 
 # TESTS holds files or folders: make test TESTS='tests/oracle tests/server'
 test: setup
-	$(BIN)/python -m pytest -m "not soak and not check" -n 2 --dist loadgroup --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -m "not soak and not check" -n 4 --dist loadgroup --no-loadscope-reorder $(TESTS)
 
 # Root, namespaces, Debian packages and clients of other projects, which are fetched once.
 check: setup

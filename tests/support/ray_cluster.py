@@ -1,4 +1,4 @@
-"""One Ray cluster for a process of pytest (`make test` has two), and what is left of it."""
+"""One Ray cluster for a process of pytest (`make test` has four), and what is left of it."""
 
 from __future__ import annotations
 
