@@ -49,7 +49,7 @@ _MAY_SKIP = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `make test` and `make check`, which run several processes of pytest: the longest first."""
+    """For `make test` and `make check`, which run several pytests: the longest first."""
     first = {room: place for place, room in enumerate(_LONG_ROOMS)}
     items.sort(key=lambda item: first.get(_group_of(item.nodeid), len(first)))
 
