@@ -297,6 +297,9 @@ class LLMEngine:
             sequences=[Sequence(first_id + i, i, token_ids, len(token_ids)) for i in range(count)],
             metrics=RequestMetrics.of_arrival(arrived_at),
         )
+        # First, so that no two requests have one number, whatever interrupts this.
+        self._num_requests += 1
+        self._num_sequences += count
         with deferred_interrupt():  # scheduler and output processor both get it, or neither
             self._recovery.note_arrival()
             self._scheduler.add_request(request)
@@ -308,8 +311,6 @@ class LLMEngine:
                 text = f"the tokenizer cannot follow this prompt: {type(error).__name__}: {error}"
                 hint = "check its ids, or set detokenize=False"
                 raise InvalidPromptError(f"{text}; {hint}") from error
-            self._num_requests += 1
-            self._num_sequences += count
         return request.metrics
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
