@@ -31,7 +31,7 @@ const Isa kIsas[] = {
 #include "isas.inc"
 };
 
-// Those in use, or the next one of which a block of this size holds whole vectors.
+// The first instruction set from `isa` on that runs here; a block must hold whole vectors of it.
 const Isa* first_of(const Isa* isa, int64_t block_size) {
   while (!isa->runs_here || isa->kernels == nullptr ||
          (block_size > 0 && block_size % isa->kernels->vector_lanes != 0))

@@ -1,4 +1,8 @@
-"""Fills a model's parameters from checkpoint files; each rank reads only its own slices."""
+"""Fills a model's parameters from checkpoint files; each rank reads only its own slices.
+
+Which slices: each layer declares a `WeightShard` for its tensors (`layers/weights.py`; for a linear
+layer `_declare_rows` of `layers/linear.py`).
+"""
 
 from __future__ import annotations
 

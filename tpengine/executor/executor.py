@@ -1,5 +1,6 @@
-"""The calls that an engine makes of its workers; all of them stand on `_run_workers`.
+"""The calls that an engine makes of its workers; here all of them stand on `_run_workers`.
 
+`GroupExecutor` sends steps on the channels of its ranks instead, and replaces ranks.
 The choice between the executors stands in `local_executor.py`.
 """
 

@@ -223,7 +223,7 @@ class StepDeadline:
     A rank that waits in a collective gives up earlier, see `_COLLECTIVE_SHARE` in `group.py`.
 
     Args:
-        least_s: no step has less time than this.
+        least_s: no step has less time than this: `step_timeout_s` of `EngineArgs`.
     """
 
     def __init__(self, least_s: float) -> None:

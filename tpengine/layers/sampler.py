@@ -1,6 +1,7 @@
 """Chooses the next token of every sampled row, vectorised over the batch.
 
-Order: processors, bias, bans, penalties (`logit_edits`), temperature, top-k, top-p, min-p. Reported
+Order: processors, bias, allowed tokens, masks of grammars, bans, penalties (`logit_edits`), then
+temperature, top-k, top-p, min-p. Reported
 log probabilities are of the raw logits, or, if `SamplingBatch.processed`, of what all these stages
 made of them. The noise of a row is a pure function of (seed, index of the sequence in its request,
 position), so neighbours, preemption and recompute do not change it. A stage that no row asks for is

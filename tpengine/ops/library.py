@@ -4,6 +4,9 @@ The way of one op to its kernel: `ops/fused_ops.py` (`rms_norm`, made by `op` he
 dispatcher, on CPU `register_fused` and `rms_norm` in `csrc/cpu/fused_ops.cpp`, which call the
 pointer `kernels().norm` of the instruction set, filled by `csrc/cpu/isa/table.cpp` from
 `isa/fused.inc`; on a GPU `csrc/cuda/fused_ops.cu` and `csrc/cuda/fused/rms_norm.cuh`.
+
+The instruction set: `current()` in `csrc/cpu/bindings.cpp` takes the best one that runs here;
+`TPENGINE_CPU_ISA` chooses another.
 """
 
 from __future__ import annotations

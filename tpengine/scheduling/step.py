@@ -2,8 +2,9 @@
 the answer.
 
 A step's data flows one way: `SchedulerOutput` goes from the scheduler to the executor, the answer
-to the output processor, its `StepDecisions` to `Scheduler.update`. No part writes into an object
-that it was given.
+to the output processor, its `StepDecisions` to `Scheduler.update`. No part changes what an earlier
+one decided; the output processor adds times to the `metrics` of a request. `StepBuilder` builds the
+message for the ranks.
 """
 
 from __future__ import annotations

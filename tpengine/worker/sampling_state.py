@@ -2,7 +2,8 @@
 
 `SamplingSlots` holds numbers in arrays, written when a sequence enters and gathered each step: no
 Python object is touched per token. `TokenRules` holds what needs objects, for the sequences that
-ask for biases, bans or allowed tokens.
+ask for biases, bans or allowed tokens. The counts of tokens that penalties need (`TokenCounts` of
+`logit_edits`) are kept here, too.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ A token comes back on the way of gRPC (see the head of grpc/service.py) up to st
 `AnswerWriter` of http/write.py takes the place of `ResponseWriter`; tool_formats.py and
 reasoning.py find calls and thoughts in the text. An error becomes its answer in
 http/error_answers.py, by the table `STATUSES` of errors.py. A prompt that is too long is refused
-by `ServerState.check_text` or `check_num_tokens` (state.py), or by `AsyncLLMEngine._begin`.
+by `ServerState.check_text` or `check_num_tokens` (state.py), or by `AsyncLLMEngine._begin`, with a
+`RequestIgnoredError`, which `STATUSES` makes a 400.
 A client that leaves: `connection_lost` of http/protocol.py cancels the task; leaving
 `AsyncLLMEngine.open` aborts the request (`RequestTable.finish`), unless the stream is kept.
 """

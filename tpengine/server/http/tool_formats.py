@@ -146,7 +146,9 @@ class ToolParser:
     """Finds the calls in the text of one answer as it grows.
 
     What is no call of a known function is text, also if it begins like one. Text that may be the
-    beginning of a call is held back. The result does not depend on where the text is cut.
+    beginning of a call is held back. The result does not depend on where the text is cut. Arguments
+    end with the brace that closes them; they are not read as JSON, so that a client gets what the
+    model wrote, also if it is not valid or not complete.
 
     Args:
         form: of the calls.
