@@ -29,6 +29,9 @@ JUST_TWO = sum(-(-length // BLOCK_SIZE) for length in PROMPT_LENGTHS[:2])
 CHUNK = 16
 JUST_A_WINDOW = -(-WINDOW // BLOCK_SIZE) + 1 + CHUNK // BLOCK_SIZE
 """The same if every layer has a window."""
+ERROR = 3e-3
+"""Of a log probability. With AVX2 transformers' float32 is 1.8e-3 from its own float64 where logits
+reach 96 (`gemma3_text-ropes`); tpengine's is 0.6e-3 from it."""
 
 
 def _divides(variant: Variant, tp_size: int) -> bool:
@@ -130,7 +133,7 @@ def test_sharded(variant: Variant, tp_size: int, subjects: Subjects) -> None:
         for expected, entries in zip(logprobs, output.logprobs, strict=True):
             assert len(entries) >= 3
             for token_id, logprob in entries.items():
-                assert logprob.logprob == pytest.approx(float(expected[token_id]), abs=2e-3)
+                assert logprob.logprob == pytest.approx(float(expected[token_id]), abs=ERROR)
 
 
 def test_every_family_is_in_every_mode() -> None:
