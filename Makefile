@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # auto: where there is a card; ON: in any case; OFF: never
 TPENGINE_CUDA ?= auto
+# Images often set it. Every process would then compile again whatever it imports.
+export PYTHONDONTWRITEBYTECODE :=
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 # The kernels compile while packages are fetched: `$(AT_ONCE) A B` makes two targets side by side.
 AT_ONCE = @+$(MAKE) --no-print-directory --jobs=2
