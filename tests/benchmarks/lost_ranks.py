@@ -135,15 +135,10 @@ def run(args: argparse.Namespace) -> int:
         folder = stack.enter_context(harness.shape_folder(options.shape))
         if "ray" in executors:
             stack.enter_context(local_ray(options.ranks))
+        sizes = {"cpu_kv_cache_space": _CACHE_GIB / options.ranks, "swap_space": 0.0}
+        sizes |= {"tensor_parallel_size": options.ranks, "max_recoveries": options.kills}
         engine_args = EngineArgs(
-            folder,
-            device="cpu",
-            dtype=options.dtype,
-            tensor_parallel_size=options.ranks,
-            cpu_kv_cache_space=_CACHE_GIB / options.ranks,
-            swap_space=0.0,
-            max_recoveries=options.kills,
-            disable_log_stats=True,
+            folder, device="cpu", dtype=options.dtype, disable_log_stats=True, **sizes
         )
         write_weights(engine_args, Path(folder))
         work = (

@@ -37,8 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def calm(models: ModelShop) -> tuple[Path, list[list[int]], list[RequestOutput]]:
     """A model, prompts, and their answers when nothing is cut or preempted."""
-    folder = models.folder(PLAIN)
-    prompts = models.oracle(folder).random_prompts(LENGTHS, seed=3)
+    folder, _, prompts = models.problem(PLAIN, LENGTHS, seed=3)
     with open_llm(folder, **INT8) as llm:
         return folder, prompts, generate(llm, prompts, greedy(logprobs=1))
 

@@ -54,9 +54,7 @@ def test_first_tokens_follow_the_softmax(models: ModelShop, name: str) -> None:
     "fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=["top_k", "top_p", "min_p"]
 )
 def test_only_the_likeliest_left_equals_greedy(models: ModelShop, fields: dict[str, Any]) -> None:
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.random_prompts((1, 17, 64, 129), seed=1)
+    folder, oracle, prompts = models.problem(PLAIN, (1, 17, 64, 129), seed=1)
     params = SamplingParams(temperature=1.5, max_tokens=64, ignore_eos=True, **fields)
     with open_llm(folder) as llm:
         oracle.assert_greedy(prompts, ids(generate(llm, prompts, params)))

@@ -67,9 +67,7 @@ def test_which_rows_are_left_to_compute(name: str) -> None:
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_greedy_as_transformers(models: ModelShop, walk: GpuWalk, enforce_eager: bool) -> None:
     """Requests finish one by one, so that later steps have fewer rows than were begun."""
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.random_prompts(LENGTHS, seed=1)
+    folder, oracle, prompts = models.problem(PLAIN, LENGTHS, seed=1)
     params = [greedy(20 + 5 * number) for number in range(len(prompts))]
     args: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     with open_llm(folder, max_num_seqs=16, enforce_eager=enforce_eager, **args) as llm:
@@ -84,9 +82,7 @@ def test_greedy_as_transformers(models: ModelShop, walk: GpuWalk, enforce_eager:
 def test_a_request_that_joins_and_one_that_is_aborted(models: ModelShop, walk: GpuWalk) -> None:
     """A prompt joins, a request is aborted, and another request gets its slot: each time the other
     requests continue with the step that was begun."""
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.random_prompts((5, 40, 17, 1), seed=4)
+    folder, oracle, prompts = models.problem(PLAIN, (5, 40, 17, 1), seed=4)
     engine = make_engine(folder, max_num_seqs=3)
     for number in (0, 1):
         engine.add_request(str(number), None, greedy(30), prompt_token_ids=prompts[number])
