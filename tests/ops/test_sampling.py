@@ -13,9 +13,8 @@ from support.distributions import exact_probabilities, p_value
 from support.matrix import matrix
 from torch import Tensor
 
-from .cases import BACKENDS, CUDA_DTYPES, DTYPES, ISAS, backend, generator, on_cuda
+from .cases import CUDA_DTYPES, DTYPES, ISAS, NAMES, backend, generator, on_cuda
 
-NAMES = list(itertools.product(BACKENDS, DTYPES))
 CUDA = on_cuda(*CUDA_DTYPES)
 each_kernel = pytest.mark.parametrize(
     ("name", "dtype"), [*itertools.product(ISAS, DTYPES), *CUDA], ids=str

@@ -104,12 +104,10 @@ def test_whole_prompts(variant: Variant, mode: str, subjects: Subjects) -> None:
 @pytest.mark.parametrize(("variant", "mode"), variants_of("chunked"))
 def test_chunked_and_preempted(variant: Variant, mode: str, subjects: Subjects) -> None:
     subject = subjects(variant)
+    num_blocks = JUST_A_WINDOW if all_windowed(variant) else JUST_TWO
+    args = {"max_num_batched_tokens": CHUNK, "num_device_blocks_override": num_blocks}
     with log_steps() as log:
-        outputs = generate(
-            subject,
-            max_num_batched_tokens=CHUNK,
-            num_device_blocks_override=JUST_A_WINDOW if all_windowed(variant) else JUST_TWO,
-        )
+        outputs = generate(subject, **args)
     assert log.max_tokens == CHUNK
     assert log.num_partial_chunks >= max(PROMPT_LENGTHS) // CHUNK
     assert log.num_preemptions > 0

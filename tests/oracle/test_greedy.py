@@ -1,5 +1,5 @@
-"""Greedy ids equal to transformers in float32: models, prompt lengths, blocks, chunks; and a cache so
-small that requests are preempted many times changes nothing but the time."""
+"""Greedy ids equal to transformers in float32: models, prompt lengths, blocks, chunks; and a cache
+so small that requests are preempted many times changes nothing but the time."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from support.engines import generate, greedy, ids, open_llm
 from support.matrix import only
 from support.models import ModelShop
 from support.step_log import log_steps
-from support.subjects import Subjects
-from support.variants import VARIANTS
+from support.subjects import BY_NAME, Subjects
 from support.zoo import PLAIN
 
 from tpengine import EngineArgs, RequestOutput, SamplingParams
@@ -94,7 +93,7 @@ def test_prefix_cache_and_beams(models: ModelShop) -> None:
 @pytest.mark.parametrize("name", ["bloom-8-heads", "gemma2-caps"])
 def test_families(subjects: Subjects, name: str) -> None:
     """Linear biases; windows and soft caps."""
-    subject = subjects(next(variant for variant in VARIANTS if variant.name == name))
+    subject = subjects(BY_NAME[name])
     with open_llm(subject.folder, **INT8) as llm:
         whole = ids(generate(llm, subject.prompts, greedy(32)))
     with open_llm(subject.folder, **INT8, max_num_batched_tokens=16) as llm:
@@ -115,13 +114,10 @@ def test_perplexity_is_within_half_a_percent(dtype: str) -> None:
     assert abs(math.expm1(rounded - exact)) < 0.005
 
 
-def test_more_blocks_in_same_memory(models: ModelShop, caplog: pytest.LogCaptureFixture) -> None:
-    folder = models.folder(PLAIN)
-    blocks = []
+def test_more_blocks_in_same_memory(models: ModelShop) -> None:
+    blocks, room = [], {"num_device_blocks_override": None, "cpu_kv_cache_space": 0.01}
     for args in ({}, INT8):
-        with open_llm(
-            folder, num_device_blocks_override=None, cpu_kv_cache_space=0.01, **args
-        ) as llm:
+        with open_llm(models.folder(PLAIN), **room, **args) as llm:
             blocks.append(llm.llm_engine.num_total_blocks)
     head_dim = PLAIN.head_dim  # float32 numbers against bytes and a scale
     assert blocks[1] == pytest.approx(blocks[0] * 4 * head_dim / (head_dim + 4), abs=2)

@@ -17,11 +17,11 @@ from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 256
-_SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": VOCAB_SIZE, "max_positions": 256}
+_ALL = {"hidden_size": 64, "intermediate_size": 96, "max_positions": 256, "vocab_size": VOCAB_SIZE}
 SHAPES = {
-    "grouped": TinyLlama(16, 4, 2, seed=40, **_SIZES),
-    "equal": TinyLlama(32, 2, 2, seed=41, **_SIZES),
-    "single": TinyLlama(16, 4, 1, num_layers=3, seed=42, **_SIZES),
+    "grouped": TinyLlama(16, 4, 2, seed=40, **_ALL),
+    "equal": TinyLlama(32, 2, 2, seed=41, **_ALL),
+    "single": TinyLlama(16, 4, 1, num_layers=3, seed=42, **_ALL),
 }
 MakeEngine = Callable[..., LLMEngine]
 

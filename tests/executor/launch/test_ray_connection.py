@@ -1,5 +1,5 @@
-"""Which Ray an engine uses; one that is started for it and does not come up; and calls of Ray's that
-do not return."""
+"""Which Ray an engine uses; one that is started for it and does not come up; and calls of Ray's
+that do not return."""
 
 from __future__ import annotations
 
