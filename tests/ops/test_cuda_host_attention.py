@@ -19,38 +19,12 @@ from torch import Tensor
 from tpengine.ops import reference
 from tpengine.ops.attention_ops import TENSOR_CORE_HEAD_DIMS
 
-from .cases import dense_attention, generator, make_case, relative_error
-from .cuda_host_library import (
-    BOUND,
-    F32,
-    FAR_BLOCKS,
-    I32,
-    I64,
-    P,
-    far_pointer,
-    load_host,
-    needs_compiler,
-    pointer,
-    set_schedule,
-    struct,
-)
+from .cases import dense_attention, generator, make_case, needs_compiler, relative_error
+from .cuda_host_library import FAR_BLOCKS, far_pointer, load_host, pointer, set_schedule
+from .cuda_host_ops import BOUND, FP8, DecodeArgs, PlanArgs
 
 pytestmark = needs_compiler
 
-DecodeArgs = struct(
-    ("out", P), ("q", P), ("k_cache", P), ("v_cache", P), ("block_table", P), ("seq_lens", P),
-    ("alibi_slopes", P), ("item_start", P), ("items", P), ("partials", P),
-    ("out_token_stride", I64), ("out_head_stride", I64), ("q_token_stride", I64),
-    ("q_head_stride", I64), ("block_table_stride", I64), ("num_seqs", I32), ("num_heads", I32),
-    ("num_kv_heads", I32), ("head_dim", I32), ("block_size", I32), ("sliding_window", I32),
-    ("half_queries", I32), ("scale", F32), ("v_scale", F32),
-    ("softcap", F32),
-)  # fmt: skip
-PlanArgs = struct(
-    ("item_start", P), ("items", P), ("seq_lens", P), ("num_seqs", I32), ("wave", I32),
-    ("min_chunks", I32), ("sliding_window", I32),
-)  # fmt: skip
-FP8 = torch.float8_e4m3fn
 NO_WINDOW = 2**31 - 1
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 K_SCALE, V_SCALE = 0.7, 1.3

@@ -20,7 +20,6 @@ from support.subjects import (
 )
 from support.variants import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, WINDOW, Variant
 
-from tpengine import LLMEngine
 from tpengine.messages import MemoryLedger
 from tpengine.ops.library import cpu_isa
 
@@ -87,12 +86,8 @@ def test_whole_prompts(variant: Variant, mode: str, subjects: Subjects) -> None:
     subject = subjects(variant)
     args = {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_POSITIONS}
     ledgers: list[MemoryLedger] = []
-
-    def look(engine: LLMEngine) -> None:
-        ledgers.extend(engine.stats().ledgers)
-
     with log_steps() as log:
-        outputs = generate(subject, look=look, **args)
+        outputs = generate(subject, look=lambda e: ledgers.extend(e.stats().ledgers), **args)
     if cpu_isa() in ("avx512", "avx512bf16"):  # other linear layers are torch's own
         assert ledgers[0].graphs_bytes > 0, "its decode steps are not recorded"
     assert log.num_partial_chunks == 0

@@ -71,12 +71,8 @@ def answers_of(
         first = ids(generate(llm, prompts, greedy(16)))
         again = ids(generate(llm, prompts, greedy(16)))
         hits = llm.llm_engine.stats().cache.prefix_hits
-        beams = llm.generate(
-            None,
-            SamplingParams(use_beam_search=True, n=3, temperature=0.0, max_tokens=12),
-            [list(prompt) for prompt in prompts],
-            use_tqdm=False,
-        )
+        params = SamplingParams(use_beam_search=True, n=3, temperature=0.0, max_tokens=12)
+        beams = generate(llm, prompts, params)
     assert (hits > 0) == share
     return [first, again, [[o.token_ids for o in output.outputs] for output in beams]]
 

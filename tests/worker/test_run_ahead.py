@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from recovery.client import Client, Job, summary
-from recovery.mortal import Fate, RealGroup, mortal_engine
+from recovery.client import Job, serve, summary
+from recovery.mortal import Fate, RealGroup
 from support.engines import generate, greedy, ids, make_engine, open_llm, run
 from support.gpu_walk import GpuWalk, walk_the_gpus_way
 from support.models import ModelShop
@@ -167,14 +167,10 @@ def test_ranks_that_are_lost_with_a_step_begun(models: ModelShop, walk: GpuWalk)
     ]
     answers = []
     for kills in (frozenset[int](), frozenset({3, 9, 10, 25})):
-        engine, executor = mortal_engine(config, Fate(kills, blocks=[(200, 0)]), RealGroup)
-        client = Client(engine, executor)
-        for number, job in enumerate(jobs):
-            client.add(str(number), job)
-        with engine:
-            answers.append([summary(answer) for answer in client.run().values()])
+        served = serve(config, jobs, Fate(kills, blocks=[(200, 0)]), RealGroup)
+        answers.append([summary(answer) for answer in served.answers.values()])
     assert answers[0] == answers[1]
-    assert len(executor.losses) == 4
+    assert len(served.executor.losses) == 4
     assert walk.taken > 200
 
 

@@ -96,11 +96,5 @@ def test_places_without_devices_keep_their_order() -> None:
 
 
 def test_description_hides_what_is_rays_own() -> None:
-    resources = {
-        "CPU": 2.0,
-        "memory": 5e9,
-        "node:10.0.0.1": 1.0,
-        "CPU_group_0_abc": 1.0,
-        "bundle_group_abc": 1000.0,
-    }
-    assert placement.describe(resources) == "{CPU: 2}"
+    own = {"memory": 5e9, "node:10.0.0.1": 1.0, "CPU_group_0_abc": 1.0, "bundle_group_abc": 1000.0}
+    assert placement.describe({"CPU": 2.0, **own}) == "{CPU: 2}"
