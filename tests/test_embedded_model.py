@@ -111,7 +111,7 @@ def test_prompts_continue_with_different_readable_text(
 
 
 @pytest.mark.soak
-def test_reproducible(examples: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproducible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = importlib.import_module("train_embedded_model")
     outputs = []
     for name in ("first", "second"):

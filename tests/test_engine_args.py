@@ -122,9 +122,7 @@ def test_positions_are_those_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_fields_that_cannot_change_anything(
-    name: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fields_that_cannot_change_anything(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Refused by their name, with what replaces it, or said to have no effect; from Python and from
     the command line alike."""
     value = OTHER_VALUES[AsyncEngineArgs.__dataclass_fields__[name].type.partition(" | ")[0]]
