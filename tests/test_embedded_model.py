@@ -67,13 +67,8 @@ def test_model_has_five_million_parameters_that_ranks_can_share(embedded_oracle:
     assert 4.5e6 < sum(p.numel() for p in model.parameters()) < 5.5e6
     assert config.head_dim == 64
     assert config.num_key_value_heads < config.num_attention_heads
-    for size in (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.intermediate_size,
-        config.vocab_size,
-    ):
-        assert size % 4 == 0
+    heads = config.num_attention_heads, config.num_key_value_heads
+    assert not any(size % 4 for size in (*heads, config.intermediate_size, config.vocab_size))
     assert config.vocab_size % 64 == 0
     assert config.max_position_embeddings == 2048
 
@@ -116,7 +111,7 @@ def test_prompts_continue_with_different_readable_text(
 
 
 @pytest.mark.soak
-def test_reproducible(examples: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproducible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = importlib.import_module("train_embedded_model")
     outputs = []
     for name in ("first", "second"):

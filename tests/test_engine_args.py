@@ -20,6 +20,7 @@ from support.models import ModelShop
 from support.subjects import BY_NAME, Subjects
 from support.tiny_llama import edit_json
 from support.variants import WINDOW
+from support.workers import loaded_worker
 from support.zoo import PLAIN
 
 from tpengine import LLM, EngineArgs, LLMEngine, SamplingParams
@@ -30,7 +31,6 @@ from tpengine.errors import CacheSizeError, ConfigError
 from tpengine.layers.rotary import rope_parameters
 from tpengine.worker import model_runner
 from tpengine.worker.device import resolve_dtype
-from tpengine.worker.worker import Worker
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_num_seqs": 65537}, "at most 65536, got 65537; more requests wait"),
@@ -122,9 +122,7 @@ def test_positions_are_those_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_fields_that_cannot_change_anything(
-    name: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fields_that_cannot_change_anything(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Refused by their name, with what replaces it, or said to have no effect; from Python and from
     the command line alike."""
     value = OTHER_VALUES[AsyncEngineArgs.__dataclass_fields__[name].type.partition(" | ")[0]]
@@ -312,9 +310,7 @@ def test_what_ranks_cannot_send_is_refused_at_the_start(models: ModelShop) -> No
 
 def test_tables_that_do_not_fit(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"num_device_blocks_override": 64, "max_num_seqs": 65536}
-    worker = Worker(EngineArgs(str(models.folder(PLAIN)), **args).create_engine_config("cpu"))
-    worker.init_device()
-    worker.load_model()
+    worker = loaded_worker(models.folder(PLAIN), **args)
     fail = Mock(side_effect=MemoryError("Unable to allocate 9.00 TiB"))
     monkeypatch.setattr(model_runner, "InputBatch", fail)
     with pytest.raises(CacheSizeError, match=r"max_num_seqs = 65536.*640.*9\.00 TiB.*lower"):

@@ -21,19 +21,10 @@ from support.oracle import Oracle
 from support.tiny_llama import edit_json
 from support.zoo import PLAIN
 
-from tpengine import LLM, LLMEngine, SamplingParams
+from tpengine import LLM, LLMEngine, SamplingParams, errors
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine.output_processor import OutputProcessor
-from tpengine.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineError,
-    InvalidAdapterError,
-    InvalidPromptError,
-    InvalidSamplingParamsError,
-    RequestAbortedError,
-    RequestError,
-)
+from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.inputs import BeamSearchParams
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.scheduling.scheduler import Scheduler
@@ -122,7 +113,7 @@ def test_arguments_in_the_order_of_vllm(models: ModelShop) -> None:
         assert soon.metrics.finished_time < late.metrics.finished_time
         with pytest.raises(InvalidPromptError, match="a list of priority needs one per prompt"):
             llm.generate([[5], [6]], priority=[3])
-    with pytest.raises(ConfigError, match="LLM has no argument 'max_num_seq'; did you mean"):
+    with pytest.raises(errors.ConfigError, match="LLM has no argument 'max_num_seq'; did you mean"):
         LLM(folder, max_num_seq=1)
 
 
@@ -164,7 +155,7 @@ def test_chat(llm: LLM) -> None:
     assert "messages is empty" in bad.error
     with pytest.raises(InvalidPromptError, match="ids or messages; got none"):
         llm.chat(None)
-    with pytest.raises(RequestError, match="chat_template_kwargs must be a dict, got 3"):
+    with pytest.raises(errors.RequestError, match="chat_template_kwargs must be a dict, got 3"):
         llm.chat(messages, chat_template_kwargs=3)
 
 
@@ -185,7 +176,7 @@ def test_options_of_a_chat(llm: LLM) -> None:
         prompt([parts[0], image])
     with pytest.raises(InvalidPromptError, match="continue_final_message"):
         prompt("It is", continue_final_message=True)
-    with pytest.raises(InvalidAdapterError, match="must be a LoRARequest, got 'x'"):
+    with pytest.raises(errors.InvalidAdapterError, match="must be a LoRARequest, got 'x'"):
         prompt("It is", lora_request="x")
 
 
@@ -196,7 +187,7 @@ def test_a_forked_process_cannot_use_the_engine(llm: LLM) -> None:
         signal.alarm(TIMEOUT_S)
         try:
             llm.generate("Hello", greedy(5), use_tqdm=False)
-        except EngineError as error:
+        except errors.EngineError as error:
             os._exit(7 if f"this is process {os.getpid()}" in str(error) else 8)
         finally:
             os._exit(9)
@@ -277,7 +268,7 @@ def test_stream_gives_the_text_in_pieces(llm: LLM) -> None:
     stream.close()  # a closed stream leaves no request in the engine
     assert llm.llm_engine.get_num_unfinished_requests() == 0
     assert llm.llm_engine.num_free_blocks == llm.llm_engine.num_total_blocks
-    with pytest.raises(RequestError, match="empty"):
+    with pytest.raises(errors.RequestError, match="empty"):
         list(llm.stream("", greedy(24)))
     with pytest.raises(InvalidSamplingParamsError, match="must be SamplingParams, got 3"):
         list(llm.stream(PROMPTS[0], 3))
@@ -287,7 +278,7 @@ def test_stream_that_another_caller_aborts(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0], greedy(200))
     assert next(stream)
     llm.llm_engine.abort_request(str(llm.request_counter.counter - 1))
-    with pytest.raises(RequestAbortedError, match="aborted"):
+    with pytest.raises(errors.RequestAbortedError, match="aborted"):
         list(stream)
     with pytest.raises(InvalidPromptError, match="must be a string, or a list of such, got 4"):
         llm.llm_engine.abort_request(4)
@@ -313,7 +304,7 @@ def test_tokenizer_can_be_replaced(models: ModelShop) -> None:
             llm.chat([{"role": "user", "content": "Hello"}])
         hf = AutoTokenizer.from_pretrained(models.folder(PLAIN, tokenizer=True))
         llm.set_tokenizer(hf)
-        with pytest.raises(ConfigError, match="one of transformers, got 3"):
+        with pytest.raises(errors.ConfigError, match="one of transformers, got 3"):
             llm.set_tokenizer(3)
         assert llm.get_tokenizer() is llm.llm_engine.tokenizer.tokenizer is hf
         chosen = llm.generate(None, greedy(10), [prompt], use_tqdm=False)[0]
@@ -335,7 +326,7 @@ def test_shutdown_twice_and_never_again(models: ModelShop) -> None:
         assert entered is llm
         generate(llm, [[5, 6]], greedy(2))
     llm.shutdown()
-    with pytest.raises(EngineError, match="shut down"):
+    with pytest.raises(errors.EngineError, match="shut down"):
         llm.generate(None, greedy(2), [[5, 6]], use_tqdm=False)
     assert isinstance(llm.llm_engine, LLMEngine)
     llm.llm_engine.shutdown()
@@ -471,7 +462,7 @@ def test_a_step_that_failed_ends_the_engine_with_its_cause(
         monkeypatch.delattr(Scheduler, "update")
         with pytest.raises(AttributeError, match="update"):
             engine.step()
-        with pytest.raises(EngineDeadError, match="no attribute 'update'"):
+        with pytest.raises(errors.EngineDeadError, match="no attribute 'update'"):
             engine.step()
-        with pytest.raises(EngineDeadError, match="make a new one"):
+        with pytest.raises(errors.EngineDeadError, match="make a new one"):
             engine.add_request("two", None, greedy(4), prompt_token_ids=[5])

@@ -17,6 +17,7 @@ from benchmarks.visit import Part, run_parts, visit_parts
 from support.waiting import wait_until
 
 from tpengine.cli.main import build_parser
+from tpengine.host import start_ticks
 
 ROOT = Path(__file__).parents[2]
 COMMAND = 'PYTHONPATH=. python3 tests/benchmarks visit --out "$OUT"'
@@ -37,12 +38,8 @@ def process_that_lives_on(pid_file: Path) -> str:
 
 def assert_ended(pid_file: Path) -> None:
     """Waits for the end of the process that the file names."""
-    status = Path(f"/proc/{pid_file.read_text().strip()}/stat")
-
-    def is_over() -> bool:
-        return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
-
-    wait_until(is_over, 60.0, "a child of an ended part lives on")
+    pid = int(pid_file.read_text())
+    wait_until(lambda: start_ticks(pid) is None, 60.0, "a child of an ended part lives on")
 
 
 def test_a_visit_runs_through_without_a_card(

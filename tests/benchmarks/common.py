@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -91,9 +91,8 @@ def write_weights(args: EngineArgs, folder: Path) -> None:
 
 def cpu_s(pid: int) -> float:
     """User and system time of a process."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 def thread_times(pid: int) -> dict[str, float]:

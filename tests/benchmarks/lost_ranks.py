@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from support.waiting import wait_until
 from tqdm import tqdm
 
 from benchmarks.common import local_ray, write_weights
@@ -28,7 +29,7 @@ from tpengine.bench import harness
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.stats import EngineState, RecoveryRecord
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import ConfigError, EngineError, WorkerDiedError
+from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.local_executor import create_executor
 from tpengine.options import option
@@ -46,7 +47,6 @@ _NUM_TOKENS = 8
 """Output tokens that each stream gets before the kill, and again after it, at least."""
 _MAX_TOKENS = 72
 """Most output tokens of a stream. Those that continue first after a kill get more than the last."""
-_POLL_S = 0.05
 _STREAM = SamplingParams(
     temperature=0.0,
     max_tokens=1 << 20,
@@ -135,15 +135,10 @@ def run(args: argparse.Namespace) -> int:
         folder = stack.enter_context(harness.shape_folder(options.shape))
         if "ray" in executors:
             stack.enter_context(local_ray(options.ranks))
+        sizes = {"cpu_kv_cache_space": _CACHE_GIB / options.ranks, "swap_space": 0.0}
+        sizes |= {"tensor_parallel_size": options.ranks, "max_recoveries": options.kills}
         engine_args = EngineArgs(
-            folder,
-            device="cpu",
-            dtype=options.dtype,
-            tensor_parallel_size=options.ranks,
-            cpu_kv_cache_space=_CACHE_GIB / options.ranks,
-            swap_space=0.0,
-            max_recoveries=options.kills,
-            disable_log_stats=True,
+            folder, device="cpu", dtype=options.dtype, disable_log_stats=True, **sizes
         )
         write_weights(engine_args, Path(folder))
         work = (
@@ -216,11 +211,8 @@ def _kill(
 
 
 def _wait_for_spares(executor: GroupExecutor, count: int) -> None:
-    deadline = time.monotonic() + _SPARES_S
-    while len(executor.home.spares.places()) < count:
-        if time.monotonic() > deadline:
-            raise WorkerDiedError(f"{count} spares were not ready within {_SPARES_S:g} s")
-        time.sleep(_POLL_S)
+    spares = executor.home.spares
+    wait_until(lambda: len(spares.places()) >= count, _SPARES_S, f"fewer than {count} spares")
 
 
 def _random_prompts(engine: LLMEngine, rng: random.Random, lens: list[int]) -> list[list[int]]:

@@ -179,14 +179,8 @@ def walk_loss() -> None:
 def _engine_args(**options: Any) -> Any:
     from tpengine import EngineArgs
 
-    return EngineArgs(
-        device="cpu",
-        dtype="float32",
-        cpu_kv_cache_space=0.02,
-        swap_space=0.0,
-        disable_log_stats=True,
-        **options,
-    )
+    options = {"cpu_kv_cache_space": 0.02, "swap_space": 0.0, **options}
+    return EngineArgs(device="cpu", dtype="float32", disable_log_stats=True, **options)
 
 
 def _rank_pids() -> list[int]:

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ QUESTION = "What is the capital of France?"
 SHOWN = "\x1b[2m[", "tokens/s"
 
 Message = dict[str, str]
-Ask = Callable[..., str]
+Streamed = list[tuple[list[Message], SamplingParams]]
 
 
 def user(text: str) -> Message:
@@ -41,10 +40,10 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 
 
 @pytest.fixture
-def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[Message]]:
-    """The messages of each prompt that is streamed."""
+def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
+    """The messages of each prompt of a chat that is streamed, and the parameters of each prompt."""
     texts: dict[tuple[int, ...], list[Message]] = {}
-    streamed: list[list[Message]] = []
+    noted: Streamed = []
     template, stream = LLM.chat_token_ids, LLM.stream
 
     def noted_template(llm: LLM, messages: Any) -> list[int]:
@@ -52,13 +51,13 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[Message]]:
         texts[tuple(ids)] = list(messages)
         return ids
 
-    def noted_stream(llm: LLM, prompt: None, params: SamplingParams, ids: list[int]) -> Any:
-        streamed.append(texts[tuple(ids)])
+    def noted_stream(llm: LLM, prompt: Any, params: SamplingParams, ids: Any) -> Any:
+        noted.append((texts.get(tuple(ids or ()), []), params))
         return stream(llm, prompt, params, ids)
 
     monkeypatch.setattr(LLM, "chat_token_ids", noted_template)
     monkeypatch.setattr(LLM, "stream", noted_stream)
-    return streamed
+    return noted
 
 
 def test_answers_follow_the_conversation(
@@ -102,9 +101,7 @@ def test_a_message_that_is_not_utf_8_is_named_by_its_line(monkeypatch: pytest.Mo
 
 
 def test_the_oldest_turns_are_forgotten(
-    prompts: list[list[Message]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    streamed: Streamed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [f"{QUESTION} {i}" for i in range(6)]
     type_lines(monkeypatch, *lines[:5], "word " * 200, lines[5])
@@ -113,6 +110,7 @@ def test_the_oldest_turns_are_forgotten(
     err = capsys.readouterr().err
     assert re.search(r"InvalidPromptError: the message has \d+ tokens.*max_model_len = 120", err)
     assert re.search(r"more than max_model_len = 120 tokens: forgot the oldest \d turns?", err)
+    prompts = [messages for messages, _ in streamed]
     assert len(prompts) == 6
     assert {prompt[0]["content"] for prompt in prompts} == {"Be brief."}
     assert [prompt[-1]["content"] for prompt in prompts] == lines
@@ -133,16 +131,8 @@ def test_an_answer_that_ends_with_the_model_says_so(capsys: pytest.CaptureFixtur
 
 
 def test_sampling_comes_from_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, streamed: Streamed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[SamplingParams] = []
-    stream = LLM.stream
-
-    def noted(llm: LLM, prompt: Any, params: SamplingParams, ids: Any) -> Any:
-        seen.append(params)
-        return stream(llm, prompt, params, ids)
-
-    monkeypatch.setattr(LLM, "stream", noted)
     folder = tmp_path / "model"
     shutil.copytree(EMBEDDED_MODEL, folder)
     recommended = {"do_sample": True, "temperature": 0.3, "top_k": 0, "max_new_tokens": 7}
@@ -162,7 +152,7 @@ def test_sampling_comes_from_the_model(
     edit_json(folder / "generation_config.json", lambda config: config.update(temperature="hot"))
     assert main(["chat", "Hello", *model]) == 1
     assert f"generation_config.json of {folder} are wrong: temper" in capsys.readouterr().err
-    facts = [(params.temperature, params.top_p, params.top_k, params.max_tokens) for params in seen]
+    facts = [(p.temperature, p.top_p, p.top_k, p.max_tokens) for _, p in streamed]
     assert facts[:3] == [(0.3, 0.5, -1, 7), (0.3, 1.0, -1, 7), (0.7, 0.9, -1, 1024)]
 
 

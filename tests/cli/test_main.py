@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from support.programs import python
 
 from tpengine.cli.main import BENCHMARKS, build_parser, main
 from tpengine.config import EMBEDDED_MODEL
 
-TIMEOUT_S = 120
 PROMPT = "The capital of France is"
 
 
@@ -135,13 +133,7 @@ sys.exit(main(sys.argv[3:]))
 )
 def test_a_signal_while_modules_are_imported(module: str, sent: signal.Signals) -> None:
     """Some modules swallow an exception while they are imported, and stay half initialised."""
-    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(sent))]
-    child = subprocess.run(
-        [*command, "generate", PROMPT, PROMPT, "--cpu-kv-cache-space", "0.05"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert child.returncode == 128 + sent
-    assert child.stdout == ""
-    assert child.stderr.endswith("tpengine: interrupted; 0 of 2 prompts finished\n")
+    command = ["generate", PROMPT, PROMPT, "--cpu-kv-cache-space", "0.05"]
+    done = python("-c", INTERRUPTED_IMPORT, module, int(sent), *command, code=128 + sent)
+    assert done.stdout == ""
+    assert done.stderr.endswith("tpengine: interrupted; 0 of 2 prompts finished\n")

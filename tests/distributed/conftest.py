@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
+from support.models import ModelShop
+from support.tiny_llama import TinyLlama
 
 from distributed.ranks import Ranks
 from distributed.worker_tasks import BLOCK_SIZE, VOCAB_SIZE
@@ -14,37 +15,21 @@ from tpengine import EngineArgs
 from tpengine.config import EngineConfig
 from tpengine.distributed.shared_memory import SHM_FOLDER
 
-INTERMEDIATE_SIZE = 45
-"""Not divisible by 2, 3 or 4; the last of 4 ranks has only padding."""
+LLAMA = TinyLlama(
+    head_dim=16,
+    hidden_size=64,
+    intermediate_size=45,  # not divisible by 2, 3 or 4; the last of 4 ranks has only padding
+    vocab_size=VOCAB_SIZE,
+    max_positions=128,
+    bias=True,
+)
 
 
 @pytest.fixture(scope="session")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+def config(models: ModelShop) -> EngineConfig:
     """Configuration of a small Llama in float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("llama")
-    llama = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=INTERMEDIATE_SIZE,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        mlp_bias=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(llama)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter)
-        model.save_pretrained(folder)
-    args = EngineArgs(
-        model=str(folder), dtype="float32", block_size=BLOCK_SIZE, num_device_blocks_override=32
-    )
+    sizes = {"block_size": BLOCK_SIZE, "num_device_blocks_override": 32}
+    args = EngineArgs(str(models.folder(LLAMA)), dtype="float32", **sizes)
     return args.create_engine_config("cpu")
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from ops.cases import GPU
 
-from distributed.ranks import ADDRESS, Rank, Ranks
+from distributed.ranks import ADDRESS, Ranks
+from distributed.test_worker_ranks import run_alone
 from distributed.worker_tasks import new_worker, run_steps, shut_down, start_worker
 from tpengine.config import EngineConfig
 from tpengine.distributed.collectives import NcclCollectives
@@ -18,7 +19,6 @@ from tpengine.distributed.rendezvous import Meeting, RendezvousStore
 from tpengine.messages import Rendezvous, StepOutput
 from tpengine.worker.gpu.graphs import CudaCapture, agree_on_graphs
 from tpengine.worker.transfers import Downloads
-from tpengine.worker.worker import Worker
 
 pytestmark = GPU
 CUDA = torch.device("cuda", 0)
@@ -79,14 +79,7 @@ def answers_of(answers: list[StepOutput]) -> list[list[int]]:
 
 def test_two_ranks_share_the_card(on_a_gpu: EngineConfig, two: Ranks) -> None:
     """Sharded weights and caches on one GPU; exchanges go through the host."""
-    state = Rank(0, 1)
-    worker = state.kept["worker"] = Worker(on_a_gpu)
-    worker.init_device()
-    worker.load_model()
-    worker.profile_num_available_blocks()
-    worker.init_cache_engine(32)
-    expected = run_steps(state)
-    worker.shutdown()
+    _, expected = run_alone(on_a_gpu)
     port = two.run(new_worker, on_a_gpu)[0]
     started = two.run(start_worker, Rendezvous("test", 1, [ADDRESS] * 2, port, 60.0, 30.0))
     assert all(how.endswith("by gloo through the host") for how, _ in started)

@@ -6,19 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.matrix import only
-from support.variants import VARIANTS, Variant
-from transformers import LlamaConfig
+from support.models import ModelShop
+from support.subjects import BY_NAME
+from support.tiny_llama import TinyLlama
 
 from distributed.load_tasks import load
 from distributed.ranks import Ranks
 from tpengine import EngineArgs
 from tpengine.config import ModelConfig
-from tpengine.distributed.parallel_state import ParallelState
-from tpengine.layers.weights import Weights, tensor_shape
-from tpengine.models.registry import build_model
 
 NAMES = (
     *("llama-biases", "mistral-window", "qwen2-tied", "qwen3-head-dim"),
@@ -31,17 +28,8 @@ WHOLE = re.compile(
     r"|embed_positions|project_(in|out)|wpe"
 )
 """Tensors that every rank needs whole: vectors of the hidden size, and OPT's small tables."""
-BIG = LlamaConfig(
-    vocab_size=12_000,
-    hidden_size=512,
-    intermediate_size=2048,
-    num_hidden_layers=6,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    max_position_embeddings=128,
-    tie_word_embeddings=False,
-    architectures=["LlamaForCausalLM"],
-)
+BIG = TinyLlama(64, 8, 4, hidden_size=512, intermediate_size=2048, num_layers=6, vocab_size=12_000)
+"""About 130 MiB in float32, in one file."""
 OVERHEAD_BYTES = 8 << 20
 """Memory of code that runs for the first time, of the allocator, and of the last 2 MiB page."""
 MIB = 1 << 20
@@ -59,8 +47,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("name", only(("llama-biases", *NAMES[5:8], "gpt2-8-heads"), NAMES))
 def test_a_checkpoint_is_asked_once(name: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
     """Together the ranks read the checkpoint once, and again only what several of them hold."""
-    variant: Variant = next(variant for variant in VARIANTS if variant.name == name)
-    variant.write(tmp_path / "model")
+    BY_NAME[name].write(tmp_path / "model")
     config, sizes = model_config(tmp_path / "model"), sizes_in(tmp_path / "model")
     for num_ranks, ranks in groups.items():
         reports = ranks.run(load, config)
@@ -83,23 +70,11 @@ def test_a_checkpoint_is_asked_once(name: str, groups: dict[int, Ranks], tmp_pat
         assert all(replicated.get(tensor) for tensor in sizes if WHOLE.search(tensor))
 
 
-@pytest.fixture(scope="module")
-def big_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 130 MiB in float32, in one file, under the names that a Llama has."""
-    folder = tmp_path_factory.mktemp("big")
-    BIG.save_pretrained(folder)
-    weights = Weights(torch.float32, torch.device("cpu"), ParallelState())
-    build_model(model_config(folder), weights)
-    shapes = {name: tensor_shape(shards) for name, shards in weights.shards.items()}
-    save_file({k: torch.full(v, 0.01) for k, v in shapes.items()}, folder / "model.safetensors")
-    return folder
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_no_rank_holds_more_than_its_share(num_ranks: int, big_folder: Path) -> None:
+def test_no_rank_holds_more_than_its_share(num_ranks: int, models: ModelShop) -> None:
     """Resident memory as the kernel counts it: the share after loading, and at most the share and
     the largest tensor while loading."""
-    config, sizes = model_config(big_folder), sizes_in(big_folder)
+    config, sizes = model_config(models.folder(BIG)), sizes_in(models.folder(BIG))
     whole, largest = sum(sizes.values()), max(sizes.values())
     # New processes: memory that another test freed would be used again.
     with Ranks(num_ranks) as ranks:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import running
 
 from tpengine.distributed.shared_memory import SegmentFile, find_segment_file
 from tpengine.errors import SharedMemoryError
@@ -66,14 +67,11 @@ def test_sweep_removes_what_the_dead_left(dead_pid: int, tmp_path: Path) -> None
 def test_sweep_does_not_wait_for_parents(tmp_path: Path) -> None:
     """A killed rank stays a zombie until its parent has read its exit status."""
     program = Path(__file__).with_name("lost_segment.py")
-    process = subprocess.Popen([sys.executable, program, tmp_path])
-    try:
+    with running(sys.executable, program, tmp_path) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         left = list(tmp_path.iterdir())
         assert len(left) == 1
         assert sweep_segments(tmp_path) == left
-    finally:
-        process.wait(10)
 
 
 def test_sweep_spares_what_is_in_use_elsewhere(dead_pid: int, tmp_path: Path) -> None:

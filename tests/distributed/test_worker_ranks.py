@@ -39,6 +39,7 @@ def run_alone(config: EngineConfig) -> tuple[int, list[StepOutput]]:
     weights_bytes = worker.profile_num_available_blocks().weights_bytes
     worker.init_cache_engine(32)
     answers = worker_tasks.run_steps(state)
+    worker.shutdown()
     torch.set_num_threads(before)
     assert len({token for answer in answers for token in answer.token_ids}) > 20
     return weights_bytes, answers

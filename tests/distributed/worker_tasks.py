@@ -38,15 +38,10 @@ def steps() -> Iterator[messages.StepInput]:
         blocks = list(range(slot * 8, slot * 8 + 8))
         sequences.append(messages.NewSequence(slot, ids, length, 0, blocks, params, 11, 0, []))
     everyone = list(range(len(sequences)))
-    lengths = list(PROMPT_LENGTHS)
-    yield messages.StepInput(
-        1, everyone, lengths, new_sequences=sequences, sample_rows=everyone, sample_slots=everyone
-    )
+    sampled = {"sample_rows": everyone, "sample_slots": everyone}
+    yield messages.StepInput(1, everyone, list(PROMPT_LENGTHS), sequences, **sampled)
     for number in range(2, NUM_STEPS + 1):
-        ones = [1] * len(everyone)
-        yield messages.StepInput(
-            number, everyone, ones, sample_rows=everyone, sample_slots=everyone
-        )
+        yield messages.StepInput(number, everyone, [1] * len(everyone), **sampled)
 
 
 def new_worker(state: Rank, config: EngineConfig) -> int | None:

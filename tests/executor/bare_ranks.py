@@ -67,21 +67,15 @@ class BareRanks:
         output: list[int] = []
         params = SamplingRules(temperature=0.0)
         new = NewSequence(0, PROMPT, len(PROMPT), 0, list(range(1, 9)), params, 0, 0, [])
-        step = StepInput(
-            self._count(),
-            [0],
-            [len(PROMPT)],
-            [new],
-            freed_slots=self._freed,
-            sample_rows=[0],
-            sample_slots=[0],
-        )
+        sampled = {"sample_rows": [0], "sample_slots": [0]}
+        size = [len(PROMPT)]
+        step = StepInput(self._count(), [0], size, [new], freed_slots=self._freed, **sampled)
         self._freed = [0]
         while True:
             output += self.executor.execute_model(step).token_ids
             if len(output) == NUM_TOKENS:
                 break
-            step = StepInput(self._count(), [0], [1], sample_rows=[0], sample_slots=[0])
+            step = StepInput(self._count(), [0], [1], **sampled)
         return output
 
     def _count(self) -> int:

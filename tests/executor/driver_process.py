@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import tpengine
+from support.programs import PYTHONPATH
 
 HERE = Path(__file__).parent
 
@@ -64,8 +64,7 @@ class DriverProcess:
 @contextmanager
 def driver_process(program: str, *args: object, **options: Any) -> Iterator[DriverProcess]:
     """A program of this folder that is running."""
-    paths = [str(Path(tpengine.__file__).parent.parent), str(HERE.parent)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     driver = DriverProcess([sys.executable, HERE / program, *args], env=environment, **options)
     try:
         yield driver

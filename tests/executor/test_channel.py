@@ -15,16 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
-from tpengine.executor import channel as channel_module
-from tpengine.executor.channel import (
-    Channel,
-    ChannelClosedError,
-    ChannelError,
-    ChannelTimeoutError,
-    FrameKind,
-    Listener,
-    connect,
-)
+from tpengine.executor import channel as wire
+from tpengine.executor.channel import Listener
 
 
 @pytest.fixture
@@ -34,7 +26,7 @@ def listener() -> Iterator[Listener]:
     listener.close()
 
 
-def close_all(channels: list[Channel]) -> None:
+def close_all(channels: list[wire.Channel]) -> None:
     for channel in channels:
         channel.close()
 
@@ -45,14 +37,14 @@ def test_frames_arrive_whole_and_in_order() -> None:
         for rank, (driver, receiver) in enumerate(zip(*ends, strict=True)):
             sender = threading.Thread(
                 target=lambda r=rank, d=driver: [
-                    d.send(FrameKind.STEP, step, payload + bytes([r]), TIMEOUT_S)
+                    d.send(wire.FrameKind.STEP, step, payload + bytes([r]), TIMEOUT_S)
                     for step, payload in enumerate(payloads)
                 ]
             )
             sender.start()
             for step, payload in enumerate(payloads):
                 frame = receive(receiver, TIMEOUT_S)
-                assert (frame.kind, frame.number) == (FrameKind.STEP, step)
+                assert (frame.kind, frame.number) == (wire.FrameKind.STEP, step)
                 assert frame.payload == payload + bytes([rank])
             sender.join(TIMEOUT_S)
 
@@ -60,21 +52,21 @@ def test_frames_arrive_whole_and_in_order() -> None:
 def test_strangers_are_turned_away(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is silent, one sends nonsense, one has the wrong secret, one the wrong epoch, one claims
     a rank that does not exist; the right one does not wait for their handshakes."""
-    monkeypatch.setattr(channel_module, "HANDSHAKE_TIMEOUT_S", 2 * TIMEOUT_S)
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_S", 2 * TIMEOUT_S)
     with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
         accepted = pool.submit(listener.accept, 1, TIMEOUT_S)
         stack.enter_context(socket.create_connection(listener.address))
         babbler = stack.enter_context(socket.create_connection(listener.address))
         babbler.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 200)
         for secret, epoch in ((b"t" * 32, 3), (SECRET, 2)):
-            with pytest.raises(ChannelError):
-                connect(listener.address, secret, 0, epoch, 0.3)
-        with_wrong_rank = connect(listener.address, SECRET, 7, 3, TIMEOUT_S)
-        right = connect(listener.address, SECRET, 0, 3, TIMEOUT_S)
+            with pytest.raises(wire.ChannelError):
+                wire.connect(listener.address, secret, 0, epoch, 0.3)
+        with_wrong_rank = wire.connect(listener.address, SECRET, 7, 3, TIMEOUT_S)
+        right = wire.connect(listener.address, SECRET, 0, 3, TIMEOUT_S)
         driver = accepted.result(TIMEOUT_S)
-    right.send(FrameKind.ANSWER, 1, b"yes", TIMEOUT_S)
+    right.send(wire.FrameKind.ANSWER, 1, b"yes", TIMEOUT_S)
     assert receive(driver[0], TIMEOUT_S).payload == b"yes"
-    with pytest.raises(ChannelClosedError):
+    with pytest.raises(wire.ChannelClosedError):
         receive(with_wrong_rank, TIMEOUT_S)
     close_all([right, with_wrong_rank, *driver])
 
@@ -94,20 +86,20 @@ def test_a_relay_cannot_exchange_the_channels_of_a_rank(listener: Listener, clai
 
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(2) as pool:
         relayed = pool.submit(relay, server)
-        joined = pool.submit(connect, server.getsockname(), SECRET, 0, EPOCH, 0.05)
+        joined = pool.submit(wire.connect, server.getsockname(), SECRET, 0, EPOCH, 0.05)
         if claimed == 0:
             close_all(listener.accept(1, TIMEOUT_S))
             close_all([joined.result(TIMEOUT_S)])
         else:
-            with pytest.raises(ChannelTimeoutError):
+            with pytest.raises(wire.ChannelTimeoutError):
                 listener.accept(1, 0.5, per_rank=2)
-            with pytest.raises(ChannelError, match="no handshake"):
+            with pytest.raises(wire.ChannelError, match="no handshake"):
                 joined.result(TIMEOUT_S)
         relayed.result(TIMEOUT_S)
 
 
 def test_silent_stranger_is_cut_off(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_S", 0.2)
     with socket.create_connection(listener.address, TIMEOUT_S) as silent:
         listener.greet()
         assert len(silent.recv(100)) == 32
@@ -118,18 +110,18 @@ def test_late_rank_does_not_delay_the_second_channel_of_the_first(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may come later than a handshake may take, as on a node that still starts its process."""
-    monkeypatch.setattr(channel_module, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_S", 0.3)
 
-    def join(rank: int) -> list[Channel]:
+    def join(rank: int) -> list[wire.Channel]:
         time.sleep(rank * 0.8)
-        return [connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S, i) for i in range(2)]
+        return [wire.connect(listener.address, SECRET, rank, EPOCH, TIMEOUT_S, i) for i in range(2)]
 
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(join, rank) for rank in range(2)]
         accepted = listener.accept(2, TIMEOUT_S, per_rank=2)
         joined = [channel for rank in ranks for channel in rank.result(TIMEOUT_S)]
     for number, (mine, drivers) in enumerate(zip(joined, accepted, strict=True)):
-        mine.send(FrameKind.ANSWER, 1, bytes([number]), TIMEOUT_S)
+        mine.send(wire.FrameKind.ANSWER, 1, bytes([number]), TIMEOUT_S)
         assert receive(drivers, TIMEOUT_S).payload == bytes([number])
     close_all(accepted + joined)
 
@@ -144,9 +136,9 @@ def test_handshake_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
             raise OSError
         return bytes(count)
 
-    monkeypatch.setattr(channel_module, "secrets", SimpleNamespace(token_bytes=token_bytes))
+    monkeypatch.setattr(wire, "secrets", SimpleNamespace(token_bytes=token_bytes))
     with open_channels(1) as ([driver], [rank]):
-        rank.send(FrameKind.ANSWER, 1, b"yes", TIMEOUT_S)
+        rank.send(wire.FrameKind.ANSWER, 1, b"yes", TIMEOUT_S)
         assert receive(driver, TIMEOUT_S).payload == b"yes"
     assert given_up == ["tpengine-handshake"]
 
@@ -164,18 +156,18 @@ def test_rank_does_not_trust_a_false_driver() -> None:
 
     thread = threading.Thread(target=pretend)
     thread.start()
-    with pytest.raises(ChannelError, match="does not know the group's secret"):
-        connect(server.getsockname()[:2], SECRET, 0, 3, TIMEOUT_S)
+    with pytest.raises(wire.ChannelError, match="does not know the group's secret"):
+        wire.connect(server.getsockname()[:2], SECRET, 0, 3, TIMEOUT_S)
     thread.join(TIMEOUT_S)
     server.close()
 
 
 def test_missing_ranks_are_named(listener: Listener) -> None:
-    rank = threading.Thread(target=connect, args=(listener.address, SECRET, 1, 3, TIMEOUT_S))
+    rank = threading.Thread(target=wire.connect, args=(listener.address, SECRET, 1, 3, TIMEOUT_S))
     rank.start()
     while rank.is_alive():
         listener.greet()
-    with pytest.raises(ChannelTimeoutError, match=r"ranks \[0, 2\] did not connect"):
+    with pytest.raises(wire.ChannelTimeoutError, match=r"ranks \[0, 2\] did not connect"):
         listener.accept(3, 1.0)
 
 
@@ -183,7 +175,7 @@ def test_missing_ranks_are_named(listener: Listener) -> None:
     "head",
     [
         b"HTTP" + b"\0" * 16,
-        struct.pack("<4sIIQ", b"tpe1", channel_module.MAX_FRAME_BYTES + 1, 1, 1),
+        struct.pack("<4sIIQ", b"tpe1", wire.MAX_FRAME_BYTES + 1, 1, 1),
         struct.pack("<4sIIQ", b"tpe1", 4, 99, 1),
     ],
     ids=["foreign", "too long", "unknown kind"],
@@ -191,16 +183,16 @@ def test_missing_ranks_are_named(listener: Listener) -> None:
 def test_other_data_than_frames_is_refused(head: bytes) -> None:
     with open_channels(1) as ([driver], [rank]):
         os.write(rank.fileno(), head)
-        with pytest.raises(ChannelError, match="not a frame"):
+        with pytest.raises(wire.ChannelError, match="not a frame"):
             receive(driver, TIMEOUT_S)
 
 
 def test_too_long_a_message_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "MAX_FRAME_BYTES", 100)
-    with open_channels(1) as ([driver], _), pytest.raises(ChannelError, match="101 bytes"):
-        driver.send(FrameKind.STEP, 1, b"x" * 101, TIMEOUT_S)
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 100)
+    with open_channels(1) as ([driver], _), pytest.raises(wire.ChannelError, match="101 bytes"):
+        driver.send(wire.FrameKind.STEP, 1, b"x" * 101, TIMEOUT_S)
 
 
 def test_send_to_a_peer_that_does_not_read_ends() -> None:
-    with open_channels(1) as ([driver], _), pytest.raises(ChannelTimeoutError):
-        driver.send(FrameKind.STEP, 1, b"x" * (64 << 20), 0.3)
+    with open_channels(1) as ([driver], _), pytest.raises(wire.ChannelTimeoutError):
+        driver.send(wire.FrameKind.STEP, 1, b"x" * (64 << 20), 0.3)

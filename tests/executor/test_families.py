@@ -38,6 +38,7 @@ LENGTHS = (90, 61, 17, 1)
 NUM_TOKENS = 40
 BLOCK_SIZE = 16
 LONGEST = max(LENGTHS) + NUM_TOKENS
+SIZES = {"max_model_len": LONGEST, "block_size": BLOCK_SIZE, "swap_space": 0.01}
 JUST_ONE = -(-LONGEST // BLOCK_SIZE) + 1
 """Blocks that hold the longest sequence and hardly anything else."""
 JUST_THREE = 18
@@ -133,18 +134,9 @@ def family_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def taken_over(ranks: Executor, folder: Path, **args: Any) -> LLMEngine:
     """An engine with ranks that take this model over."""
-    engine_args = EngineArgs(
-        str(folder),
-        tensor_parallel_size=len(ranks.nodes),
-        executor="ray",
-        dtype="float32",
-        device="cpu",
-        max_model_len=LONGEST,
-        block_size=BLOCK_SIZE,
-        swap_space=0.01,
-        model_impl="transformers" if folder.stem in OTHERS else "tpengine",
-        **args,
-    )
+    model_impl = "transformers" if folder.stem in OTHERS else "tpengine"
+    args = {"tensor_parallel_size": len(ranks.nodes), "model_impl": model_impl, **SIZES, **args}
+    engine_args = EngineArgs(str(folder), executor="ray", dtype="float32", device="cpu", **args)
     config = engine_args.create_engine_config("cpu")
     return LLMEngine(config, TakenOver(ranks, config), log_stats=False)
 
@@ -209,8 +201,7 @@ def test_several_sequences_and_a_beam(
         SamplingParams(temperature=1.0, top_k=20, seed=6, max_tokens=NUM_TOKENS, prompt_logprobs=1),
     ]
     args = {"num_device_blocks_override": JUST_THREE, "max_num_batched_tokens": 32}
-    sizes = {"max_model_len": LONGEST, "block_size": BLOCK_SIZE, "swap_space": 0.01}
-    with make_engine(folder, **sizes, **args) as local:
+    with make_engine(folder, **SIZES, **args) as local:
         expected, _ = generate(local, prompts, params)
     answers, log = generate(taken_over(ranks, folder, **args), prompts, params)
     assert [len(ids) for ids in answers] == [3, 2, 1]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +14,11 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from support.engines import complete, greedy, make_engine, run
 from support.models import ModelShop
+from support.programs import err_of_interrupted, python
 from support.ray_cluster import shared_memory_files
 from support.waiting import wait_until
 from support.zoo import ZOO
 
-import tpengine
 from executor.driver_process import driver_process
 from executor.ray_engines import executor_of, free_cpus, rank_engine, ray_engine
 from tpengine import LLMEngine, SamplingParams
@@ -85,18 +82,11 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
 
         fills: list[Any] = []
         Spares.fill = lambda *args: fills.append(args)  # type: ignore[method-assign]
-        args = EngineArgs(
-            folder,
-            tensor_parallel_size=tp_size,
-            executor="ray",
-            spare_workers=1,
-            dtype="float32",
-            device="cpu",
-            num_device_blocks_override=256,
-            disable_log_stats=True,
-        )
+        args = {"executor": "ray", "spare_workers": 1, "dtype": "float32", "device": "cpu"}
+        args |= {"num_device_blocks_override": 256, "disable_log_stats": True}
+        engine_args = EngineArgs(folder, tensor_parallel_size=tp_size, **args)
         try:
-            engine = LLMEngine.from_engine_args(args)
+            engine = LLMEngine.from_engine_args(engine_args)
         except PlacementError as error:
             return str(error), 0
         engine.add_request("one", None, SamplingParams(max_tokens=4), prompt_token_ids=[5, 6, 7])
@@ -213,25 +203,8 @@ def test_sigterm_to_the_command(ray_address: str) -> None:
     """Ray's own handler would print its stack, and end it with another code."""
     options = ["--executor", "ray", "--device", "cpu", "--cpu-kv-cache-space", "0.1"]
     endless = ["--ray-address", ray_address, "--max-tokens", "9999", "--ignore-eos"]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tpengine", "generate", *(200 * ["A"]), *options, *endless],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        assert child.stdout is not None
-        assert child.stdout.read(1) == "A"
-        child.send_signal(signal.SIGTERM)
-        out, err = child.communicate(timeout=60.0)
-    finally:
-        child.kill()
-        child.wait(60.0)
-    assert child.returncode == 143, err
-    assert out.endswith("\n")
-    assert "SIGTERM" not in err
-    assert "Traceback" not in err
+    command = ["generate", *200 * ["A"], *options, *endless]
+    assert "SIGTERM" not in err_of_interrupted(command, "A", signal.SIGTERM)
 
 
 def test_interrupt_in_a_step_leaves_the_engine_usable(
@@ -259,18 +232,9 @@ def test_interrupt_in_a_step_leaves_the_engine_usable(
 def test_example_driver(folder: Path, ray_address: str) -> None:
     """What `ray submit` runs, on one machine."""
     root = Path(__file__).parent.parent.parent
-    command = [sys.executable, root / "examples" / "ray_driver.py", "--ray-address", ray_address]
+    command = [root / "examples" / "ray_driver.py", "--ray-address", ray_address]
     options = ["--tensor-parallel-size", "2", "--device", "cpu", "--max-tokens", "8"]
-    package = str(Path(tpengine.__file__).parent.parent)
-    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, *options, "--cpu-kv-cache-space", "0.1"],
-        capture_output=True,
-        text=True,
-        timeout=90.0,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(*command, *options, "--cpu-kv-cache-space", "0.1")
     lines = [line for line in done.stdout.splitlines() if " -> " in line]
     assert len(lines) == 4
     assert lines[0].startswith("'Hello, my name is' -> ' Mara.")

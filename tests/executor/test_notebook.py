@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import ray
 from support.engines import complete, greedy, make_engine
+from support.programs import PYTHONPATH
 from support.waiting import PATIENCE_S, wait_until
 
-import tpengine
 from executor.ray_engines import free_cpus
 from tpengine.executor.launch.node_agent import NodeAgent
 
@@ -52,10 +52,8 @@ class Notebook:
             pytest.skip("ipykernel and jupyter_client are not installed: pip install -e '.[test]'")
         from jupyter_client.manager import start_new_kernel
 
-        package = str(Path(tpengine.__file__).parent.parent)
-        path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
         self._manager, self._client = start_new_kernel(
-            startup_timeout=PATIENCE_S, env={**os.environ, "PYTHONPATH": path}
+            startup_timeout=PATIENCE_S, env={**os.environ, "PYTHONPATH": PYTHONPATH}
         )
 
     def run(self, code: str, interrupt_at: str | None = None) -> tuple[str, str | None]:

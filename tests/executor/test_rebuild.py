@@ -21,7 +21,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from executor import sabotage
 from executor.bare_ranks import BareRanks, bare_ranks
-from executor.ray_engines import is_alive, sabotaged_rank
+from executor.ray_engines import free_cpus, is_alive, sabotaged_rank
 from executor.sabotage import in_load, in_step
 from tpengine.checkpoint.gguf_file import open_gguf
 from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss
@@ -317,3 +317,28 @@ def test_what_fails_at_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch)
         assert not executor._reserve._held
         with pytest.raises(EngineError, match="being shut down"):
             executor.rebuild()
+
+
+def test_spares_become_ranks(folder: Path) -> None:
+    """And are replaced."""
+    with bare_ranks(folder, 2, spare_workers=2, executor="ray") as ranks:
+        expected = ranks.generate()
+        wait_until(lambda: len(ranks.spare_processes()) == 2)
+        assert ranks.have_transformers() == [False] * 4
+        # Spares ask for nothing. Ray tells what is held a bit later.
+        wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2)
+        spares = ranks.spare_processes()
+        ranks.lose(1)
+        ranks.rebuild()
+        # The next spares would take the cores from waiting requests.
+        assert not ranks.executor.home.spares.num_started
+        assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
+        # Reserved again.
+        wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2)
+        assert ranks.generate() == expected
+
+        wait_until(lambda: len(ranks.spare_processes()) == 2)
+        assert not set(ranks.spare_processes()) & set(spares)
+        left = [*ranks.spare_processes(), *spares]
+        ranks.executor.shutdown()
+        wait_until(lambda: not any(map(NodeAgent.state, left)))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.programs import running
 from support.waiting import wait_until
 
-import tpengine
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
 from tpengine.executor import channel as wire
 from tpengine.executor import watch
@@ -183,26 +181,14 @@ def rank_process(
 ) -> Iterator[tuple[subprocess.Popen[str], wire.Channel, wire.Channel]]:
     """A process that connects two channels, `steps` and `control`, and then runs this code; and the
     driver's ends of them."""
-    listener = wire.Listener("127.0.0.1", SECRET, EPOCH)
-    env = {**os.environ, "PYTHONPATH": str(Path(tpengine.__file__).parent.parent)}
-    rank = subprocess.Popen(
-        [sys.executable, "-c", CONNECTED + code, str(listener.address[1]), str(fence_s)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
-    channels: list[wire.Channel] = []
-    try:
-        channels = listener.accept(2, TIMEOUT_S)
-        yield rank, *channels
-    finally:
-        listener.close()
-        rank.kill()
-        rank.communicate(timeout=TIMEOUT_S)
-        for channel in channels:
-            channel.close()
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with closing(wire.Listener("127.0.0.1", SECRET, EPOCH)) as listener:
+        words = "-c", CONNECTED + code, listener.address[1], fence_s
+        with running(sys.executable, *words, text=True, **pipes) as rank:
+            channels = listener.accept(2, TIMEOUT_S)
+            yield rank, *channels
+    for channel in channels:
+        channel.close()
 
 
 CONNECTED = """

@@ -12,17 +12,7 @@ import torch
 
 from tpengine.errors import ConfigError
 from tpengine.layers import gpu_attention
-from tpengine.layers.gpu_attention import (
-    BACKENDS,
-    AttentionRule,
-    PrefillShape,
-    SdpaBackend,
-    StepPlans,
-    XformersBackend,
-    choose_backend,
-    group_rows,
-    make_chunks,
-)
+from tpengine.layers.gpu_attention import AttentionRule, SdpaBackend, choose_backend, make_chunks
 from tpengine.ops import reference
 from tpengine.ops.attention_ops import DecodePlan
 
@@ -35,8 +25,8 @@ def shape(
     window: int | None = None,
     slopes: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-) -> PrefillShape:
-    return PrefillShape(heads, kv_heads, 64, dtype, frozenset({None, window}), slopes)
+) -> gpu_attention.PrefillShape:
+    return gpu_attention.PrefillShape(heads, kv_heads, 64, dtype, frozenset({None, window}), slopes)
 
 
 @pytest.mark.parametrize("slice_elements", [1 << 23, 200])
@@ -104,7 +94,7 @@ def test_auto_chooses_the_first_that_works() -> None:
     ],
 )
 def test_a_forced_backend_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, asked: PrefillShape, words: str
+    monkeypatch: pytest.MonkeyPatch, wanted: str, asked: gpu_attention.PrefillShape, words: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "xformers", None)
     monkeypatch.setitem(sys.modules, "xformers.ops", None)
@@ -121,8 +111,8 @@ class TopLeft(SdpaBackend):
 
 
 def test_a_library_with_wrong_results_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS, "xformers", TopLeft)
-    monkeypatch.setitem(BACKENDS, "varlen", SdpaBackend)
+    monkeypatch.setitem(gpu_attention.BACKENDS, "xformers", TopLeft)
+    monkeypatch.setitem(gpu_attention.BACKENDS, "varlen", SdpaBackend)
     assert choose_backend("auto", shape(), CPU).name == "sdpa"
     with pytest.raises(ConfigError, match="its results are wrong here"):
         choose_backend("xformers", shape(), CPU)
@@ -147,7 +137,7 @@ def test_xformers_is_asked_for_the_right_mask(monkeypatch: pytest.MonkeyPatch) -
     attend.side_effect = lambda q, k, v, **_: q.clone()
     for name, module in (("", library), (".ops", library.ops), (".ops.fmha", library.ops.fmha)):
         monkeypatch.setitem(sys.modules, f"xformers{name}", module)
-    backend = XformersBackend()
+    backend = gpu_attention.XformersBackend()
     q, k = torch.randn(5, 4, 8), torch.randn(9, 2, 8)
     context, none = make_chunks([2, 3], [5, 4], CPU), make_chunks([2, 3], [2, 3], CPU)
     assert torch.equal(backend.run(q, k, k, context, AttentionRule(1.0)), q)
@@ -184,7 +174,7 @@ def test_xformers_is_asked_for_the_right_mask(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_groups(query_lens: Any, seq_lens: Any, limit: int, expected: Any) -> None:
-    assert group_rows(query_lens, seq_lens, limit) == expected
+    assert gpu_attention.group_rows(query_lens, seq_lens, limit) == expected
 
 
 def test_a_plan_is_made_once_a_step_and_window() -> None:
@@ -197,13 +187,13 @@ def test_a_plan_is_made_once_a_step_and_window() -> None:
 
     plans = {None: plan(), 32: plan()}
     lengths = torch.tensor([100, 0, 300], dtype=torch.int32)
-    step = StepPlans(plans, 16)
+    step = gpu_attention.StepPlans(plans, 16)
     first = step.get(lengths, None)
     assert first.item_start.shape[0] == 4
     assert int(first.item_start[-1]) >= 3
     lengths.zero_()
     assert int(step.get(lengths, None).item_start[-1]) == int(first.item_start[-1])
     assert step.get(lengths, 32).items.data_ptr() != first.items.data_ptr()
-    last = StepPlans(plans, 16).get(lengths, None)
+    last = gpu_attention.StepPlans(plans, 16).get(lengths, None)
     assert int(last.item_start[-1]) == 3  # one empty item a row
     assert sum(plan.num_bytes for plan in plans.values()) == 2 * 4 * (9 + 28 * 4 + 28 * 2 * 68)

@@ -22,13 +22,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tpengine.layers.gpu_quantized import KERNEL_ROWS, GpuQuantizedForm
-from tpengine.ops import weight_only
-from tpengine.ops.quantized_ops import (
-    QuantizedFormat,
-    per_output,
-    quantize_weight,
-    quantized_embedding,
-)
+from tpengine.ops import quantized_ops, weight_only
+from tpengine.ops.quantized_ops import QuantizedFormat, per_output, quantize_weight
 
 SPECS = {
     "tied": TinyLlama(64, 4, 2, tied=True),
@@ -52,7 +47,7 @@ def round_weight(weight: torch.Tensor, kind: str) -> torch.Tensor:
     form = per_output(weight.shape[1]) if kind == "int8" else QuantizedFormat(4, SIZES[kind])
     stored = quantize_weight(weight, form)
     out = torch.empty_like(weight)
-    quantized_embedding(out, stored, torch.arange(len(weight), dtype=torch.int32))
+    quantized_ops.quantized_embedding(out, stored, torch.arange(len(weight), dtype=torch.int32))
     return out
 
 
@@ -144,12 +139,8 @@ def test_same_tokens_alone_and_in_a_crowd(models: ModelShop, name: str, kind: st
     folder = models.folder(SPECS[name])
     rng = random.Random(4)
     prompts = [[rng.randrange(3, 512) for _ in range(n)] for n in (1, 5, 16, 33, 64, 121, 200) * 4]
-    with (
-        log_steps() as log,
-        open_llm(
-            folder, quantization=kind, max_num_batched_tokens=96, enable_prefix_caching=False
-        ) as llm,
-    ):
+    args = {"max_num_batched_tokens": 96, "enable_prefix_caching": False}
+    with log_steps() as log, open_llm(folder, quantization=kind, **args) as llm:
         together = ids(generate(llm, prompts, greedy(24)))
         assert log.max_rows >= 16
         assert log.num_partial_chunks > 0
@@ -172,12 +163,8 @@ def test_the_form_of_a_gpu_rounds_weights_alone(
     with torch.inference_mode():
         model = BareModel(folder, quantization=kind)
         logits = model.logits()
-    torch.testing.assert_close(
-        logits,
-        logits_in_transformers(rounded_model(folder, kind, is_gpu=True)),
-        atol=1e-4,
-        rtol=1e-4,
-    )
+    expected = logits_in_transformers(rounded_model(folder, kind, is_gpu=True))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert model.model.embed_tokens.form is None
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.distributions import exact_probabilities
+from support.edited_logits import edited
 
 from tpengine.layers.sampler import MAX_COMMON_TOP, noise_keys, sample, token_logprobs
 from tpengine.messages import NewSequence, SamplingRules
@@ -32,18 +33,11 @@ PENALISED = [2, 3, 4]
 
 def _exact(logits: torch.Tensor, fields: dict[str, Any], processed: bool) -> torch.Tensor:
     """Log probabilities of one row by the textbook."""
-    logits = logits.double()
-    if not processed:
-        return logits.log_softmax(0)
-    if "logit_bias" in fields:
-        logits[7] += 3.0
-        logits[9] = -torch.inf
-    if "repetition_penalty" in fields:
-        seen = logits[PENALISED]
-        logits[PENALISED] = torch.where(seen < 0, seen * 1.5, seen / 1.5)
-    if fields["temperature"] == 0.0:
-        return logits.log_softmax(0)
-    return exact_probabilities(logits, fields).log()
+    if processed:
+        logits = edited(SamplingRules(**fields), PENALISED, len(PENALISED), logits)
+    if processed and fields["temperature"] > 0.0:
+        return exact_probabilities(logits, fields).log()
+    return logits.double().log_softmax(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

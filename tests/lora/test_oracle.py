@@ -107,7 +107,7 @@ def test_every_family(tp_size: int, family: str, tmp_path: Path) -> None:
         assert_peft(adapters, jobs, serve(engine, adapters, jobs))
 
 
-def test_a_changed_folder_is_another_adapter(models: Any, tmp_path: Path, eight: Adapters) -> None:
+def test_a_changed_folder_is_another_adapter(tmp_path: Path, eight: Adapters) -> None:
     """The files are exchanged under a running engine, whose prefix cache knows the prompt."""
     names = "rank4", "rank16"
     ((_, prompt),) = eight.jobs(["rank4"], [70])

@@ -204,7 +204,7 @@ def test_what_is_no_request_for_an_adapter(engine: LLMEngine, folder: Path) -> N
 
 
 def test_a_rank_that_cannot_load_an_adapter(
-    engine: LLMEngine, folder: Path, eight: Adapters, monkeypatch: pytest.MonkeyPatch
+    engine: LLMEngine, folder: Path, eight: Adapters
 ) -> None:
     """It was checked, and then its files change: its requests end alone, and those that run go on;
     with the old files back it is served."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +26,11 @@ from tpengine.ops import cache_ops as cache
 from .cuda_host_library import needs_compiler
 from .cuda_host_ops import FP8, StandIn, on_card
 
-NAN = float("nan")
 ISAS = library.supported_cpu_isas()
 BACKENDS = ("reference", *ISAS)
 DTYPES = (torch.float32, torch.bfloat16)
+NAMES = list(itertools.product(BACKENDS, DTYPES))
+"""Every backend on a CPU with every dtype."""
 CACHES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -112,14 +114,6 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.float().nan_to_num(nan=1e9), b.float().nan_to_num(nan=1e9))
 
 
-def hugging_face_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm as Hugging Face's models write it, with float64 in place of float32."""
-    y = x.double()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    # A float32 weight is Gemma's: rounded once, at the end.
-    return weight.double() * y.to(weight.dtype).double()
-
-
 def replaced(index: int, change: Callable[[Any], object]) -> Callable[[Sequence[Any]], list[Any]]:
     """Arguments of an op with a change to one of them."""
     return lambda a: [*a[:index], change(a[index]), *a[index + 1 :]]
@@ -127,11 +121,11 @@ def replaced(index: int, change: Callable[[Any], object]) -> Callable[[Sequence[
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A cache in which nothing is written: NaN, in int8 -1 with scales that are NaN."""
-    return torch.full(shape, -1.0 if dtype == torch.int8 else NAN).to(dtype)
+    return torch.full(shape, -1.0 if dtype == torch.int8 else torch.nan).to(dtype)
 
 
 def nan_like(tensor: Tensor) -> Tensor:
-    return torch.full_like(tensor, NAN)
+    return torch.full_like(tensor, torch.nan)
 
 
 @dataclass
@@ -148,7 +142,7 @@ class PagedCase:
     def queries(self, num_heads: int, counts: list[int], gen: torch.Generator) -> Tensor:
         """Random queries `[sum(counts), num_heads, head_dim]`, a view of a packed qkv."""
         kv_heads, head_dim = self.k[0].shape[1:]
-        qkv = torch.full((sum(counts), num_heads + 2 * kv_heads, head_dim), NAN)
+        qkv = torch.full((sum(counts), num_heads + 2 * kv_heads, head_dim), torch.nan)
         qkv[:, :num_heads] = torch.randn(sum(counts), num_heads, head_dim, generator=gen)
         return qkv.to(self.unrounded[0][0].dtype)[:, :num_heads]
 

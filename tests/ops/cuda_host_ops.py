@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from .cuda_host_library import F32, I32, I64, P, far_pointer, load_host, pointer, struct
 
 FP8 = torch.float8_e4m3fn
+BOUND = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 BlockPlace = struct(
     ("base", P), ("ids", P), ("id_stride", I64), ("block_stride", I64), ("piece_stride", I64)
@@ -61,6 +63,18 @@ WeightOnlyArgs = struct(
     ("panels_per_cta", I32),
 )  # fmt: skip
 DequantizeArgs = struct(("out", P), ("weight", PackedWeight), ("first_panel", I32))
+DecodeArgs = struct(
+    ("out", P), ("q", P), ("k_cache", P), ("v_cache", P), ("block_table", P), ("seq_lens", P),
+    ("alibi_slopes", P), ("item_start", P), ("items", P), ("partials", P),
+    ("out_token_stride", I64), ("out_head_stride", I64), ("q_token_stride", I64),
+    ("q_head_stride", I64), ("block_table_stride", I64), ("num_seqs", I32), ("num_heads", I32),
+    ("num_kv_heads", I32), ("head_dim", I32), ("block_size", I32), ("sliding_window", I32),
+    ("half_queries", I32), ("scale", F32), ("v_scale", F32), ("softcap", F32),
+)  # fmt: skip
+PlanArgs = struct(
+    ("item_start", P), ("items", P), ("seq_lens", P), ("num_seqs", I32), ("wave", I32),
+    ("min_chunks", I32), ("sliding_window", I32),
+)  # fmt: skip
 
 
 def _packed_weight(
@@ -129,14 +143,9 @@ class StandIn:
         args, wide = GatedArgs(pointer(out), pointer(x), *sizes), self._fits([x, out], *sizes)
         self._launch("elementwise", "gated", CODES[x.dtype], activation, wide, args, len(x))
 
-    def _silu_and_mul(self, out: Tensor, x: Tensor) -> None:
-        self._gated(0, out, x)
-
-    def _gelu_and_mul(self, out: Tensor, x: Tensor) -> None:
-        self._gated(1, out, x)
-
-    def _gelu_tanh_and_mul(self, out: Tensor, x: Tensor) -> None:
-        self._gated(2, out, x)
+    _silu_and_mul = partialmethod(_gated, 0)
+    _gelu_and_mul = partialmethod(_gated, 1)
+    _gelu_tanh_and_mul = partialmethod(_gated, 2)
 
     def _store(
         self, parts: list[Tensor | None], caches: list[Tensor], slots: Tensor | None,

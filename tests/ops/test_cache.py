@@ -14,7 +14,6 @@ from .cases import (
     CUDA_OPS,
     DTYPES,
     ISAS,
-    NAN,
     backend,
     generator,
     make_case,
@@ -152,7 +151,7 @@ def test_blocks_are_copied_packed_and_unpacked(name: str) -> None:
     expected, pairs = pool.clone(), [(0, 5), (0, 6), (19, 1), (3, 18)]
     for source, target in pairs:
         expected[:, target] = pool[:, source]
-    packed, ids = torch.full((3, 6, 8, 2, 80), NAN), torch.tensor([7, 2, 19])
+    packed, ids = torch.full((3, 6, 8, 2, 80), torch.nan), torch.tensor([7, 2, 19])
     with backend(name) as op:
         op("copy_cache_blocks")(pool, torch.tensor(pairs))
         assert torch.equal(pool, expected)
@@ -184,14 +183,14 @@ def test_gather_kv(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("name", CUDA)
 def test_fp8_saturates_and_keeps_nan(name: str) -> None:
-    special = torch.tensor([1e4, -1e4, NAN, float("inf"), 448.0, 0.001, -0.0, 17.0])
+    special = torch.tensor([1e4, -1e4, torch.nan, float("inf"), 448.0, 0.001, -0.0, 17.0])
     k = special.repeat(4).to(torch.bfloat16).view(1, 1, 32)
     caches = [poisoned((1, 8, 1, 32), FP8) for _ in range(2)]
     with backend(name) as op:
         op("write_kv_cache")(k, k, *caches, torch.tensor([5]).int(), 0.25, 2.0)
     values = caches[0][0, 5, 0, :8].float() * 0.25
     assert values[2].isnan()
-    expected = torch.tensor([112.0, -112.0, NAN, 112.0, 112.0, 0.001, 0.0, 17.0])
+    expected = torch.tensor([112.0, -112.0, torch.nan, 112.0, 112.0, 0.001, 0.0, 17.0])
     torch.testing.assert_close(values, expected, rtol=0.07, atol=0, equal_nan=True)
 
 

@@ -16,8 +16,7 @@ from tpengine.ops import library, reference
 from tpengine.ops.quantized_ops import QuantizedFormat
 
 from .cases import GPU, dense_attention, generator, make_case, nan_like, relative_error, replaced
-from .cuda_host_library import BOUND
-from .cuda_host_ops import FP8
+from .cuda_host_ops import BOUND, FP8
 from .packed_cases import INPUTS
 from .packed_cases import make_case as make_packed_case
 

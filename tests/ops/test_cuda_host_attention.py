@@ -9,45 +9,22 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tpengine.ops import reference
+from tpengine.ops.attention_ops import TENSOR_CORE_HEAD_DIMS
 
-from .cases import dense_attention, generator, make_case, relative_error
-from .cuda_host_library import (
-    BOUND,
-    F32,
-    FAR_BLOCKS,
-    I32,
-    I64,
-    P,
-    far_pointer,
-    load_host,
-    needs_compiler,
-    pointer,
-    set_schedule,
-    struct,
-)
+from .cases import dense_attention, generator, make_case, needs_compiler, relative_error
+from .cuda_host_library import FAR_BLOCKS, far_pointer, load_host, pointer, set_schedule
+from .cuda_host_ops import BOUND, FP8, DecodeArgs, PlanArgs
 
 pytestmark = needs_compiler
 
-DecodeArgs = struct(
-    ("out", P), ("q", P), ("k_cache", P), ("v_cache", P), ("block_table", P), ("seq_lens", P),
-    ("alibi_slopes", P), ("item_start", P), ("items", P), ("partials", P),
-    ("out_token_stride", I64), ("out_head_stride", I64), ("q_token_stride", I64),
-    ("q_head_stride", I64), ("block_table_stride", I64), ("num_seqs", I32), ("num_heads", I32),
-    ("num_kv_heads", I32), ("head_dim", I32), ("block_size", I32), ("sliding_window", I32),
-    ("half_queries", I32), ("scale", F32), ("v_scale", F32),
-    ("softcap", F32),
-)  # fmt: skip
-PlanArgs = struct(
-    ("item_start", P), ("items", P), ("seq_lens", P), ("num_seqs", I32), ("wave", I32),
-    ("min_chunks", I32), ("sliding_window", I32),
-)  # fmt: skip
-FP8 = torch.float8_e4m3fn
 NO_WINDOW = 2**31 - 1
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 K_SCALE, V_SCALE = 0.7, 1.3
@@ -165,15 +142,17 @@ CASES = {  # num_heads, num_kv_heads, head_dim, block_size, options, wave of the
 }
 
 
+def problem_of(kind: str, lengths: list[int], *sizes: int, **options: Any) -> Problem:
+    """Of one of `KINDS`; sizes: the first four of a case."""
+    dtype = torch.float16 if "float16" in kind.split() else torch.bfloat16
+    return Problem(lengths, *sizes, dtype, fp8=kind.startswith("fp8"), **options)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_decode_agrees_with_dense_float64(kernels: ctypes.CDLL, name: str, kind: str) -> None:
-    num_heads, num_kv_heads, head_dim, block_size, options, wave = CASES[name]
-    dtype = torch.float16 if "float16" in kind.split() else torch.bfloat16
-    problem = Problem(
-        LENGTHS, num_heads, num_kv_heads, head_dim, block_size, dtype,
-        fp8=kind.startswith("fp8"), **options,
-    )  # fmt: skip
+    *sizes, options, wave = CASES[name]
+    problem = problem_of(kind, LENGTHS, *sizes, **options)
     # Both kinds of copies, here and there; and once round-robin.
     set_schedule(kernels, list(CASES).index(name) + KINDS.index(kind))
     check(problem, problem.run(kernels, wave=wave))
@@ -333,3 +312,90 @@ def test_padded_rows_give_zeros_and_read_nothing(kernels: ctypes.CDLL) -> None:
     problem = Problem([700, *[0] * 30], 4, 2, 64, 16, torch.bfloat16)
     problem.case.block_table[1:] = 2**30
     check(problem, problem.run(kernels, wave=12))
+
+
+# What the kernel takes of a block's shared memory, on cards that have less of it.
+
+KB = 1024
+CARDS = {"8.6, 8.9, 12.0": 99 * KB, "8.0": 163 * KB, "9.0": 227 * KB}
+"""By compute capability: bytes that a block may have (CUDA's programming guide)."""
+CACHES = {"bfloat16": 0, "float16": 1, "fp8": 2}
+OLD_CARD = 64 * KB
+"""Of compute capability 7.5."""
+
+
+def shape(cache: str, head_dim: int, group: int, limit: int) -> tuple[int, int]:
+    """Bytes and stages; no bytes: there is no kernel."""
+    stages = ctypes.c_int()
+    bytes_ = load_host("decode_shapes").decode_shape(
+        CACHES[cache], head_dim, group, limit, ctypes.byref(stages)
+    )
+    return bytes_, stages.value
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_configuration_fits_every_card(cache: str, card: str) -> None:
+    """The deepest ring that fits, of each head dim and either number of head tiles."""
+    limit = CARDS[card]
+    compiled = [dim for dim in range(1, 300) if shape(cache, dim, 1, limit)[0]]
+    assert compiled == list(TENSOR_CORE_HEAD_DIMS)
+    for head_dim in compiled:
+        width = head_dim * (1 if cache == "fp8" else 2)
+        stage = 4 * 2 * 16 * ((width // 16 | 1) * 16)  # warps, K and V, tokens, padded rows
+        for group in (1, 8, 9, 16):
+            num_bytes, stages = shape(cache, head_dim, group, limit)
+            assert num_bytes <= limit
+            assert num_bytes >= stages * stage
+            deepest = 2 if head_dim > 128 and cache != "fp8" else 3
+            assert stages == min(deepest, limit // stage)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_no_kernel_where_not_even_one_stage_fits(cache: str) -> None:
+    """The caller then takes the kernel without tensor cores, or refuses."""
+    assert shape(cache, 256, 16, OLD_CARD) == (0, 0)
+    assert shape(cache, 64, 1, OLD_CARD)[0] > 0
+
+
+@pytest.fixture
+def small_card(kernels: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    kernels.set_card(CARDS["8.6, 8.9, 12.0"])
+    yield kernels
+    kernels.set_card(CARDS["9.0"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "case",
+    [(8, 2, 128, {}), (12, 1, 128, {"window": 70}), (4, 1, 256, {"alibi": True}), (12, 1, 256, {})],
+    ids=str,
+)
+def test_fewer_stages_agree_with_dense_float64(
+    small_card: ctypes.CDLL, kind: str, case: tuple[Any, ...]
+) -> None:
+    *sizes, options = case
+    problem = problem_of(kind, [1, 0, 17, 180, 600], *sizes, 16, **options)
+    for seed, wave in ((1, 12), (2, None)):  # both kinds of copies
+        set_schedule(small_card, seed)
+        check(problem, problem.run(small_card, wave=wave))
+    assert small_card.last_error() == 0
+
+
+def test_a_launch_beyond_the_card_is_refused_by_the_stand_in(small_card: ctypes.CDLL) -> None:
+    """Otherwise the tests above could not fail: the kernel asks for more than this card has."""
+    small_card.set_card(OLD_CARD)
+    problem = Problem([20], 2, 1, 256, 16, torch.bfloat16)
+    with pytest.raises(AssertionError):
+        problem.run(small_card)
+
+
+@pytest.mark.parametrize(
+    ("card", "head_dim", "blocks"), [("9.0", 128, 2), ("9.0", 64, 4), ("8.6, 8.9, 12.0", 128, 1)]
+)
+def test_the_plan_counts_the_blocks_that_the_launch_gets(
+    small_card: ctypes.CDLL, card: str, head_dim: int, blocks: int
+) -> None:
+    """With all of a multiprocessor's memory as shared memory, and with as many stages as fit."""
+    small_card.set_card(CARDS[card])
+    assert small_card.blocks_at_once(CACHES["bfloat16"], head_dim, 4) == blocks

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
+from support.messages import said
 
 from tpengine.errors import ConfigError, NativeLibraryError
 from tpengine.ops import attention_ops as attention
@@ -47,17 +46,13 @@ def test_fp8_needs_a_card_that_converts_it() -> None:
 
 
 def test_a_head_dim_without_tensor_cores_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("tpengine").addHandler(caplog.handler)
-    try:
+    with said(caplog) as messages:
         for _ in range(2):
             attention.check_decode_support(72, BF16, BF16, 16, HOPPER)
         attention.check_decode_support(72, torch.float32, torch.float32, 16, HOPPER)
         attention.check_decode_support(128, BF16, FP8, 32, HOPPER)
-    finally:
-        logging.getLogger("tpengine").removeHandler(caplog.handler)
-    messages = {record.getMessage() for record in caplog.records}
-    assert len(messages) == 1
-    assert "head_dim=72 has no tensor-core attention kernel" in messages.pop()
+    [message] = messages
+    assert "head_dim=72 has no tensor-core attention kernel" in message
 
 
 def test_plan_without_the_cuda_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""The program that compute-sanitizer runs on a GPU, compiled for the CPU stand-in."""
+"""The programs that check the CUDA kernels' memory, on the CPU stand-in: the one that
+compute-sanitizer runs on a GPU, and one for AddressSanitizer."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .cuda_host_library import compile_host, needs_compiler, run_host
+from .cuda_host_library import SOURCES, compile_host, needs_compiler, run_host
 
 pytestmark = needs_compiler
 PROGRAM = Path(__file__).parent / "cuda_program" / "kernel_checks.cu"
@@ -32,9 +33,24 @@ def test_every_family_is_right(program: Path) -> None:
 
 
 def test_one_family(program: Path) -> None:
+    """One that is misspelt does not look right."""
     code, lines = run(program, "cache")
     assert (code, lines[-1]) == (0, "1 families of kernels, 0 wrong")
-
-
-def test_a_misspelt_family_does_not_look_right(program: Path) -> None:
     assert run(program, "decoder") == (1, ["0 families of kernels, 0 wrong"])
+
+
+@pytest.mark.check
+def test_kernels_stay_inside_their_memory() -> None:
+    """With buffers of exact sizes; and loads of several elements are aligned, on which a GPU
+    insists and a CPU does not."""
+    options = (
+        "-fsanitize=address,alignment", "-fno-sanitize-recover=alignment",
+        "--param=asan-stack=0",
+    )  # fmt: skip
+    program = compile_host(SOURCES / "sanitized.cpp", *options)
+    done = run_host(program)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.stdout == "done\n"
+    beyond = run_host(program, "one element beyond a row")
+    assert beyond.returncode != 0
+    assert "heap-buffer-overflow" in beyond.stderr

@@ -11,17 +11,8 @@ import torch
 from support.rounded_rows import limits_of
 from torch import Tensor
 
-from tpengine.ops.quantized_ops import (
-    MINIMA,
-    NO_OFFSETS,
-    ZERO_POINTS,
-    QuantizedFormat,
-    QuantizedWeight,
-    empty_quantized,
-    pack_quantized_into,
-    per_output,
-    quantize_weight,
-)
+from tpengine.ops import quantized_ops
+from tpengine.ops.quantized_ops import NO_OFFSETS, ZERO_POINTS, QuantizedFormat, quantize_weight
 
 from .cases import BACKENDS, DTYPES, ISAS, backend, generator, nan_like, relative_error, threads
 
@@ -29,13 +20,13 @@ FORMATS = {
     **{f"int4 g{size}": QuantizedFormat(4, size) for size in (32, 64, 128)},
     "int4 g32 zeros": QuantizedFormat(4, 32, ZERO_POINTS),
     "int4 g128 zeros": QuantizedFormat(4, 128, ZERO_POINTS),
-    "int4 g32 minima": QuantizedFormat(4, 32, MINIMA),
-    "int4 g64 minima": QuantizedFormat(4, 64, MINIMA),
+    "int4 g32 minima": QuantizedFormat(4, 32, quantized_ops.MINIMA),
+    "int4 g64 minima": QuantizedFormat(4, 64, quantized_ops.MINIMA),
     "int8 g32": QuantizedFormat(8, 32),
     "int8 g32 zeros": QuantizedFormat(8, 32, ZERO_POINTS),
-    "int8 g64 minima": QuantizedFormat(8, 64, MINIMA),
-    "int8 per output": per_output(290),
-    "int8 per output zeros": replace(per_output(290), offsets=ZERO_POINTS),
+    "int8 g64 minima": QuantizedFormat(8, 64, quantized_ops.MINIMA),
+    "int8 per output": quantized_ops.per_output(290),
+    "int8 per output zeros": replace(quantized_ops.per_output(290), offsets=ZERO_POINTS),
 }
 # rows around the blocks of 2 and 6 and the sets of 384, outputs around panels
 SHAPES = [(1, 1), (2, 31), (3, 64), (5, 33), (6, 32), (7, 65), (13, 100), (70, 40), (390, 34)]
@@ -59,7 +50,7 @@ class Case:
     scales: Tensor
     offsets: Tensor
     bias: Tensor
-    weight: QuantizedWeight
+    weight: quantized_ops.QuantizedWeight
 
 
 def make_case(form: QuantizedFormat, rows: int, outputs: int, dtype: torch.dtype) -> Case:
@@ -79,8 +70,9 @@ def make_case(form: QuantizedFormat, rows: int, outputs: int, dtype: torch.dtype
         offsets = torch.randint(0, 1 << form.bits, scales.shape, generator=gen).half()
     else:
         offsets = torch.randn(scales.shape, generator=gen).half()
-    packed = empty_quantized(*q.shape, form)
-    pack_quantized_into(packed, q, scales, None if form.offsets == NO_OFFSETS else offsets)
+    packed = quantized_ops.empty_quantized(*q.shape, form)
+    own_offsets = None if form.offsets == NO_OFFSETS else offsets
+    quantized_ops.pack_quantized_into(packed, q, scales, own_offsets)
     weight = replace(packed, out_features=outputs, in_features=INPUTS)
     bias = torch.randn(outputs, generator=gen).to(dtype)
     return Case(x, q[:outputs, :INPUTS].long(), scales[:outputs], offsets[:outputs], bias, weight)
@@ -133,7 +125,7 @@ def problem(kind: str, rows: int, outputs: int, dtype: torch.dtype) -> tuple[Cas
     return case, product(case, bool(rows % 2)).to(dtype)
 
 
-def arguments(weight: QuantizedWeight) -> tuple[int, int, int]:
+def arguments(weight: quantized_ops.QuantizedWeight) -> tuple[int, int, int]:
     return weight.format.bits, weight.format.group_size, weight.format.offsets
 
 
@@ -180,7 +172,7 @@ def test_embedding(name: str, kind: str, dtype: torch.dtype) -> None:
         values.float().repeat_interleave(form.group_size, 1)[:, :INPUTS]
         for values in (case.scales, case.offsets)
     )
-    if form.offsets == MINIMA:
+    if form.offsets == quantized_ops.MINIMA:
         table = once_rounded(q, scales, offsets)
     else:
         middle = 8.0 if form.bits == 4 else 128.0
@@ -195,7 +187,7 @@ def test_embedding(name: str, kind: str, dtype: torch.dtype) -> None:
     assert out[:, INPUTS:].isnan().all()
 
 
-def dequantized(weight: QuantizedWeight) -> Tensor:
+def dequantized(weight: quantized_ops.QuantizedWeight) -> Tensor:
     out = torch.empty(weight.out_features, weight.in_features)
     ids = torch.arange(weight.out_features, dtype=torch.int32)
     with backend("reference") as op:

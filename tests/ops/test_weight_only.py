@@ -13,7 +13,7 @@ from tpengine.ops.quantized_reference import round_to_groups
 from tpengine.ops.weight_only import quantize_for_gpu
 
 from .cases import CUDA_DTYPES, backend, generator, nan_like, on_cuda, relative_error
-from .cuda_host_library import BOUND
+from .cuda_host_ops import BOUND
 from .packed_cases import FORMATS, INPUTS, Case, make_case, pack_groups
 
 BACKENDS = ["reference", *on_cuda()]

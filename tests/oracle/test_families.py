@@ -20,7 +20,6 @@ from support.subjects import (
 )
 from support.variants import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, WINDOW, Variant
 
-from tpengine import LLMEngine
 from tpengine.messages import MemoryLedger
 from tpengine.ops.library import cpu_isa
 
@@ -90,12 +89,8 @@ def test_whole_prompts(variant: Variant, mode: str, subjects: Subjects) -> None:
     subject = subjects(variant)
     args = {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_POSITIONS}
     ledgers: list[MemoryLedger] = []
-
-    def look(engine: LLMEngine) -> None:
-        ledgers.extend(engine.stats().ledgers)
-
     with log_steps() as log:
-        outputs = generate(subject, look=look, **args)
+        outputs = generate(subject, look=lambda e: ledgers.extend(e.stats().ledgers), **args)
     if cpu_isa() in ("avx512", "avx512bf16"):  # other linear layers are torch's own
         assert ledgers[0].graphs_bytes > 0, "its decode steps are not recorded"
     assert log.num_partial_chunks == 0
@@ -107,12 +102,10 @@ def test_whole_prompts(variant: Variant, mode: str, subjects: Subjects) -> None:
 @pytest.mark.parametrize(("variant", "mode"), variants_of("chunked"))
 def test_chunked_and_preempted(variant: Variant, mode: str, subjects: Subjects) -> None:
     subject = subjects(variant)
+    num_blocks = JUST_A_WINDOW if all_windowed(variant) else JUST_TWO
+    args = {"max_num_batched_tokens": CHUNK, "num_device_blocks_override": num_blocks}
     with log_steps() as log:
-        outputs = generate(
-            subject,
-            max_num_batched_tokens=CHUNK,
-            num_device_blocks_override=JUST_A_WINDOW if all_windowed(variant) else JUST_TWO,
-        )
+        outputs = generate(subject, **args)
     assert log.max_tokens == CHUNK
     assert log.num_partial_chunks >= max(PROMPT_LENGTHS) // CHUNK
     assert log.num_preemptions > 0

@@ -1,10 +1,13 @@
-"""Greedy ids equal to transformers in float32: models, prompt lengths, blocks, chunks."""
+"""Greedy ids equal to transformers in float32: models, prompt lengths, blocks, chunks; and a cache
+so small that requests are preempted many times changes nothing but the time."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from support.engines import CACHE_TOKENS, generate, greedy, ids, open_llm
+from support.engines import CACHE_TOKENS, generate, greedy, ids, open_llm, preemptions
 from support.matrix import matrix
 from support.models import ModelShop
 from support.step_log import log_steps
@@ -24,9 +27,7 @@ ENGINE_ARGS = {
 
 @pytest.mark.parametrize(("block_size", "mode", "name"), matrix(BLOCK_SIZES, MODES, list(ZOO)))
 def test_greedy_as_transformers(models: ModelShop, name: str, block_size: int, mode: str) -> None:
-    folder = models.folder(ZOO[name])
-    oracle = models.oracle(folder)
-    prompts = oracle.random_prompts(LENGTHS, seed=1)
+    folder, oracle, prompts = models.problem(ZOO[name], LENGTHS, seed=1)
     with log_steps() as log, open_llm(folder, block_size=block_size, **ENGINE_ARGS[mode]) as llm:
         assert llm.llm_engine.num_total_blocks == CACHE_TOKENS // block_size
         outputs = ids(generate(llm, prompts, greedy()))
@@ -57,9 +58,7 @@ def test_two_threads(
     models: ModelShop, monkeypatch: pytest.MonkeyPatch, spec: TinyLlama, lengths: tuple[int, ...]
 ) -> None:
     monkeypatch.setenv("TPENGINE_NUM_THREADS", "2")
-    folder = models.folder(spec)
-    oracle = models.oracle(folder)
-    prompts = oracle.random_prompts(lengths, seed=1)
+    folder, oracle, prompts = models.problem(spec, lengths, seed=1)
     try:
         with open_llm(folder, max_num_batched_tokens=256) as llm:
             assert torch.get_num_threads() == 2
@@ -71,11 +70,48 @@ def test_two_threads(
 
 def test_chunk_borders_everywhere(models: ModelShop) -> None:
     """One prompt, cut by budgets that put the border at every offset of a block."""
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.random_prompts([129], seed=1)
+    folder, oracle, prompts = models.problem(PLAIN, [129], seed=1)
     for budget in range(2, 19):
         with log_steps() as log, open_llm(folder, max_num_batched_tokens=budget) as llm:
             outputs = generate(llm, prompts, greedy(8))
         oracle.assert_greedy(prompts, ids(outputs), 8)
         assert log.num_partial_chunks == -(-129 // budget) - 1
+
+
+CROWD = (3, 70, 17, 100, 40, 33, 120, 9, 64, 25, 90, 50, 16, 31, 80, 110)
+MAX_MODEL_LEN = 192
+PREEMPTION_MODES = ("recompute", "swap")
+TIGHT: dict[str, dict[str, Any]] = {
+    "blocks of 8, chunks of 16": {"block_size": 8, "max_num_batched_tokens": 16},
+    "blocks of 8, chunks of 128": {"block_size": 8, "max_num_batched_tokens": 128},
+    "blocks of 16, chunks of 2048": {"block_size": 16, "max_num_batched_tokens": 2048},
+    "blocks of 16, whole prompts": {
+        "block_size": 16,
+        "max_num_batched_tokens": 192,
+        "enable_chunked_prefill": False,
+    },
+    "blocks of 32, chunks of 64": {"block_size": 32, "max_num_batched_tokens": 64},
+}
+
+
+@pytest.mark.parametrize(("case", "mode"), matrix(list(TIGHT), PREEMPTION_MODES))
+def test_preempted_greedy_equals_transformers(models: ModelShop, case: str, mode: str) -> None:
+    args = TIGHT[case] | {"preemption_mode": mode, "max_model_len": MAX_MODEL_LEN}
+    args["num_device_blocks_override"] = 3 * MAX_MODEL_LEN // args["block_size"]
+    folder, oracle, prompts = models.problem(PLAIN, CROWD, seed=3)
+    with log_steps() as log, open_llm(folder, **args) as llm:
+        outputs = generate(llm, prompts, greedy())
+    oracle.assert_greedy(prompts, ids(outputs))
+    assert preemptions(outputs) == log.num_preemptions
+    log.assert_only(mode, at_least=5)
+
+
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_one_sequence_fills_the_cache(models: ModelShop, mode: str) -> None:
+    """Two requests, each of which grows until it needs every block."""
+    folder, oracle, prompts = models.problem(ZOO["d80-1to1-linear-old"], [64, 65], seed=3)
+    args = {"max_model_len": 129, "num_device_blocks_override": 17, "block_size": 8}
+    with log_steps() as log, open_llm(folder, preemption_mode=mode, **args) as llm:
+        outputs = generate(llm, prompts, greedy())
+    oracle.assert_greedy(prompts, ids(outputs))
+    log.assert_only(mode)

@@ -14,8 +14,7 @@ from support.engines import generate, greedy, ids, open_llm
 from support.matrix import only
 from support.models import ModelShop
 from support.step_log import log_steps
-from support.subjects import Subjects
-from support.variants import VARIANTS
+from support.subjects import BY_NAME, Subjects
 from support.zoo import PLAIN
 
 from tpengine import EngineArgs, RequestOutput, SamplingParams
@@ -37,8 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def calm(models: ModelShop) -> tuple[Path, list[list[int]], list[RequestOutput]]:
     """A model, prompts, and their answers when nothing is cut or preempted."""
-    folder = models.folder(PLAIN)
-    prompts = models.oracle(folder).random_prompts(LENGTHS, seed=3)
+    folder, _, prompts = models.problem(PLAIN, LENGTHS, seed=3)
     with open_llm(folder, **INT8) as llm:
         return folder, prompts, generate(llm, prompts, greedy(logprobs=1))
 
@@ -73,12 +71,8 @@ def answers_of(
         first = ids(generate(llm, prompts, greedy(16)))
         again = ids(generate(llm, prompts, greedy(16)))
         hits = llm.llm_engine.stats().cache.prefix_hits
-        beams = llm.generate(
-            None,
-            SamplingParams(use_beam_search=True, n=3, temperature=0.0, max_tokens=12),
-            [list(prompt) for prompt in prompts],
-            use_tqdm=False,
-        )
+        params = SamplingParams(use_beam_search=True, n=3, temperature=0.0, max_tokens=12)
+        beams = generate(llm, prompts, params)
     assert (hits > 0) == share
     return [first, again, [[o.token_ids for o in output.outputs] for output in beams]]
 
@@ -95,7 +89,7 @@ def test_prefix_cache_and_beams(models: ModelShop) -> None:
 @pytest.mark.parametrize("name", ["bloom-8-heads", "gemma2-caps"])
 def test_families(subjects: Subjects, name: str) -> None:
     """Linear biases; windows and soft caps."""
-    subject = subjects(next(variant for variant in VARIANTS if variant.name == name))
+    subject = subjects(BY_NAME[name])
     with open_llm(subject.folder, **INT8) as llm:
         whole = ids(generate(llm, subject.prompts, greedy(32)))
     with open_llm(subject.folder, **INT8, max_num_batched_tokens=16) as llm:
@@ -116,13 +110,10 @@ def test_perplexity_is_within_half_a_percent(dtype: str) -> None:
     assert abs(math.expm1(rounded - exact)) < 0.005
 
 
-def test_more_blocks_in_same_memory(models: ModelShop, caplog: pytest.LogCaptureFixture) -> None:
-    folder = models.folder(PLAIN)
-    blocks = []
+def test_more_blocks_in_same_memory(models: ModelShop) -> None:
+    blocks, room = [], {"num_device_blocks_override": None, "cpu_kv_cache_space": 0.01}
     for args in ({}, INT8):
-        with open_llm(
-            folder, num_device_blocks_override=None, cpu_kv_cache_space=0.01, **args
-        ) as llm:
+        with open_llm(models.folder(PLAIN), **room, **args) as llm:
             blocks.append(llm.llm_engine.num_total_blocks)
     head_dim = PLAIN.head_dim  # float32 numbers against bytes and a scale
     assert blocks[1] == pytest.approx(blocks[0] * 4 * head_dim / (head_dim + 4), abs=2)

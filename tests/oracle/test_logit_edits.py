@@ -12,7 +12,7 @@ from support.byte_llama import VOCAB_SIZE, Edit, clear_prompts, greedy, make_eng
 from support.edited_logits import edited
 from support.step_log import log_steps
 
-from tpengine import LLMEngine, SamplingParams
+from tpengine import LLMEngine, RequestOutput, SamplingParams
 
 LENGTHS = [3, 40, 70]
 NUM_TOKENS = 20
@@ -38,7 +38,8 @@ def _edit_of(params: SamplingParams, num_prompt_tokens: int) -> Edit:
     return edit
 
 
-def _requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
+@pytest.fixture(scope="module")
+def requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
     """Returns (prompt, parameters, expected ids) of every case and length."""
     words = _banned_words(oracle)
     cases: list[dict[str, Any]] = [
@@ -52,18 +53,13 @@ def _requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
         {"frequency_penalty": -1.5},
         {"logits_processors": "support.logits_processors:forbid_last"},
     ]
-    requests = []
+    asked = []
     for values, length in itertools.product(cases, LENGTHS):
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **values)
         edit = _edit_of(params, length)
         ((prompt, answer),) = clear_prompts(oracle, [length], NUM_TOKENS, edit, length)
-        requests.append((prompt, params, answer))
-    return requests
-
-
-@pytest.fixture(scope="module")
-def requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
-    return _requests(oracle)
+        asked.append((prompt, params, answer))
+    return asked
 
 
 def _processor(name: str, by_name: bool) -> Any:
@@ -77,49 +73,41 @@ def test_edits_change_the_tokens(oracle: Any, requests: Any) -> None:
     assert sum(changed) >= len(requests) // 2
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-def test_in_a_crowd(folder: Any, requests: Any, chunked: bool) -> None:
-    with make_engine(
-        folder, max_num_seqs=16, max_num_batched_tokens=256, enable_chunked_prefill=chunked
-    ) as engine:
+def serve(folder: Any, requests: Any, **args: Any) -> list[RequestOutput]:
+    """Answers to all requests at once, which must be the expected ones."""
+    with make_engine(folder, max_num_seqs=16, **args) as engine:
         outputs = run(engine, [(prompt, params) for prompt, params, _ in requests])
     for output, (_, params, answer) in zip(outputs, requests, strict=True):
         assert list(output.outputs[0].token_ids) == answer, params
+    return outputs
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_in_a_crowd(folder: Any, requests: Any, chunked: bool) -> None:
+    serve(folder, requests, max_num_batched_tokens=256, enable_chunked_prefill=chunked)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_after_preemption(folder: Any, requests: Any, mode: str) -> None:
     """After recompute or swap the counts of a sequence cover all its tokens."""
     tight = {"num_device_blocks_override": 10, "max_model_len": 112, "preemption_mode": mode}
-    with log_steps() as log, make_engine(folder, max_num_seqs=16, **tight) as engine:
-        outputs = run(engine, [(prompt, params) for prompt, params, _ in requests])
+    with log_steps() as log:
+        outputs = serve(folder, requests, **tight)
     log.assert_only(mode)
-    preempted = [
-        params
-        for output, (_, params, _) in zip(outputs, requests, strict=True)
-        if output.metrics.num_preemptions
-    ]
-    penalties = [
-        (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-        for params in preempted
-    ]
+    pairs = zip(outputs, requests, strict=True)
+    preempted = [params for output, (_, params, _) in pairs if output.metrics.num_preemptions]
+    penalties = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in preempted]
     assert sum(values != (0.0, 0.0, 1.0) for values in penalties) >= 3
     assert len(preempted) >= 8
-    for output, (_, params, answer) in zip(outputs, requests, strict=True):
-        assert list(output.outputs[0].token_ids) == answer, params
 
 
 def test_bad_words_as_text_do_not_appear(engine: LLMEngine) -> None:
     prompt = engine.tokenizer.encode("ab ab ab", False)
-    common = {"temperature": 1.0, "seed": 0, "max_tokens": 60, "ignore_eos": True}
     bias = dict(zip(engine.tokenizer.encode("xyab ab", False), (14.0, 14.0, 9.0, 9.0), strict=True))
-    free, ruled = run(
-        engine,
-        [
-            (prompt, SamplingParams(**common, logit_bias=bias)),
-            (prompt, SamplingParams(**common, logit_bias=bias, bad_words=["ab", "xy"])),
-        ],
-    )
+    common = {"temperature": 1.0, "seed": 0, "max_tokens": 60, "logit_bias": bias}
+    common |= {"ignore_eos": True}
+    cases = [SamplingParams(**common), SamplingParams(**common, bad_words=["ab", "xy"])]
+    free, ruled = run(engine, [(prompt, params) for params in cases])
     assert "ab" in free.outputs[0].text
     assert "xy" in free.outputs[0].text
     assert "x" in ruled.outputs[0].text
@@ -132,14 +120,10 @@ def test_bad_words_as_text_do_not_appear(engine: LLMEngine) -> None:
 @pytest.mark.parametrize("by_name", [True, False], ids=["names", "functions"])
 def test_processor_gets_prompt_and_output(engine: LLMEngine, by_name: bool) -> None:
     logits_processors.seen.clear()
-    names = ("forbid_last", "forbid_prompt")
     prompt = [10, 11, 12]
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=4,
-        ignore_eos=True,
-        logits_processors=[_processor(name, by_name) for name in names],
-    )
+    processors = [_processor(name, by_name) for name in ("forbid_last", "forbid_prompt")]
+    fields = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    params = SamplingParams(logits_processors=processors, **fields)
     (output,) = run(engine, [(prompt, params)])
     ids = list(output.outputs[0].token_ids)
     assert logits_processors.seen == [(prompt, ids[:i]) for i in range(4)]

@@ -18,7 +18,7 @@ TOLERANCE = 1e-4
 
 @pytest.mark.parametrize("name", only(("d80-1to1-linear-old", "d96-7to1-llama3"), ZOO))
 def test_chosen_and_top_logprobs(models: ModelShop, name: str) -> None:
-    folder, oracle, prompts = models.problem(ZOO[name], (1, 17, 129, 300), seed=1)
+    folder, oracle, prompts = models.clear_problem(ZOO[name], (1, 17, 129, 300), seed=1)
     with open_llm(folder, max_num_batched_tokens=64) as llm:
         outputs = generate(llm, prompts, greedy(logprobs=5))
     for output, answer in zip(outputs, oracle.answers(prompts), strict=True):
@@ -43,7 +43,7 @@ def test_chosen_and_top_logprobs(models: ModelShop, name: str) -> None:
 
 def test_logprobs_are_of_the_raw_logits(models: ModelShop) -> None:
     """Temperature, truncation and bans change what is drawn, not what is reported."""
-    folder, oracle, prompts = models.problem(PLAIN, (7, 64), seed=1)
+    folder, oracle, prompts = models.clear_problem(PLAIN, (7, 64), seed=1)
     params = SamplingParams(
         temperature=2.0, top_k=20, top_p=0.9, seed=5, max_tokens=24, min_tokens=24, logprobs=0
     )
@@ -66,7 +66,7 @@ def test_logprobs_are_of_the_raw_logits(models: ModelShop) -> None:
 def test_processed_logprobs_of_outputs_and_prompts(models: ModelShop) -> None:
     """As vLLM 0.5.4 reported them: after temperature and truncation, of prompts too. They make the
     cumulative log probability, and so the ranking of best_of."""
-    folder, oracle, prompts = models.problem(PLAIN, (7, 64), seed=1)
+    folder, oracle, prompts = models.clear_problem(PLAIN, (7, 64), seed=1)
     fields = {"temperature": 1.5, "top_k": 20}
     params = SamplingParams(
         **fields, seed=5, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=2

@@ -54,9 +54,7 @@ def test_first_tokens_follow_the_softmax(models: ModelShop, name: str) -> None:
     "fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=["top_k", "top_p", "min_p"]
 )
 def test_only_the_likeliest_left_equals_greedy(models: ModelShop, fields: dict[str, Any]) -> None:
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.random_prompts((1, 17, 64, 129), seed=1)
+    folder, oracle, prompts = models.problem(PLAIN, (1, 17, 64, 129), seed=1)
     params = SamplingParams(temperature=1.5, max_tokens=64, ignore_eos=True, **fields)
     with open_llm(folder) as llm:
         oracle.assert_greedy(prompts, ids(generate(llm, prompts, params)))
@@ -104,16 +102,13 @@ def test_seed_decides(models: ModelShop) -> None:
     folder = models.folder(PLAIN)
     prompt = models.oracle(folder).prompts([17], seed=1)[0]
 
-    def draw(llm: Any, seed: int | None) -> list[int]:
-        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=32, ignore_eos=True)
-        return ids(generate(llm, [prompt], params))[0]
+    def draws(engine_seed: int) -> list[tuple[int, ...]]:
+        fields = {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True}
+        params = [SamplingParams(seed=seed, **fields) for seed in (1, 1, 2, None, None)]
+        with open_llm(folder, seed=engine_seed) as llm:
+            return [ids(generate(llm, [prompt], own))[0] for own in params]
 
-    with open_llm(folder, seed=7) as llm:
-        first = [draw(llm, seed) for seed in (1, 1, 2, None, None)]
-    with open_llm(folder, seed=7) as llm:
-        again = [draw(llm, seed) for seed in (1, 1, 2, None, None)]
-    with open_llm(folder, seed=8) as llm:
-        other = [draw(llm, seed) for seed in (1, 1, 2, None, None)]
+    first, again, other = map(draws, (7, 7, 8))
     assert first == again, "an engine's seed and the order of arrival fix every draw"
     assert first[0] == first[1] == other[0]
     assert len({tuple(tokens) for tokens in (*first[1:], *other[3:])}) == 6

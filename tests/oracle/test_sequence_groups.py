@@ -18,6 +18,7 @@ from tpengine.ops.fused_ops import sample_tokens
 BIAS = {7: 1.5, 90: -4.0, 201: 1.0}
 NUM_TOKENS = 20
 TEMPERATURE = 0.9
+BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0}
 
 
 def _prompts(lengths: list[int]) -> list[list[int]]:
@@ -53,22 +54,10 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
     """With enough blocks, or preempted in one of the modes."""
     prompts = _prompts([5, 16, 33, 50])
     words = _bad_words(prompts)
-    params = [
-        SamplingParams(
-            n=3,
-            seed=seed,
-            temperature=TEMPERATURE,
-            top_p=0.95,
-            repetition_penalty=1.4,
-            frequency_penalty=0.8,
-            presence_penalty=0.5,
-            logit_bias=BIAS,
-            bad_words_token_ids=words,
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-        )
-        for seed in range(len(prompts))
-    ]
+    fields = {"n": 3, "temperature": TEMPERATURE, "top_p": 0.95, "logit_bias": BIAS}
+    fields |= {"repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 0.5}
+    fields |= {"bad_words_token_ids": words, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    params = [SamplingParams(seed=seed, **fields) for seed in range(len(prompts))]
     args: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 24}
     if mode is not None:
         args |= {"num_device_blocks_override": 12, "max_model_len": 80, "preemption_mode": mode}
@@ -87,7 +76,7 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
 @pytest.mark.parametrize("num_beams", [2, 4])
 def test_beams_as_transformers(engine: LLMEngine, oracle: Any, kind: str, num_beams: int) -> None:
     prompts = _prompts([4, 20, 40])
-    common = {"temperature": 0.0, "max_tokens": 12, "use_beam_search": True, "n": num_beams}
+    common = {**BEAMS, "max_tokens": 12, "n": num_beams}
     plain = run(engine, [(prompt, SamplingParams(**common)) for prompt in prompts])
     said = [list(output.outputs[0].token_ids) for output in plain]
     words = [piece for ids in said for piece in (ids[1:2], ids[3:5], ids[6:9])]
@@ -125,16 +114,8 @@ def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Any) -> Non
     (prompt,) = _prompts([20])
     likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
     bias = dict.fromkeys(range(3, VOCAB_SIZE, 5), 4.0)
-    params = SamplingParams(
-        n=3,
-        use_beam_search=True,
-        temperature=0.0,
-        max_tokens=8,
-        ignore_eos=True,
-        logit_bias=bias,
-        bad_words_token_ids=[[token_id] for token_id in likely],
-        logprobs=2,
-    )
+    edits = {"logit_bias": bias, "bad_words_token_ids": [[token_id] for token_id in likely]}
+    params = SamplingParams(n=3, max_tokens=8, ignore_eos=True, logprobs=2, **BEAMS, **edits)
     (output,) = run(engine, [(prompt, params)])
     ranks = []
     for beam in output.outputs:
@@ -171,16 +152,12 @@ def test_a_beam_that_cannot_go_on_is_left_out(engine: LLMEngine, oracle: Any) ->
     (prompt,) = _prompts([20])
     likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
     dead_end = likely[0]
-    common: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0, "max_tokens": 5}
-    common |= {"ignore_eos": True, "bad_words_token_ids": [[dead_end, other] for other in likely]}
-    lonely = common | {"bad_words_token_ids": [[dead_end, dead_end]]}
-    output, failed = run(
-        engine,
-        [
-            (prompt, SamplingParams(n=3, allowed_token_ids=likely, **common)),
-            (prompt, SamplingParams(n=2, allowed_token_ids=[dead_end], **lonely)),
-        ],
-    )
+    common = {**BEAMS, "max_tokens": 5, "ignore_eos": True}
+    banned = [[dead_end, other] for other in likely]
+    wide = SamplingParams(n=3, allowed_token_ids=likely, bad_words_token_ids=banned, **common)
+    dead = {"allowed_token_ids": [dead_end], "bad_words_token_ids": [[dead_end, dead_end]]}
+    lonely = SamplingParams(n=2, **common, **dead)
+    output, failed = run(engine, [(prompt, wide), (prompt, lonely)])
     assert output.error is None
     answers = [list(completion.token_ids) for completion in output.outputs]
     assert answers == _search(oracle, prompt, 3, 5, likely, dead_end)

@@ -138,15 +138,9 @@ def test_all_else_is_as_if_no_block_were_given_back(
     folder = subjects.folder(MODEL)
     params = SamplingParams(max_tokens=60, ignore_eos=True, **FIELDS[kind])
     prompts = [prompt for prompt in make_prompts() if len(prompt) < 200]
+    tight = {"preemption_mode": mode, "swap_space": 0.01, "num_device_blocks_override": 3 * LEAST}
     with log_steps() as log:
-        windowed, _ = serve(
-            folder,
-            prompts,
-            params,
-            preemption_mode=mode,
-            swap_space=0.01,
-            num_device_blocks_override=3 * LEAST,
-        )
+        windowed, _ = serve(folder, prompts, params, **tight)
     assert (log.num_swapped if mode == "swap" else log.num_recomputed) > 0
     monkeypatch.setattr(EngineConfig, "num_kept_tokens", sys.maxsize)
     wanted, most = serve(folder, prompts, params, num_device_blocks_override=600)

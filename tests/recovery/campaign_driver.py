@@ -35,6 +35,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.9, "top_p": 0.9, "logprobs": 1},
 ]
+STREAM = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA}
 Streams = list[tuple[list[int], list[float]]]
 """Of each: its token ids and, where asked for, their log probabilities."""
 
@@ -45,13 +46,7 @@ def serve(engine: LLMEngine, moment: str, pace_s: float, tell_ranks: bool) -> tu
     streams: Streams = []
     for number in range(NUM_STREAMS):
         prompt = [rng.randrange(4, 500) for _ in range(PROMPT_TOKENS[moment])]
-        params = SamplingParams(
-            seed=number,
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.DELTA,
-            **SAMPLING[number % len(SAMPLING)],
-        )
+        params = SamplingParams(seed=number, **STREAM, **SAMPLING[number % len(SAMPLING)])
         engine.add_request(str(number), None, params, prompt_token_ids=prompt)
         streams.append(([], []))
     heard_at = [time.monotonic()] * NUM_STREAMS
@@ -84,16 +79,9 @@ def is_same(answer: tuple[list[int], list[float]], wanted: tuple[list[int], list
 def main(folder: str, executor: str, ray_address: str) -> None:
     # Without memory no thread can then start. Of small stacks glibc keeps some for later threads.
     threading.stack_size(64 << 20)
-    args = {"ray_address": ray_address} if executor == "ray" else {}
-    with rank_engine(
-        folder,
-        2,
-        executor=executor,
-        max_num_seqs=NUM_STREAMS,
-        max_num_batched_tokens=32,
-        max_recoveries=10_000,
-        **args,
-    ) as engine:
+    args: dict[str, Any] = {"ray_address": ray_address} if executor == "ray" else {}
+    args |= {"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 32, "max_recoveries": 10_000}
+    with rank_engine(folder, 2, executor=executor, **args) as engine:
         expected = {moment: serve(engine, moment, 0.0, False)[0] for moment in PROMPT_TOKENS}
         tell_of_ranks(engine)
         for line in sys.stdin:

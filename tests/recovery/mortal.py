@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from scheduling.fake_worker import FakeWorker
+from support.workers import loaded_worker
 
 from tpengine import LLMEngine
 from tpengine.config import EngineConfig
@@ -17,7 +18,6 @@ from tpengine.engine import recovery
 from tpengine.errors import EngineError, GroupLostError, RankLoss
 from tpengine.executor.executor import Executor
 from tpengine.messages import MemoryLedger, StepInput, StepOutput
-from tpengine.worker.worker import Worker
 
 BLOCK_BYTES = 1000
 TIMEOUT_S = 30.0
@@ -60,12 +60,10 @@ class RealGroup:
     """One real worker with the model."""
 
     def __init__(self, config: EngineConfig, first_step: int) -> None:
-        self._worker = Worker(config)
-        self._worker.init_device()
-        self._worker.load_model()
-        self.init_cache_engine = self._worker.init_cache_engine
-        self.execute_model = self._worker.execute_model
-        self.load_vocabulary = self._worker.load_vocabulary
+        worker = loaded_worker(config)
+        self.init_cache_engine = worker.init_cache_engine
+        self.execute_model = worker.execute_model
+        self.load_vocabulary = worker.load_vocabulary
 
 
 @dataclass

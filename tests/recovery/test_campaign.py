@@ -29,11 +29,11 @@ from typing import Any
 import pytest
 from executor.driver_process import DriverProcess
 from support.models import ModelShop
-from support.namespaces import children_of
+from support.namespaces import process_table
+from support.programs import PYTHONPATH
 from support.waiting import wait_until
 from support.zoo import PLAIN
 
-import tpengine
 from recovery.campaign_driver import NUM_STREAMS, NUM_TOKENS
 from recovery.on_ray.processes import actors
 
@@ -158,8 +158,7 @@ class Campaign:
         # Ray's sockets lie in this folder, and their paths must be short.
         self.folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
         self._mark = uuid.uuid4().hex
-        paths = [str(Path(tpengine.__file__).parent.parent), str(HERE.parent)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MARK": self._mark}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "MARK": self._mark}
         environment |= SECRETS
         environment |= {"TMPDIR": self.folder, "RAY_TMPDIR": self.folder}
         as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
@@ -261,9 +260,10 @@ class Campaign:
             with suppress(OSError):
                 counts[os.readlink(file).partition(":")[0].partition(".")[0]] += 1
         counts["segments"] = len(list((self.root / "dev/shm").glob("tpengine-*")))
-        counts["zombies"] = sum(state_of(pid) == "Z" for pid in children_of(self.pid))
-        own = [path for path in (self.root / self.folder[1:]).iterdir() if path.name != "ray"]
-        counts["files"] = len(own)
+        own = [state for _, state, parent in process_table().values() if parent == self.pid]
+        counts["zombies"] = own.count("Z")
+        files = {path.name for path in (self.root / self.folder[1:]).iterdir()}
+        counts["files"] = len(files - {"ray"})
         return counts
 
     def left_over(self, row: Row) -> str:
@@ -305,13 +305,6 @@ class Campaign:
 def name_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
-def state_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
 

@@ -55,6 +55,16 @@ def check(answers: Any, undisturbed: Any, poisonous: dict[int, int]) -> None:
             assert completion.token_ids == whole[: len(completion.token_ids)]
 
 
+def finish(
+    client: Client, jobs: list[Job], poisonous: dict[int, int] | None = None, aborted: str = ""
+) -> None:
+    """Serves what is left; all must end as if it were undisturbed, but for these requests."""
+    with client.engine:
+        answers = client.run()
+    assert not aborted or answers.pop(aborted).reasons == {"abort"}
+    check(answers, serve(client.executor.config, jobs).answers, poisonous or {})
+
+
 @pytest.mark.parametrize(
     ("poisonous", "max_recoveries", "max_losses"),
     [({40: 0}, 2, 2 + 7), ({40: 5}, 2, 2 + 7), ({3: 0, 50: 7}, 6, 18), ({30: 2, 31: 2}, 2, 2 + 14)],
@@ -98,10 +108,9 @@ def test_groups_of_sequences(fake_config: MakeConfig, fields: dict[str, Any]) ->
 
 def test_requests_that_come_during_isolation_wait_and_finish(fake_config: MakeConfig) -> None:
     """Poisonous ones among them are found later; one request is aborted in isolation."""
-    config = fake_config(max_num_seqs=32, max_recoveries=8)
     poisonous = {1: 0, 9: 2, 12: 1}
     jobs, fate = make_jobs(14, poisonous)
-    client = open_client(config, jobs[:8], fate)
+    client = open_client(fake_config(max_num_seqs=32, max_recoveries=8), jobs[:8], fate)
     while len(client.executor.losses) < 3:  # isolation has begun
         client.step()
     for number in range(8, 14):
@@ -110,23 +119,16 @@ def test_requests_that_come_during_isolation_wait_and_finish(fake_config: MakeCo
     assert allowed is not None
     assert len(allowed) < 8
     client.engine.abort_request("0")
-    with client.engine:
-        answers = client.run()
-    assert answers.pop("0").reasons == {"abort"}
-    check(answers, serve(config, jobs).answers, poisonous)
+    finish(client, jobs, poisonous, aborted="0")
 
 
 def test_an_abort_of_the_only_suspect_ends_the_isolation(fake_config: MakeConfig) -> None:
-    config = fake_config()
     jobs, fate = make_jobs(4, {0: 0})
-    client = open_client(config, jobs, fate)
+    client = open_client(fake_config(), jobs, fate)
     while search_of(client).allowed != {"0"}:
         client.step()
     client.engine.abort_request("0")
-    with client.engine:
-        answers = client.run()
-    assert answers.pop("0").reasons == {"abort"}
-    check(answers, serve(config, jobs).answers, {})
+    finish(client, jobs, aborted="0")
 
 
 @pytest.mark.parametrize("when", ["between steps", "just before a step", "after an answer"])
@@ -134,9 +136,8 @@ def test_losses_outside_a_step_make_no_suspects(
     fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """The engine learns of the second and the third only from the step that it sends next."""
-    config = fake_config()
     jobs, _ = make_jobs(3, {})
-    client = open_client(config, jobs)
+    client = open_client(fake_config(), jobs)
     executor = client.executor
     client.step()
     for _ in range(8):
@@ -151,8 +152,7 @@ def test_losses_outside_a_step_make_no_suspects(
         assert client.engine.health().state is EngineState.RECOVERING
         assert not search_of(client).suspects
         client.recover()
-    with client.engine:
-        check(client.run(), serve(config, jobs).answers, {})
+    finish(client, jobs)
 
 
 def test_the_engine_gives_up_soon_if_every_step_kills(fake_config: MakeConfig) -> None:
@@ -179,10 +179,8 @@ def test_accidents_in_every_group_fail_no_request(fake_config: MakeConfig, num_e
         return new
 
     client = open_client(config, jobs, Fate(is_lethal=is_first))
-    with client.engine:
-        answers = client.run()
+    finish(client, jobs)
     assert len(client.executor.losses) == num_epochs
-    check(answers, serve(config, jobs).answers, {})
 
 
 def test_a_loss_of_the_control_clears_the_suspect(fake_config: MakeConfig) -> None:
@@ -201,16 +199,13 @@ def test_a_loss_of_the_control_clears_the_suspect(fake_config: MakeConfig) -> No
         return num_steps in (0, 5)
 
     client = open_client(config, jobs, Fate(is_lethal=is_lethal))
-    with client.engine:
-        answers = client.run()
+    finish(client, jobs)
     assert longest == 5
-    check(answers, serve(config, jobs).answers, {})
 
 
 def test_the_control_ends_with_its_isolation(fake_config: MakeConfig) -> None:
-    config = fake_config(max_num_seqs=1, max_num_batched_tokens=64)
     jobs, fate = make_jobs(6, {0: 0})
-    client = open_client(config, jobs, fate)
+    client = open_client(fake_config(max_num_seqs=1, max_num_batched_tokens=64), jobs, fate)
     search = search_of(client)
     while not search.control:
         client.step()
@@ -219,10 +214,7 @@ def test_the_control_ends_with_its_isolation(fake_config: MakeConfig) -> None:
     client.step()
     assert not search.control
     assert search.allowed is None
-    with client.engine:
-        answers = client.run()
-    assert answers.pop("0").reasons == {"abort"}
-    check(answers, serve(config, jobs).answers, {})
+    finish(client, jobs, aborted="0")
 
 
 def test_random_poisons(fake_config: MakeConfig) -> None:
@@ -262,8 +254,7 @@ def test_random_poisons(fake_config: MakeConfig) -> None:
             for number in range(begin, min(count, begin + rng.randint(1, count))):
                 client.add(str(number), jobs[number])
             client.step()
-        with client.engine:
-            check(client.run(), serve(config, jobs).answers, poisonous)
+        finish(client, jobs, poisonous)
         num_poisonous += len(poisonous)
         accidents += len(client.executor.steps) >= accident
 

@@ -11,8 +11,7 @@ from tokenizers import AddedToken
 
 from support import engines
 from support.engines import serve
-from support.small_llamas import write_llama
-from support.tiny_llama import byte_level_tokenizer
+from support.tiny_llama import TinyLlama, byte_level_tokenizer
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 
 VOCAB_SIZE = 288
@@ -24,7 +23,8 @@ Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 def write(path: Path) -> Path:
     """A random Llama and its tokenizer."""
-    write_llama(path, 4, 2, 16, 2, VOCAB_SIZE, seed=11)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "max_positions": 256}
+    TinyLlama(16, 4, 2, vocab_size=VOCAB_SIZE, seed=11, **sizes).write(path)
     write_tokenizer(path)
     return path
 

@@ -45,9 +45,16 @@ class ModelShop:
     def problem(
         self, spec: TinyLlama, lengths: Sequence[int], seed: int
     ) -> tuple[Path, Oracle, list[list[int]]]:
-        """A model's folder, its oracle, and prompts whose answers show that an engine is wrong."""
+        """A model's folder, its oracle, and random prompts, for `Oracle.assert_greedy`."""
         folder = self.folder(spec)
         oracle = self.oracle(folder)
+        return folder, oracle, oracle.random_prompts(lengths, seed)
+
+    def clear_problem(
+        self, spec: TinyLlama, lengths: Sequence[int], seed: int
+    ) -> tuple[Path, Oracle, list[list[int]]]:
+        """Likewise with prompts of clear choices, whose answers show that an engine is wrong."""
+        folder, oracle, _ = self.problem(spec, (), seed)
         prompts = oracle.prompts(lengths, seed)
         oracle.assert_discerning(prompts)
         return folder, oracle, prompts

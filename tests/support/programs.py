@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parents[1]
+PYTHONPATH = f"{TESTS}:{TESTS.parent}"
+"""On which a program finds the package and the tests."""
+END_S = 120.0
 
 
 def python(
@@ -28,7 +36,7 @@ def python(
         [sys.executable, *map(str, words)],
         input=stdin,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}", **environment},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -36,3 +44,40 @@ def python(
     )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
     return done
+
+
+@contextmanager
+def running(*command: object, **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process with these options of `Popen`, which is killed at the end, and reaped."""
+    options = {"env": {**os.environ, "PYTHONPATH": PYTHONPATH}, **options}
+    process = subprocess.Popen(list(map(str, command)), **options)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=END_S)
+
+
+def err_of_interrupted(
+    words: Sequence[str],
+    begin: str,
+    sent: signal.Signals,
+    on_sigint: Any = signal.default_int_handler,
+) -> str:
+    """What `tpengine` says on standard error that gets a signal once it has printed this beginning.
+    It must end in order.
+
+    Args:
+        on_sigint: what SIGINT does when the command starts; a shell's background jobs ignore it.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    prepare = partial(signal.signal, signal.SIGINT, on_sigint)
+    with running(sys.executable, "-m", "tpengine", *words, preexec_fn=prepare, **pipes) as child:
+        assert child.stdout is not None
+        assert child.stdout.read(len(begin)) == begin
+        child.send_signal(sent)
+        out, err = child.communicate(timeout=END_S)
+    assert child.returncode == 128 + sent, err
+    assert out.endswith("\n")
+    assert "Traceback" not in err
+    return str(err)

@@ -10,8 +10,8 @@ from typing import Any
 from support.engines import greedy, open_engine, serve
 from support.oracle import Oracle
 from support.variants import VARIANTS, Variant
-from tpengine import EngineArgs, LLMEngine
-from tpengine.worker.worker import Worker
+from support.workers import loaded_worker
+from tpengine import LLMEngine
 
 PROMPT_LENGTHS = (300, 70, 19, 1)
 """The longest prompt comes first, so that it has to share a small cache."""
@@ -57,11 +57,7 @@ class Subjects:
 
 def load(folder: Path, **args: Any) -> None:
     """Builds and fills the model like an engine."""
-    args = {"dtype": "float32", "device": "cpu", "max_model_len": LONGEST, **args}
-    worker = Worker(EngineArgs(model=str(folder), **args).create_engine_config("cpu"))
-    worker.init_device()
-    worker.load_model()
-    worker.shutdown()
+    loaded_worker(folder, **{"device": "cpu", "max_model_len": LONGEST, **args}).shutdown()
 
 
 def generate(

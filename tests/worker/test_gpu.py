@@ -10,6 +10,7 @@ import torch
 from ops.cases import GPU
 from support.engines import generate, greedy, ids, open_llm
 from support.models import ModelShop
+from support.workers import loaded_worker
 from support.zoo import PLAIN
 
 from tpengine import LLM, SamplingParams
@@ -18,7 +19,6 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
 from tpengine.worker.gpu.graphs import DRIVER_BYTES, CudaCapture, CudaGrowth, Recorded, Run
 from tpengine.worker.transfers import NUM_BUFFERS, Downloads, Uploads
-from tpengine.worker.worker import Worker
 from worker.test_gpu_path import MODES, check_answers, each_mode
 
 pytestmark = GPU
@@ -97,15 +97,9 @@ def test_weights_of_few_bits(models: ModelShop, kind: str, monkeypatch: pytest.M
 
 def test_ledger_adds_up(models: ModelShop) -> None:
     """With few tokens in a step, so that logits and sampling take more than the model does."""
-    args = EngineArgs(
-        str(models.folder(PLAIN)),
-        dtype="bfloat16",
-        gpu_memory_utilization=0.5,
-        max_num_batched_tokens=256,
-    )
-    worker = Worker(args.create_engine_config("cuda"))
-    worker.init_device()
-    worker.load_model()
+    sizes = {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 256}
+    args = EngineArgs(str(models.folder(PLAIN)), dtype="bfloat16", **sizes)
+    worker = loaded_worker(args.create_engine_config("cuda"))
     ledger = worker.profile_num_available_blocks()
     assert ledger.graphs_bytes > 0
     assert 0 < ledger.logits_bytes <= ledger.activation_peak_bytes

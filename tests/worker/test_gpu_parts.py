@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.gpu_walk import gpu_attention
 from support.models import ModelShop
+from support.workers import loaded_worker
 from support.zoo import PLAIN
 
 from tpengine.engine import startup
@@ -284,9 +285,7 @@ def test_a_worker_reserves_its_memory(models: ModelShop, monkeypatch: pytest.Mon
     monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: capture)
     growth = SimpleNamespace(num_bytes=lambda: 1000)
     monkeypatch.setattr(cuda_graph, "CudaGrowth", lambda device: growth)
-    worker = Worker(config(models, "cpu", dtype="float32", max_num_seqs=8, swap_space=0.01))
-    worker.init_device()
-    worker.load_model()
+    worker = loaded_worker(config(models, "cpu", dtype="float32", max_num_seqs=8, swap_space=0.01))
     attention = worker._gpu
     assert attention is not None
     assert attention.num_bytes == 2 * 4 * 8 * 64 * PLAIN.num_kv_heads * PLAIN.head_dim

@@ -33,9 +33,7 @@ def walk(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
 
 def check_answers(models: ModelShop, name: str, **args: Any) -> None:
     """Those of the engine are those of transformers."""
-    folder = models.folder(ZOO[name])
-    oracle = models.oracle(folder)
-    prompts = oracle.random_prompts(LENGTHS, seed=1)
+    folder, oracle, prompts = models.problem(ZOO[name], LENGTHS, seed=1)
     with open_llm(folder, max_model_len=MAX_MODEL_LEN, max_num_seqs=16, **args) as llm:
         outputs = generate(llm, prompts, greedy())
     oracle.assert_greedy(prompts, ids(outputs))
@@ -63,11 +61,9 @@ def test_more_context_than_scratch_goes_in_groups(
     models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "_GATHERED_TOKENS", 64)
-    oracle = models.oracle(models.folder(PLAIN))
-    prompts = oracle.random_prompts((200, 201, 202, 203), seed=5)
-    with open_llm(
-        models.folder(PLAIN), max_model_len=300, max_num_batched_tokens=512, max_num_seqs=8
-    ) as llm:
+    folder, oracle, prompts = models.problem(PLAIN, (200, 201, 202, 203), seed=5)
+    args = {"max_model_len": 300, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    with open_llm(folder, **args) as llm:
         generate(llm, [prompt[:150] for prompt in prompts], greedy(1))
         walk.gathers = 0
         outputs = generate(llm, prompts, greedy(8))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.gpu_walk import NoGrowth, gpu_attention
 from support.models import ModelShop
+from support.workers import loaded_worker
 from support.zoo import PLAIN
 
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.engine_args import EngineArgs
 from tpengine.errors import GraphCaptureError
 from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.models.llama import LlamaForCausalLM
@@ -84,19 +84,9 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
 
 
 def loaded(models: ModelShop, ledger: Ledger, size: int = 2) -> Worker:
-    args = EngineArgs(
-        str(models.folder(PLAIN)),
-        dtype="float32",
-        max_model_len=64,
-        max_num_seqs=8,
-        tensor_parallel_size=size,
-        executor="ray" if size > 1 else "local",
-    )
-    config = args.create_engine_config("cpu")
-    worker = Worker(config, ParallelState(0, size, Group(ledger)) if size > 1 else None)
-    worker.init_device()
-    worker.load_model()
-    return worker
+    args = {"tensor_parallel_size": size, "executor": "ray" if size > 1 else "local"}
+    parallel = ParallelState(0, size, Group(ledger)) if size > 1 else None
+    return loaded_worker(models.folder(PLAIN), parallel, max_model_len=64, max_num_seqs=8, **args)
 
 
 def step(number: int) -> StepInput:

@@ -230,13 +230,8 @@ def test_the_first_blocks_have_their_memory_from_the_start(
 def test_ledger(
     models: ModelShop, monkeypatch: pytest.MonkeyPatch, max_logprobs: int, expected: int
 ) -> None:
-    args = EngineArgs(
-        str(models.folder(PLAIN)),
-        dtype="float32",
-        cpu_kv_cache_space=0.01,
-        max_num_seqs=8,
-        logprobs_mode="processed_logprobs",
-    )
+    sizes = {"cpu_kv_cache_space": 0.01, "max_num_seqs": 8, "logprobs_mode": "processed_logprobs"}
+    args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", **sizes)
     config = args.create_engine_config("cpu")
     worker = Worker(replace(config, model=replace(config.model, max_logprobs=max_logprobs)))
     assert "float32" in worker.init_device()

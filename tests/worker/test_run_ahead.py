@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from recovery.client import Client, Job, summary
-from recovery.mortal import Fate, RealGroup, mortal_engine
+from recovery.client import Job, serve, summary
+from recovery.mortal import Fate, RealGroup
 from support.engines import generate, greedy, ids, make_engine, open_llm, run
 from support.gpu_walk import GpuWalk, walk_the_gpus_way
 from support.models import ModelShop
@@ -67,9 +67,7 @@ def test_which_rows_are_left_to_compute(name: str) -> None:
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_greedy_as_transformers(models: ModelShop, walk: GpuWalk, enforce_eager: bool) -> None:
     """Requests finish one by one, so that later steps have fewer rows than were begun."""
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.random_prompts(LENGTHS, seed=1)
+    folder, oracle, prompts = models.problem(PLAIN, LENGTHS, seed=1)
     params = [greedy(20 + 5 * number) for number in range(len(prompts))]
     args: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     with open_llm(folder, max_num_seqs=16, enforce_eager=enforce_eager, **args) as llm:
@@ -84,9 +82,7 @@ def test_greedy_as_transformers(models: ModelShop, walk: GpuWalk, enforce_eager:
 def test_a_request_that_joins_and_one_that_is_aborted(models: ModelShop, walk: GpuWalk) -> None:
     """A prompt joins, a request is aborted, and another request gets its slot: each time the other
     requests continue with the step that was begun."""
-    folder = models.folder(PLAIN)
-    oracle = models.oracle(folder)
-    prompts = oracle.random_prompts((5, 40, 17, 1), seed=4)
+    folder, oracle, prompts = models.problem(PLAIN, (5, 40, 17, 1), seed=4)
     engine = make_engine(folder, max_num_seqs=3)
     for number in (0, 1):
         engine.add_request(str(number), None, greedy(30), prompt_token_ids=prompts[number])
@@ -171,14 +167,10 @@ def test_ranks_that_are_lost_with_a_step_begun(models: ModelShop, walk: GpuWalk)
     ]
     answers = []
     for kills in (frozenset[int](), frozenset({3, 9, 10, 25})):
-        engine, executor = mortal_engine(config, Fate(kills, blocks=[(200, 0)]), RealGroup)
-        client = Client(engine, executor)
-        for number, job in enumerate(jobs):
-            client.add(str(number), job)
-        with engine:
-            answers.append([summary(answer) for answer in client.run().values()])
+        served = serve(config, jobs, Fate(kills, blocks=[(200, 0)]), RealGroup)
+        answers.append([summary(answer) for answer in served.answers.values()])
     assert answers[0] == answers[1]
-    assert len(executor.losses) == 4
+    assert len(served.executor.losses) == 4
     assert walk.taken > 200
 
 

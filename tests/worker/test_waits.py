@@ -9,15 +9,14 @@ import pytest
 import torch
 from support import logits_processors
 from support.models import ModelShop
+from support.workers import loaded_worker
 from support.zoo import PLAIN
 
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.engine_args import EngineArgs
 from tpengine.errors import CollectiveError, EngineError
 from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.worker import model_runner
 from tpengine.worker.transfers import Downloads, Uploads
-from tpengine.worker.worker import Worker
 
 CPU = torch.device("cpu")
 
@@ -75,10 +74,7 @@ def test_whether_all_can(hung: ParallelState, monkeypatch: pytest.MonkeyPatch) -
 
 def test_functions_of_users(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may read their logits, so they are called only when the logits are computed."""
-    config = EngineArgs(str(models.folder(PLAIN)), dtype="float32").create_engine_config("cpu")
-    worker = Worker(config, ParallelState(timeout_s=0.05))
-    worker.init_device()
-    worker.load_model()
+    worker = loaded_worker(models.folder(PLAIN), ParallelState(timeout_s=0.05))
     worker.init_cache_engine(6)
     monkeypatch.setattr(model_runner, "end_of_work", lambda device: lambda: False)
     params = SamplingRules(logits_processors=["support.logits_processors:keep"])

@@ -1,4 +1,4 @@
-"""How a process ended, what it does, and its stack, by the agent of its node."""
+"""Which processes live, how one ended, what it does, and its stack, by the agent of its node."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
+from support.programs import running
 from support.waiting import PATIENCE_S, wait_until
 
 from tpengine.executor.launch import actors, node_agent
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.launch.node_agent import NodeAgent, python_stack
-from tpengine.host import start_ticks
+from tpengine.host import living_fields, start_ticks
 
 
 @pytest.mark.parametrize(
@@ -64,12 +66,10 @@ def test_old_kernel_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def ioctl(*_: object) -> int:
         raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
 
-    process = subprocess.Popen(["sleep", "60"])
-    name = (process.pid, start_ticks(process.pid) or 0)
     agent = NodeAgent()
-    agent.watch([name])
-    process.kill()
-    process.wait(PATIENCE_S)
+    with running("sleep", 60) as process:
+        name = (process.pid, start_ticks(process.pid) or 0)
+        agent.watch([name])
     monkeypatch.setattr(node_agent.fcntl, "ioctl", ioctl)
     assert agent.look(name, 600.0) == ("", "")
     agent.close()
@@ -77,10 +77,8 @@ def test_old_kernel_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stack_of_a_stopped_process() -> None:
     code = "import time\ndef in_the_weeds():\n    print('x', flush=True)\n    time.sleep(60)\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code + "in_the_weeds()"], stdout=subprocess.PIPE
-    )
-    try:
+    words = "-c", code + "in_the_weeds()"
+    with running(sys.executable, *words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
@@ -89,9 +87,6 @@ def test_stack_of_a_stopped_process() -> None:
         assert ticks is not None
         assert NodeAgent.state((process.pid, ticks)) == "T"
         assert NodeAgent.state((process.pid, ticks + 1)) == "", "another process of the same number"
-    finally:
-        process.kill()
-        process.wait(PATIENCE_S)
 
 
 def test_missing_stack_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,9 +119,8 @@ def test_agents_of_other_nodes(ray_address: str) -> None:
     answer its node counts as silent."""
     node_id = ray.get_runtime_context().get_node_id()
     agents = Agents("another node")
-    process = subprocess.Popen(["sleep", "60"])
     ask = partial(agents.ask, node_id, timeout_s=2 * PATIENCE_S)
-    try:
+    with closing(agents), running("sleep", 60) as process:
         agents.open([node_id])
         assert ask("ping")
         assert agents.silent([node_id], lambda: None) == set()
@@ -148,7 +142,33 @@ def test_agents_of_other_nodes(ray_address: str) -> None:
         assert time.monotonic() - start > 1.5
         os.kill(pid, signal.SIGKILL)
         assert agents.silent([node_id], lambda: None) == set(), "a dead agent is no dead node"
-    finally:
+
+
+LEADERLESS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60.0,)).start()
+print("ready", flush=True)
+ctypes.CDLL(None).syscall(60, 0)  # ends this thread alone
+"""
+
+
+def test_process_that_is_not_reaped() -> None:
+    with running(sys.executable, "-c", "input()", stdin=subprocess.PIPE) as process:
+        assert start_ticks(process.pid) is not None
         process.kill()
-        process.wait(PATIENCE_S)
-        agents.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert living_fields(process.pid) is None
+        assert start_ticks(process.pid) is None
+    assert start_ticks(process.pid) is None
+
+
+def test_one_whose_threads_have_not_all_ended() -> None:
+    """Its first thread looks like a dead process; the others hold its memory and files."""
+    with running(sys.executable, "-c", LEADERLESS, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        while (fields := living_fields(process.pid)) is not None and fields[0] != "Z":
+            assert process.poll() is None
+        assert fields is not None
+        assert start_ticks(process.pid) == int(fields[19])
+    assert start_ticks(process.pid) is None

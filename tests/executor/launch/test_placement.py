@@ -6,17 +6,8 @@ import random
 
 import pytest
 
-from tpengine.executor.launch.placement import (
-    Node,
-    RankPlace,
-    actor_options,
-    describe,
-    explain_infeasible,
-    order_places,
-    rank_bundle,
-    smaller_bundle,
-    usable_bundles,
-)
+from tpengine.executor.launch import placement
+from tpengine.executor.launch.placement import Node, RankPlace, explain_infeasible, smaller_bundle
 
 
 def node(address: str, **resources: float) -> Node:
@@ -28,15 +19,13 @@ def place(node_id: str, address: str, *devices: str) -> RankPlace:
 
 
 def test_bundles() -> None:
-    assert rank_bundle("cpu", None) == {"CPU": 1.0}
-    assert rank_bundle("cuda", None) == {"GPU": 1.0}
-    assert rank_bundle("cuda", {"GPU": 0.5, "npu": 2.0}) == {"GPU": 0.5, "npu": 2.0}
-    assert actor_options({"GPU": 1.0}) == {"num_cpus": 0, "num_gpus": 1.0, "resources": None}
-    assert actor_options({"npu": 2.0, "CPU": 1.0}) == {
-        "num_cpus": 1.0,
-        "num_gpus": 0,
-        "resources": {"npu": 2.0},
-    }
+    assert placement.rank_bundle("cpu", None) == {"CPU": 1.0}
+    assert placement.rank_bundle("cuda", None) == {"GPU": 1.0}
+    assert placement.rank_bundle("cuda", {"GPU": 0.5, "npu": 2.0}) == {"GPU": 0.5, "npu": 2.0}
+    with_gpu = {"num_cpus": 0, "num_gpus": 1.0, "resources": None}
+    with_npu = {"num_cpus": 1.0, "num_gpus": 0, "resources": {"npu": 2.0}}
+    assert placement.actor_options({"GPU": 1.0}) == with_gpu
+    assert placement.actor_options({"npu": 2.0, "CPU": 1.0}) == with_npu
 
 
 @pytest.mark.parametrize(
@@ -80,9 +69,9 @@ def test_less_for_each_rank() -> None:
 
 def test_bundles_of_a_group_that_is_there() -> None:
     bundles = {0: {"CPU": 4.0}, 1: {"GPU": 1.0, "CPU": 1.0}, 2: {"GPU": 2.0}, 3: {"GPU": 0.5}}
-    assert usable_bundles(bundles, {"GPU": 1.0}) == [1, 2]
-    assert usable_bundles(bundles, {"CPU": 1.0}) == [0, 1]
-    assert usable_bundles({}, {"CPU": 1.0}) == []
+    assert placement.usable_bundles(bundles, {"GPU": 1.0}) == [1, 2]
+    assert placement.usable_bundles(bundles, {"CPU": 1.0}) == [0, 1]
+    assert placement.usable_bundles({}, {"CPU": 1.0}) == []
 
 
 def test_rank_order() -> None:
@@ -99,19 +88,13 @@ def test_rank_order() -> None:
     rng = random.Random(1)
     for _ in range(50):
         shuffled = rng.sample(ordered, len(ordered))
-        assert [shuffled[i] for i in order_places(shuffled, "driver")] == ordered
+        assert [shuffled[i] for i in placement.order_places(shuffled, "driver")] == ordered
 
 
 def test_places_without_devices_keep_their_order() -> None:
-    assert order_places([place("n", "10.0.0.1") for _ in range(4)], "n") == [0, 1, 2, 3]
+    assert placement.order_places([place("n", "10.0.0.1") for _ in range(4)], "n") == [0, 1, 2, 3]
 
 
 def test_description_hides_what_is_rays_own() -> None:
-    resources = {
-        "CPU": 2.0,
-        "memory": 5e9,
-        "node:10.0.0.1": 1.0,
-        "CPU_group_0_abc": 1.0,
-        "bundle_group_abc": 1000.0,
-    }
-    assert describe(resources) == "{CPU: 2}"
+    own = {"memory": 5e9, "node:10.0.0.1": 1.0, "CPU_group_0_abc": 1.0, "bundle_group_abc": 1000.0}
+    assert placement.describe({"CPU": 2.0, **own}) == "{CPU: 2}"

@@ -1,4 +1,5 @@
-"""Which Ray an engine uses; and one that is started for it and does not come up."""
+"""Which Ray an engine uses; one that is started for it and does not come up; and calls of Ray's
+that do not return."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.programs import python
+from support.programs import python, running
 from support.waiting import PATIENCE_S, wait_until
 
 from tpengine import envs
-from tpengine.errors import EngineError
+from tpengine.errors import EngineError, is_temporary
 from tpengine.host import is_stopped
 
 pytest.importorskip("ray")
 from tpengine.executor.launch import ray_calls, ray_connection
-from tpengine.executor.launch.ray_calls import RaySilentError
+from tpengine.executor.launch.ray_calls import RaySilentError, bounded
 from tpengine.executor.launch.ray_connection import RayConnection
 
 CODE = """
@@ -72,18 +73,10 @@ def left_of(session: int) -> list[str]:
 def test_a_second_try_goes_well(ray_folder: str) -> None:
     """In a program that does not wait for the first one, of which nothing is left."""
     names = {"RAY_TMPDIR": ray_folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", CODE],
-        env={**os.environ, **names},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        text=True,
-    )
-    try:
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipe |= {"env": {**os.environ, **names}, "start_new_session": True}
+    with running(sys.executable, "-c", CODE, **pipe) as process:
         said, _ = process.communicate(timeout=120.0)
-    finally:
-        process.kill()
     assert "Ray did not start: Timed out waiting for file" in said
     assert "starting it again" in said
     assert "connected: True True" in said
@@ -359,3 +352,29 @@ def test_last_words(fake_ray: FakeRay, tmp_path: Path) -> None:
     assert fail(None) == "it left no log"
     assert fail(-60.0) == f"its log {log} ends with: no room"
     assert fail(60.0) == "it left no log"
+
+
+def test_a_call_that_does_not_return_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other is made until it returns, so that no threads pile up; what it brings is undone."""
+    monkeypatch.setattr(ray_calls, "RAY_CALL_S", 0.2)
+    monkeypatch.setattr(ray_calls, "_RETURN_S", 0.1)
+    answers, made = threading.Event(), []
+
+    def make() -> str:
+        assert answers.wait(PATIENCE_S)
+        return "a placement group"
+
+    with pytest.raises(
+        RaySilentError, match=r"within 0\.2 s, when asked for room.*gcs_server"
+    ) as e:
+        bounded(make, "room", made.append)
+    assert is_temporary(e.value)
+    for _ in range(3):
+        with pytest.raises(RaySilentError, match="not asked for its nodes: it still"):
+            bounded(lambda: made.append("never"), "its nodes")
+    assert [t.name for t in threading.enumerate()].count("tpengine-ray-call") == 1
+    answers.set()
+    wait_until(lambda: made == ["a placement group"])
+    assert bounded(lambda: 7, "a number") == 7
+    with pytest.raises(ZeroDivisionError):
+        bounded(lambda: 1 // 0, "a quotient")

@@ -52,21 +52,10 @@ def make_jobs() -> list[Job]:
 
 def crowd_engine(folder: Path, **args: Any) -> LLMEngine:
     """Two ranks, room for a sixth of the crowd, and swap."""
-    return rank_engine(
-        folder,
-        2,
-        **{
-            "block_size": BLOCK_SIZE,
-            "num_device_blocks_override": NUM_BLOCKS,
-            "max_model_len": MODEL_LENGTH,
-            "max_num_seqs": 32,
-            "max_num_batched_tokens": 128,
-            "preemption_mode": "swap",
-            "swap_space": 0.02,
-            "max_recoveries": 10_000,
-            **args,
-        },
-    )
+    args = {"block_size": BLOCK_SIZE, "max_num_seqs": 32, "max_num_batched_tokens": 128, **args}
+    args = {"num_device_blocks_override": NUM_BLOCKS, "max_model_len": MODEL_LENGTH, **args}
+    args = {"preemption_mode": "swap", "swap_space": 0.02, "max_recoveries": 10_000, **args}
+    return rank_engine(folder, 2, **args)
 
 
 def whole(job: Job) -> Job:

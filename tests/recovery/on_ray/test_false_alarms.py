@@ -42,12 +42,8 @@ def test_a_saturated_engine_on_a_loaded_machine(ray_address: str) -> None:
     params = SamplingParams(
         temperature=0.0, max_tokens=8, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
     )
-    args = {
-        "load_format": "dummy",
-        "max_num_batched_tokens": NUM_PREFILL,
-        "num_device_blocks_override": 1200,
-        "swap_space": 0.0,
-    }
+    args = {"load_format": "dummy", "max_num_batched_tokens": NUM_PREFILL}
+    args |= {"num_device_blocks_override": 1200, "swap_space": 0.0}
     with shape_folder("llama-124m") as folder, ray_engine(folder, 2, **args) as engine:
         num_started = num_finished = num_full = 0
         with busy_processes():
