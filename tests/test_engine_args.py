@@ -25,7 +25,7 @@ from support.zoo import PLAIN
 
 from tpengine import LLM, EngineArgs, LLMEngine, SamplingParams
 from tpengine.cli.parser import CommandParser
-from tpengine.config import EMBEDDED_MODEL
+from tpengine.config import EMBEDDED_MODEL, resolve_max_model_len
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import CacheSizeError, ConfigError
 from tpengine.layers.rotary import rope_parameters
@@ -175,6 +175,10 @@ def test_other_spellings(args: dict[str, Any], place: str, expected: object) -> 
         (EMBEDDED_MODEL, None, ("embedded",)),
         ("/some/where/", None, ("where",)),
         ("some/where", None, ("some/where",)),
+        ("some/x.gguf", None, ("x",)),
+        ("/some/X.Q4_0.GGUF", None, ("X.Q4_0",)),
+        ("x-00001-of-00003.gguf", None, ("x",)),
+        ("some/x.gguf", "a", ("a",)),
         ("some/where", "a", ("a",)),
         ("some/where", ["a", "b"], ("a", "b")),
     ],
@@ -225,6 +229,32 @@ def test_rotary_arguments_are_those_of_another_config(subjects: Subjects, tmp_pa
     args = EngineArgs(str(subjects.folder(BY_NAME["gemma3_text-ropes"])), rope_theta=9.0)
     with pytest.raises(ConfigError, match=r"the layers of Gemma3ForCausalLM rotate differently"):
         args.create_engine_config()
+
+
+ORIGINAL = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 400),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 400),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.5, ORIGINAL: 60}}, 150),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 25}}, 100),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, ORIGINAL: 50}, 200),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}, "model_type": "gemma3_text"}, 100),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 100),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0, ORIGINAL: 50}}, 100),
+        ({"rope_scaling": {"type": "longrope", "factor": 8.0, ORIGINAL: 50}}, 100),
+        ({"rope_parameters": {"rope_type": "linear", "factor": math.inf}}, 100),
+    ],
+    ids=str,
+)
+def test_the_length_that_a_model_is_made_for(rope: dict[str, Any], length: int) -> None:
+    config = {"max_position_embeddings": 100, **rope}
+    assert resolve_max_model_len(config, None) == resolve_max_model_len(config, length) == length
+    with pytest.raises(ConfigError, match=rf"{length + 1} is more than the {length} positions"):
+        resolve_max_model_len(config, length + 1)
 
 
 def test_without_sliding_window_a_sequence_fits_into_it(subjects: Subjects) -> None:

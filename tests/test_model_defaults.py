@@ -115,6 +115,65 @@ def test_a_value_of_another_type_or_range_is_refused(wrong: dict[str, Any], tmp_
         EngineArgs(str(tmp_path)).read_model()
 
 
+def write_config(folder: Path, **fields: Any) -> EngineArgs:
+    """A Llama's `config.json`, without the fields that are ..., and its arguments."""
+    config = json.loads(Path(EMBEDDED_MODEL, "config.json").read_text()) | fields
+    kept = {name: value for name, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return EngineArgs(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("named", "model_type", "architecture"),
+    [
+        (..., "llama", "LlamaForCausalLM"),
+        (None, "qwen2", "Qwen2ForCausalLM"),
+        ([], "gpt2", "GPT2LMHeadModel"),
+        (["LLaMAForCausalLM"], "llama", "LlamaForCausalLM"),
+        (["PHIForCausalLM"], "phi", "PhiForCausalLM"),
+    ],
+)
+def test_the_type_decides_if_no_class_is_named(
+    named: Any, model_type: str, architecture: str, tmp_path: Path
+) -> None:
+    args = write_config(tmp_path, architectures=named, model_type=model_type)
+    assert args.read_model()[1]["architectures"] == [architecture]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "its model_type is 'llama'"),
+        ({"architectures": ["OwnForCausalLM"], "auto_map": {}}, "its model_type is 'llama'"),
+        ({"architectures": ["RwkvForCausalLM"]}, "decoder of model_type 'llama' is LlamaFor"),
+        ({"architectures": ..., "model_type": "t5"}, "none named.* its model_type is 't5'"),
+    ],
+    ids=str,
+)
+def test_a_class_that_exists_is_not_another(
+    fields: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        write_config(tmp_path, **fields).read_model()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_hidden_layers": 1 << 30},
+        {"num_hidden_layers": 1 << 30, "model_type": "qwen2"},
+        {"n_layer": 5000, "n_head": 1 << 40, "model_type": "gpt2"},
+        {"num_local_experts": 4097, "model_type": "mixtral"},
+        {"text_config": {"num_hidden_layers": 1 << 30}, "model_type": "gemma3"},
+    ],
+    ids=str,
+)
+def test_numbers_of_parts_that_no_model_has(fields: dict[str, Any], tmp_path: Path) -> None:
+    """They are refused before a list of that length is made."""
+    with pytest.raises(ModelLoadError, match=r"config\.json cannot be read: \w+ must be at most"):
+        write_config(tmp_path, **fields).read_model()
+
+
 @pytest.mark.parametrize("value", [[[2]], {}, "</s>", True])
 def test_end_tokens_are_ids(value: Any, tmp_path: Path) -> None:
     message = f"eos_token_id = {re.escape(repr(value))} in "

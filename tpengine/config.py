@@ -6,6 +6,7 @@ and devices are strings, so that the driver needs no torch.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -360,6 +361,21 @@ def architecture_of(hf_config: Mapping[str, Any]) -> str:
     return str((hf_config.get("architectures") or ["(none named)"])[0])
 
 
+def name_architecture(hf_config: dict[str, Any]) -> None:
+    """Names the causal decoder of the `model_type` if `architectures` names none, or a class that
+    does not exist, such as `LLaMAForCausalLM` of early files, and is not in a file of the model."""
+    name = architecture_of(hf_config)
+    if name in ARCHITECTURES or "auto_map" in hf_config:
+        return
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    is_alias = name.endswith(("ForCausalLM", "LMHeadModel")) and not hasattr(transformers, name)
+    if is_alias or not hf_config.get("architectures"):
+        decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.get("model_type"), name)
+        hf_config["architectures"] = [decoder]
+
+
 def choose_model_impl(hf_config: Mapping[str, Any], folder: str, wanted: str) -> str:
     """Returns whose code runs a model: tpengine or transformers.
 
@@ -394,7 +410,8 @@ def _misfit(hf_config: Mapping[str, Any]) -> str | None:
         return f"{needed} on, found {version}; upgrade it"
     architecture, model_type = architecture_of(hf_config), hf_config.get("model_type")
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return "neither tpengine nor the installed transformers has it as a causal decoder"
+        lack = "neither tpengine nor the installed transformers has it as a causal decoder"
+        return f"{lack}; its model_type is {model_type!r}"
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "unknown")
     if known != architecture:
         return f"transformers' causal decoder of model_type {model_type!r} is {known}"
@@ -471,9 +488,6 @@ def resolve_max_model_len(
 ) -> int:
     """Returns the length that the user wants, or the model's.
 
-    The limit is the model's number of positions, times the factor of its rope scaling if that is
-    linear or yarn.
-
     Args:
         disable_sliding_window: limit the length to the window, so that layers with a window see all
             tokens.
@@ -488,7 +502,7 @@ def resolve_max_model_len(
             hint = "choose a smaller one, or leave disable_sliding_window out"
             raise ConfigError(f"{text}; {hint}")
         return min(wanted or window, resolve_max_model_len(hf_config, wanted))
-    limit = hf_config.get("max_position_embeddings")
+    limit = _num_positions(hf_config)
     if wanted is None:
         if (limit or 0) > _LONGEST:
             text = f"the model names {limit} positions, more than {_LONGEST}; set max_model_len"
@@ -496,13 +510,29 @@ def resolve_max_model_len(
         return int(limit or 2048)
     if limit is None:
         return wanted
-    scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    if (scaling.get("rope_type") or scaling.get("type")) in ("linear", "yarn"):
-        original = scaling.get("original_max_position_embeddings") or limit
-        limit = max(limit, int(original * scaling.get("factor", 1.0)))
     if wanted > limit:
         raise ConfigError(
             f"max_model_len = {wanted} is more than the {limit} positions of the model (its "
-            "max_position_embeddings, times the factor of linear or yarn); choose a smaller one"
+            "max_position_embeddings, or its original length times the factor of linear or yarn); "
+            "choose a smaller one"
         )
     return wanted
+
+
+def _num_positions(hf_config: Mapping[str, Any]) -> int | None:
+    """Number of positions that a model is made for; None: its configuration does not say.
+
+    It is `max_position_embeddings`; or, if that is more, the original length times the factor of
+    linear or yarn scaling. The original length is `max_position_embeddings` unless it is named.
+    With other kinds of scaling, and in Gemma 3, `max_position_embeddings` is the scaled length.
+    """
+    longest: int | None = hf_config.get("max_position_embeddings")
+    scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
+    name = "original_max_position_embeddings"
+    original = scaling.get(name) or hf_config.get(name) or longest
+    is_scaled = kind in ("linear", "yarn") and "gemma3" not in str(hf_config.get("model_type"))
+    if not (is_scaled and isinstance(original, int) and isinstance(factor, (int, float))):
+        return longest
+    # A factor that is no number above 0 is refused where the angles are computed.
+    return max(longest or 0, int(original * factor)) if factor < math.inf else longest

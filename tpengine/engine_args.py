@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from tpengine import config as cfg
 from tpengine.checkpoint import model_files
+from tpengine.checkpoint.gguf_file import model_name
 from tpengine.checkpoint.model_files import ModelFiles
 from tpengine.checkpoint.quantization_config import FILE_FORMS, chosen_quantization
 from tpengine.errors import ConfigError, counted
@@ -46,8 +47,8 @@ class EngineArgs(Options):
     """Folder in Hugging Face layout, GGUF file, or hub name; default: the small model inside
     tpengine."""
     served_model_name: str | Sequence[str] | None = option(None, takes_words=True)
-    """Names of the model for clients of a server; answers carry the first; default: the folder's or
-    the hub's."""
+    """Names of the model for clients of a server; answers carry the first; default: the folder's,
+    the GGUF file's without its ending, or the hub's."""
     tokenizer: str | None = option(None)
     """Folder, GGUF file or hub name of the tokenizer; default: the model's."""
     skip_tokenizer_init: bool = option(False)
@@ -238,7 +239,8 @@ class EngineArgs(Options):
         if self.model == cfg.EMBEDDED_MODEL:
             return ("embedded",)
         name = self.model.rstrip("/")
-        return (name.rpartition("/")[2] if self.model.startswith(("/", ".", "~")) else name,)
+        is_path = self.model.startswith(("/", ".", "~")) or name.lower().endswith(".gguf")
+        return (model_name(name.rpartition("/")[2]) if is_path else name,)
 
     def create_engine_config(self, device: str | None = None) -> cfg.EngineConfig:
         """Checks the arguments, reads the model's configuration and sets the defaults.
@@ -335,6 +337,7 @@ class EngineArgs(Options):
         """
         folder = self._files().find()
         hf_config = model_files.read_hf_config(folder, self.trust_remote_code)
+        cfg.name_architecture(hf_config)
         implementation = cfg.choose_model_impl(hf_config, folder, self.model_impl)
         cfg.check_division(hf_config, self.tensor_parallel_size, implementation)
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)

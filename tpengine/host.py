@@ -42,7 +42,7 @@ SHM_FOLDER = Path("/dev/shm")
 LOOPBACK = "127.0.0.1"
 """Where what is ours listens if all ranks run on one machine, so that no other one can connect."""
 _MIB = 1 << 20
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 
 
@@ -233,7 +233,7 @@ def living_fields(pid: int) -> list[str] | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError as error:
-        if error.errno in _NO_DESCRIPTORS:
+        if error.errno in NO_DESCRIPTORS:
             raise
         return None
     fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold any character

@@ -188,7 +188,8 @@ class LLM:
             messages: dicts with `role` and `content`, which is a string or a list of parts
                 `{"type": "text", "text": ...}`.
             lora_request: see `generate`.
-            chat_template: a template in Jinja, instead of the model's own.
+            chat_template: a template in Jinja, or the name of one of the model's own; see
+                `Tokenizer.render_chat`.
             add_generation_prompt: end with the opening of the assistant's answer.
             continue_final_message: leave the last message open, so that the answer continues it;
                 needs `add_generation_prompt=False`.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from tpengine.errors import ConfigError, ModelLoadError
+from tpengine.engine.tokenizer import tokenizer_archive
+from tpengine.errors import ConfigError, InvalidPromptError, ModelLoadError
 
 TEXTS = [
     "Hello  world, it's 1234567 o'clock!\n\n  Don't WAIT\tnow.",
@@ -34,8 +37,8 @@ def write(path: Path, kind: str, pre: str, tokens: list[str], **fields: Any) -> 
         writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(fields.pop("types", [3] * len(CONTROLS) + [1] * (len(tokens) - 3)))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    writer.add_bos_token_id(fields.pop("bos", 1))
+    writer.add_eos_token_id(fields.pop("eos", 2))
     for name, value in fields.items():
         getattr(writer, f"add_{name}")(value)
     writer.write_header_to_file()
@@ -166,3 +169,31 @@ def test_other_vocabularies_are_refused(kind: str, pre: str, problem: str, tmp_p
 
 def test_without_a_vocabulary_there_is_no_tokenizer(tmp_path: Path) -> None:
     assert load(write(tmp_path / "v.gguf", "none", "default", [*CONTROLS, "a"])) is None
+
+
+def test_templates_have_names(tmp_path: Path) -> None:
+    """As in a folder: tools choose `tool_use`, and a caller any of them."""
+    named = [{"name": name, "template": f"{{{{ '{name}' }}}}"} for name in ("tool_use", "rag")]
+    plain = {"name": "default", "template": "{{ 'plain' }}{{ bos_token }}"}
+    path = write(tmp_path / "v.gguf", "gpt2", "gpt-2", CONTROLS, chat_template=[*named, plain])
+    tokenizer = load(path)
+    assert tokenizer is not None
+    talk = [{"role": "user", "content": "Hello"}]
+    assert tokenizer.render_chat(talk) == "plain<|im_start|>"
+    assert tokenizer.render_chat(talk, tools=[{"type": "function"}]) == "tool_use"
+    assert tokenizer.render_chat(talk, chat_template="rag") == "rag"
+    assert tokenizer.render_chat(talk, chat_template="{{ 1 + 1 }}") == "2"
+    for name in ("rags", "", "default.jinja"):
+        with pytest.raises(InvalidPromptError, match=r"chat_template .*\(default, rag, tool_use\)"):
+            tokenizer.render_chat(talk, chat_template=name)
+    archive = zipfile.ZipFile(io.BytesIO(tokenizer_archive(tokenizer, str(path))))
+    assert "additional_chat_templates/rag.jinja" in archive.namelist()
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "unk_token_id", "mask_token_id", "sep_token_id"])
+def test_a_special_token_is_one_of_the_tokens(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "v.gguf", "gpt2", "gpt-2", CONTROLS, pad_token_id=9, **{name: 3})
+    with pytest.raises(ModelLoadError, match=r"_token_id = 3 in .* the id of one of its 3 tokens"):
+        load(path)
+    path = write(tmp_path / "w.gguf", "gpt2", "gpt-2", CONTROLS, pad_token_id=9, **{name: 2})
+    assert load(path) is not None

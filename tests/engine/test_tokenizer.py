@@ -72,7 +72,7 @@ def test_folder_without_tokenizer_is_none_and_says_so(
 def test_broken_tokenizer_names_folder_and_reason(tmp_path: Path, content: str) -> None:
     make_hf().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(content)
-    with refused(ModelLoadError, f"tokenizer in | {tmp_path}"):
+    with refused(ModelLoadError, f"tokenizer | {tmp_path}"):
         load(tmp_path)
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 from typing import Any
 
 import pytest
 
-from tpengine.errors import RankLoss
+from tpengine.errors import ModelLoadError, RankLoss, is_shortage
 from tpengine.executor.channel import ChannelClosedError, ChannelTimeoutError
+from tpengine.executor.codec import decode_plain, encode
 from tpengine.executor.diagnosis import (
     HOLD_S,
     Diagnosis,
     Doing,
+    LastLines,
     NodeSilentError,
     RankFailure,
     RankPlace,
     RanksFailedError,
 )
+from tpengine.executor.rank import Rank
 from tpengine.executor.watch import FROZEN_S
 
 DOING = Doing("execute_model", 5)
@@ -103,3 +108,21 @@ def test_whose_failure_explains_the_others() -> None:
     assert RanksFailedError({0: lonely, 1: CLOSED}).cause == 1
     assert RanksFailedError({1: raised(1, "RendezvousError"), 0: lonely}).cause == 1
     assert RanksFailedError({1: CLOSED, 0: CLOSED}).cause == 1
+
+
+def test_what_a_machine_lacked_travels_with_the_failure() -> None:
+    """A rank whose model cannot be read for want of a descriptor is started again."""
+    rank = object.__new__(Rank)  # without its process
+    rank._rank, rank.place, rank._log = 0, None, LastLines()
+    for cause, may_pass, is_tried_at_the_start in (
+        (OSError(errno.EMFILE, "Too many open files"), True, True),
+        (OSError(errno.ENFILE, "Too many open files in system"), True, True),
+        (MemoryError(), True, False),
+        (OSError(errno.ENOENT, "No such file"), False, False),
+    ):
+        error = ModelLoadError("model.safetensors cannot be read")
+        error.__cause__ = cause
+        sent = encode(dataclasses.astuple(rank.failure(error, "load_model")))
+        failure = RankFailure(*decode_plain(sent))
+        assert failure.is_permanent != may_pass
+        assert is_shortage(failure.to_error()) == is_tried_at_the_start

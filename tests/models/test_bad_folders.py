@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.engines import make_engine
+from support.messages import said
 from support.models import ModelShop
+from support.small_tokenizers import load as load_tokenizer
 from support.tiny_llama import TinyLlama, edit_json
 
-from tpengine import LLM, SamplingParams
+from tpengine import LLM, EngineArgs, SamplingParams
+from tpengine.checkpoint.gguf_file import open_gguf
 from tpengine.checkpoint.loader import read_tensors
-from tpengine.errors import ModelLoadError
+from tpengine.checkpoint.model_files import read_generation_config
+from tpengine.config import EMBEDDED_MODEL
+from tpengine.errors import ModelLoadError, is_shortage, is_temporary
 
 SHARDED = TinyLlama(max_shard_size="200KB", seed=3)
 
@@ -156,3 +162,56 @@ def test_one_error_lists_every_tensor_that_does_not_fit(copy: Path) -> None:
 def test_damaged_generation_config(copy: Path) -> None:
     (copy / "generation_config.json").write_text("{ not json")
     assert "generation_config.json" in load_error(copy)
+
+
+def test_an_empty_generation_config_recommends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for content in ("", " \n"):
+        (tmp_path / "generation_config.json").write_text(content)
+        with said(caplog) as messages:
+            assert read_generation_config(str(tmp_path)) == {}
+        assert " is empty: " in messages[0]
+
+
+FAULTS = {
+    b"": "it is empty",
+    b"\xff{": "it is not valid JSON",
+    b"[" * 100_000: "it is not valid JSON",
+    b"null": "must hold an object",
+}
+
+
+@pytest.mark.parametrize("content", FAULTS, ids=lambda content: str(content[:9]))
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"],
+)
+def test_a_broken_file_of_json_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    for path in Path(EMBEDDED_MODEL).glob("*.json"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=rf"/{name} .*{FAULTS[content]}"):
+        load_tokenizer(tmp_path) if name.startswith("tokenizer") else make_engine(tmp_path)
+
+
+def test_a_working_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ModelLoadError, match="working folder of this process was deleted"):
+        EngineArgs(EMBEDDED_MODEL).create_engine_config("cpu")
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.bin", "a.gguf"])
+def test_a_process_without_descriptors_may_read_later(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(ModelLoadError, match=rf"{name} cannot be read.* open files") as full:
+            open_gguf(tmp_path / name) if name == "a.gguf" else list(read_tensors(tmp_path / name))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert is_shortage(full.value)
+    assert is_temporary(full.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,29 @@ def test_a_folder_with_one_file_and_a_split_file_are_models(small: Path, tmp_pat
     assert open_gguf(names[1]).tensors.keys() == open_gguf(small).tensors.keys()
 
 
+def test_parts_have_the_names_that_they_were_made_with(small: Path, tmp_path: Path) -> None:
+    names = [tmp_path / f"s-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for number, path in enumerate(names):
+        metadata = {"split.no": number, "split.count": 2}
+        kept = partial(lambda wanted, name: name.startswith("blk.1.") == wanted, bool(number))
+        write_gguf(small.parent, path, metadata=metadata, only=kept)
+    assert open_gguf(names[1]).tensors.keys() == open_gguf(small).tensors.keys()
+    merged = write_gguf(small.parent, tmp_path / "merged.gguf", metadata={"split.count": 0})
+    assert open_gguf(merged).tensors.keys() == open_gguf(small).tensors.keys()
+    first, second = (path.read_bytes() for path in names)
+    for name, content, part in (
+        ("renamed.gguf", first, 0),
+        ("renamed.gguf", second, 1),
+        ("joined.gguf", first + second, 0),
+        ("swapped-00001-of-00002.gguf", second, 1),
+        ("more-00001-of-00003.gguf", first, 0),
+    ):
+        (tmp_path / name).write_bytes(content)
+        problem = rf"{name} is a part of .*\(split.no = {part}, split.count = 2\).*llama-gguf-split"
+        with pytest.raises(ModelLoadError, match=problem):
+            open_gguf(tmp_path / name)
+
+
 def test_what_a_file_is_shows_in_its_first_bytes(small: Path, tmp_path: Path) -> None:
     blob, text = tmp_path / "sha256-0f", tmp_path / "pointer.gguf"
     shutil.copy(small, blob)
@@ -248,6 +272,15 @@ def test_sampling_and_end_tokens_come_from_the_file(small: Path, tmp_path: Path)
         ({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": 5}, "cannot be read"),
         ({"llama.context_length": 1 << 31}, "must be one number from 0 to 16777216"),
         ({"general.alignment": 33}, "no power of 2"),
+        ({"general.type": "adapter"}, "holds no model, its general.type is 'adapter'"),
+        ({"general.type": "mmproj"}, "holds no model, its general.type is 'mmproj'"),
+        ({"split.no": 1, "split.count": 3}, r"\(split\.no = 1, split\.count = 3\), which its name"),
+        ({"split.no": 0, "split.count": 2}, r"split --merge: appending"),
+        ({"split.count": [2, 3]}, r"split\.count = \[2 3\]"),
+        ({"llama.attention.causal": False}, "causal = False of .* is not supported"),
+        ({"llama.logit_scale": 0.5}, r"logit_scale = 0\.5 of .* supported: 1\.0, 0\.0"),
+        ({"llama.expert_gating_func": 2}, "expert_gating_func = 2"),
+        ({"llama.attention.clamp_kqv": [8.0, 8.0]}, "clamp_kqv = "),
     ],
 )
 def test_metadata_that_does_not_fit_is_refused(
@@ -285,6 +318,16 @@ def test_what_llama_cpp_reads_differently_from_transformers(small: Path, tmp_pat
         metadata = {"gemma2.attention.sliding_window": window}
         path = write_gguf(folder, tmp_path / f"{window}.gguf", metadata=metadata)
         assert read_hf_config(str(path), False)["sliding_window"] == expected
+    for fields in ({"rope.scale_linear": 4.0}, {"rope.scaling.factor": 4.0}):
+        metadata = {f"llama.{key}": value for key, value in fields.items()}
+        path = write_gguf(small.parent, tmp_path / "linear.gguf", metadata=metadata)
+        rope = read_hf_config(str(path), False)["rope_parameters"]
+        assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
+        assert EngineArgs(str(path)).create_engine_config("cpu").model.max_model_len == 4 * 128
+    for fields in ({"rope.scaling.type": "none"}, {"rope.scaling.type": "linear"}, {}):
+        metadata = {f"llama.{key}": value for key, value in fields.items()}
+        path = write_gguf(small.parent, tmp_path / "plain.gguf", metadata=metadata)
+        assert "factor" not in read_hf_config(str(path), False)["rope_parameters"]
     metadata = {"llama.context_length": 1 << 22}
     path = write_gguf(small.parent, tmp_path / "b.gguf", metadata=metadata)
     with pytest.raises(ConfigError, match=r"names 4194304 positions, .* set max_model_len"):

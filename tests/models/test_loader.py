@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.messages import refused
+from support.messages import refused, said
 from support.subjects import BY_NAME, Subjects, assert_equal_to_oracle, generate, load
 from support.tiny_llama import edit_json
 
+from tpengine.checkpoint.loader import checkpoint_files
 from tpengine.errors import ModelLoadError
 
 State = dict[str, torch.Tensor]
@@ -159,3 +160,56 @@ def test_the_head_of_gpt_neox_has_two_names(subjects: Subjects, copied: Copied, 
     state[f"{head}.weight"] = state.pop(name)
     save_file(state, folder / WEIGHTS)
     generates_as_before(subjects, "gpt_neox-odd", folder)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize("has_shards", [True, False])
+def test_the_file_of_the_whole_model_is_read_alone(
+    ending: str, has_shards: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An index and shards beside it are of another save."""
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[ending]
+    whole, shard = tmp_path / f"{stem}.{ending}", tmp_path / f"{stem}-00001-of-00001.{ending}"
+    index = tmp_path / f"{whole.name}.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": shard.name}}))
+    whole.touch()
+    if has_shards:
+        shard.touch()
+    with said(caplog) as messages:
+        assert checkpoint_files(tmp_path, "auto") == [whole]
+    unread = f"{index.name}, {shard.name}" if has_shards else index.name
+    assert messages == [f"weights: {whole} alone, without {unread}"]
+    whole.unlink()
+    if has_shards:
+        assert checkpoint_files(tmp_path, "auto") == [shard]
+
+
+TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+HEADS = ("lm_head.weight", "embed_out.weight")
+ON_TRANSFORMERS = ("llama-tied-6-to-1", "gpt2-8-heads")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama-tied-6-to-1", "gemma2-caps", "phi3-longrope-long", "gpt2-8-heads"),
+        *("gpt_neox-odd", "opt-before", "bloom-8-heads"),
+    ],
+)
+def test_tied_weights_under_the_name_of_the_head(
+    name: str, subjects: Subjects, copied: Copied
+) -> None:
+    """As `save_model` of the library safetensors writes them."""
+    folder, state = copied(name)
+    [table] = [tensor for tensor in state if tensor.endswith(TABLES)]
+    others = {key: state[key] for key in state if key not in (table, *HEADS)}
+    edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    save_file({**others, "lm_head.weight": state[table]}, folder / WEIGHTS)
+    for model_impl in ("tpengine", "transformers")[: 2 if name in ON_TRANSFORMERS else 1]:
+        load(folder, model_impl=model_impl)
+    if name == "llama-tied-6-to-1":
+        generates_as_before(subjects, name, folder)
+    for wrong, problem in (({}, "missing"), ({"lm_head.weight": state[table][1:]}, "misshapen")):
+        save_file(others | wrong, folder / WEIGHTS)
+        with refused(ModelLoadError, f"{problem}: "):
+            load(folder)

@@ -25,7 +25,8 @@ from tpengine.errors import ConfigError, ModelLoadError
         ("llama-biases", "final_logit_softcapping", 30.0, "final_logit_softcapping | 30.0"),
         ("llama-biases", "partial_rotary_factor", 0.5, "partial_rotary_factor | 0.5"),
         ("llama-biases", "num_local_experts", 8, "num_local_experts | 8"),
-        ("llama-biases", "head_dim", 40, "head_dim | 40 | 16"),
+        ("llama-biases", "head_dim", 272, "head_dim | 272 | up to 256"),
+        ("llama-biases", "head_dim", 25, "head_dim = 25 is odd"),
         (
             "llama-biases",
             "architectures",

@@ -364,3 +364,13 @@ VARIANTS = [
         apply_residual_connection_post_layernorm=True,
     ),
 ]
+PADDED = [
+    _variant("llama-heads-of-100", hidden_size=96, head_dim=100),
+    _variant("qwen3-heads-of-36", hidden_size=96, head_dim=36),
+    _variant("gemma2-heads-of-40", hidden_size=112, head_dim=40, attn_logit_softcapping=1.5),
+    _variant("gpt2-heads-of-25", n_embd=100, n_head=4),
+    _variant("gpt_neox-heads-of-20", hidden_size=80),  # of which 5 elements are rotated
+    _variant("opt-heads-of-20", hidden_size=80),
+    _variant("bloom-heads-of-12", hidden_size=48, n_head=4),
+]
+"""Heads whose size is no multiple of 16; the tests of all families do not run them."""

@@ -104,12 +104,22 @@ ARCHITECTURES = {
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 """Number of layers of the size whose queries are scaled by hidden size / heads, not by head_dim."""
 _ROPE = {
+    "rope.scale_linear": "factor",
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+_NO_SCALE = (1.0, 0.0)
+_NEUTRAL: Mapping[tuple[Any, ...], str] = {
+    (True,): "attention.causal",
+    (0.0,): "attention.clamp_kqv attention.scale rope.scaling.yarn_log_multiplier",
+    _NO_SCALE: "embedding_scale residual_scale logit_scale rope.scaling.alpha expert_weights_scale "
+    "expert_gating_func",
+    (1.0, -1.0): "rope.scaling.yarn_ext_factor",
+}
+"""Values that change nothing, and the keys of llama.cpp that have them; others are refused."""
 _FACTORS = {
     "any": "rope_freqs.weight",
     "short_factor": "rope_factors_short.weight",
@@ -160,8 +170,15 @@ def read_config(path: str) -> dict[str, Any]:
     """
     file = open_gguf(path)
     architecture = architecture_of(file)
+    prefix = str(file.metadata["general.architecture"])
+    for neutral, names in _NEUTRAL.items():
+        for name in names.split():
+            value = file.metadata.get(f"{prefix}.{name}", neutral[0])
+            if isinstance(value, (list, np.ndarray)) or value not in neutral:
+                text = f"{prefix}.{name} = {value!r:.80} of {path} is not supported; supported: "
+                raise ConfigError(text + ", ".join(map(str, neutral)))
     keys = (*_FIELDS, *_ROPE, "rope.dimension_count", "rope.scaling.attn_factor")
-    values = _numbers(file, file.metadata["general.architecture"], keys)
+    values = _numbers(file, prefix, keys)
     _check(file, values)
     fields: dict[str, Any] = {
         "architectures": [architecture.hf_class],
@@ -282,13 +299,14 @@ def _rope_scaling(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any] |
     if factors:
         return scaling | {"rope_type": "longrope", "attention_factor": magnitude} | factors
     key = f"{file.metadata['general.architecture']}.rope.scaling.type"
-    kind = file.metadata.get(key, "none")
+    kind = file.metadata.get(key, "linear")  # as llama.cpp has it
     if not isinstance(kind, str) or magnitude not in (None, 1.0):
         raise ModelLoadError(
             f"{key} = {kind!r:.80} with attn_factor = {magnitude} in {file.path} is not supported: "
             "the type must be one string, and the factor 1 unless the file has long and short ones"
         )
-    return None if kind == "none" else scaling | {"rope_type": kind}
+    is_scaled = kind not in ("none", "linear") or scaling.get("factor", 0) not in _NO_SCALE
+    return scaling | {"rope_type": kind} if is_scaled else None
 
 
 def _end_token_ids(file: GGUFFile, token_ids: Mapping[str, Any]) -> list[int]:

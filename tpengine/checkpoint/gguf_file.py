@@ -38,6 +38,8 @@ _SCALARS = "BbHhIif?__Qqd"
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.(?i:gguf))")
+_NO_MODELS = ("adapter", "imatrix", "mmproj")
+"""Values of `general.type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,12 @@ def first_part(path: Path) -> Path:
     return path if match is None else path.with_name(f"{match[1]}-00001-of-{match[3]}{match[4]}")
 
 
+def model_name(name: str) -> str:
+    """Name of a file without the ending, and that of a split one without its part's number."""
+    match = _PART.fullmatch(name)
+    return re.sub(r"\.(?i:gguf)$", "", name) if match is None else match[1]
+
+
 def open_gguf(path: str | Path) -> GGUFFile:
     """Reads metadata and tensor table of a file and its further parts; the last file is kept.
 
@@ -128,17 +136,19 @@ def open_gguf(path: str | Path) -> GGUFFile:
 @functools.lru_cache(maxsize=1)
 def _open(path: Path, size: int, mtime_ns: int) -> GGUFFile:
     match = _PART.fullmatch(path.name)
-    readers = [_Reader(path)]
-    for number in range(2, 1 + (1 if match is None else int(match[3]))):
-        assert match is not None
-        name = f"{match[1]}-{number:05}-of-{match[3]}{match[4]}"
-        readers.append(_Reader(path.with_name(name)))
+    count = 1 if match is None else max(1, int(match[3]))
+    readers = []
+    for number in range(count):
+        if match is not None:
+            path = path.with_name(f"{match[1]}-{number + 1:05}-of-{match[3]}{match[4]}")
+        readers.append(_Reader(path))
+        readers[-1].check_part(number, count)
     tensors: dict[str, TensorEntry] = {}
     for reader in readers:
         if twice := sorted(tensors.keys() & reader.tensors.keys()):
             raise ModelLoadError(f"{path}: two parts hold {twice[0]!r}; take all from one source")
         tensors.update(reader.tensors)
-    return GGUFFile(path, readers[0].metadata, tensors)
+    return GGUFFile(first_part(path), readers[0].metadata, tensors)
 
 
 class _Reader:
@@ -155,6 +165,20 @@ class _Reader:
                 self._refuse("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self._data:
                 self._read()
+
+    def check_part(self, number: int, count: int) -> None:
+        """Raises ModelLoadError if the file is not what its name says: it is no model, or another
+        part of one, because it was renamed, or its parts were appended to each other."""
+        if (kind := str(self.metadata.get("general.type"))) in _NO_MODELS:
+            raise ModelLoadError(f"{self._path} holds no model, its general.type is {kind!r}")
+        part = [str(self.metadata.get(f"split.{key}", 0)) for key in ("no", "count")]
+        if part[1] != "0" and part != [str(number), str(count)]:
+            raise ModelLoadError(
+                f"{self._path} is a part of a split model (split.no = {part[0]:.20}, split.count = "
+                f"{part[1]:.20}), which its name does not say; name all parts as they were, "
+                "NAME-00001-of-00002.gguf and so on, in one folder, or make one file of them with "
+                "llama-gguf-split --merge: appending them does not"
+            )
 
     def _refuse(self, problem: str) -> NoReturn:
         raise ModelLoadError(

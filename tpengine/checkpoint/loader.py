@@ -6,7 +6,6 @@ layer `_declare_rows` of `layers/linear.py`).
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tpengine.checkpoint.gguf_file import is_gguf
-from tpengine.checkpoint.model_files import WEIGHT_FILES
+from tpengine.checkpoint.model_files import WEIGHT_FILES, read_json
 from tpengine.checkpoint.quantization_config import read_scheme
 from tpengine.checkpoint.quantized_checkpoint import merge_tensors
 from tpengine.config import ModelConfig
@@ -33,7 +32,10 @@ from tpengine.layers.weights import (
     WeightShard,
     tensor_shape,
 )
+from tpengine.logger import init_logger
 from tpengine.models.registry import CausalLM, build_model
+
+logger = init_logger(__name__)
 
 _DUMMY_STD = 0.02
 _ROWS_AT_ONCE = 4096
@@ -104,7 +106,11 @@ class _CheckpointReader:
         for tensor in self._weights.convert(self._tensors()):
             self._take(*tensor)
         for file, name, source in self._found_repeats:  # after the tensors that they repeat
-            self._compare(file, name, source)
+            original = self._weights.repeats[name]
+            if original in self._missing:  # a checkpoint may have either name
+                self._read(file, name, source, original)
+            else:
+                self._compare(file, name, source)
         for name in sorted(self._missing):
             self._problems.append(f"missing: {name} {list(tensor_shape(self._shards[name]))}")
         if self._problems:
@@ -137,18 +143,21 @@ class _CheckpointReader:
     def _take(self, file: str, name: str, source: TensorSource) -> None:
         wanted = name if name in self._shards else self._model.base_prefix + name
         if wanted in self._missing:
-            self._missing.remove(wanted)
-            if self._fits(file, name, source, wanted):
-                try:
-                    self._weights.read(wanted, source)
-                except RangeError as error:
-                    raise ModelLoadError(f"{name} in {file} cannot be packed: {error}") from None
-                if wanted in self._weights.repeats.values():
-                    self._repeated[wanted] = source
+            self._read(file, name, source, wanted)
         elif name in self._weights.repeats:
             self._found_repeats.append((file, name, source))
         elif not name.endswith(self._model.ignored_weights):
             self._problems.append(f"unexpected: {name} in {file}")
+
+    def _read(self, file: str, name: str, source: TensorSource, wanted: str) -> None:
+        self._missing.remove(wanted)
+        if self._fits(file, name, source, wanted):
+            try:
+                self._weights.read(wanted, source)
+            except RangeError as error:
+                raise ModelLoadError(f"{name} in {file} cannot be packed: {error}") from None
+            if wanted in self._weights.repeats.values():
+                self._repeated[wanted] = source
 
     def _compare(self, file: str, name: str, source: TensorSource) -> None:
         original = self._weights.repeats[name]
@@ -179,7 +188,8 @@ class _CheckpointReader:
 
 
 def checkpoint_files(folder: Path, load_format: str) -> list[Path]:
-    """Returns the weight files of a folder, by its index if it has one.
+    """Returns the weight files of a folder: the one that holds the whole model, or those of the
+    index, or all.
 
     Args:
         load_format: its forms are tried in the order of `WEIGHT_FILES`.
@@ -192,9 +202,13 @@ def checkpoint_files(folder: Path, load_format: str) -> list[Path]:
     for pattern in patterns:
         whole = folder / _WHOLE[pattern]
         index = whole.with_name(f"{whole.name}.index.json")
+        files = sorted(folder.glob(pattern))
+        if whole in files:  # as in transformers; an index beside it belongs to other files
+            if unread := [path.name for path in (index, *files) if path != whole and path.exists()]:
+                logger.info("weights: %s alone, without %.300s", whole, ", ".join(unread))
+            return [whole]
         if index.is_file():
             return _indexed_files(folder, index)
-        files = [whole] if whole.is_file() else sorted(folder.glob(pattern))
         if files:
             return files
     raise ModelLoadError(
@@ -206,8 +220,8 @@ def checkpoint_files(folder: Path, load_format: str) -> list[Path]:
 
 def _indexed_files(folder: Path, index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (KeyError, AttributeError, TypeError) as error:
         raise ModelLoadError(f"{index} is not a valid index: {error!r}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
@@ -228,7 +242,9 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TypedSource]]:
         ModelLoadError: the file is damaged, or holds something else than tensors.
     """
     if path.suffix == ".bin":
-        for name, tensor in _unpickle(path).items():
+        with _damage_named(path):
+            state = _unpickle(path)
+        for name, tensor in state.items():
             yield name, LoadedTensor(tensor)
         return
     tensors: deque[tuple[str, _MappedTensor]] = deque()
@@ -245,11 +261,12 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TypedSource]]:
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
     try:
+        path.open("rb").close()  # safetensors calls each failure to open a file a missing file
         yield
     except (SafetensorError, OSError) as error:
-        raise ModelLoadError(
-            f"{path} cannot be read: {error}; the file is damaged or was not copied whole"
-        ) from error
+        reason = getattr(error, "strerror", None)
+        fault = reason or f"{error}; the file is damaged or was not copied whole"
+        raise ModelLoadError(f"{path} cannot be read: {fault}") from error
 
 
 class _MappedTensor:

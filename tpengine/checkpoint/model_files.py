@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from tpengine.checkpoint.gguf_file import find_gguf, first_part, is_gguf
 from tpengine.checkpoint.model_defaults import complete_config
 from tpengine.checkpoint.quantization_config import read_scheme
 from tpengine.errors import ConfigError, ModelLoadError
+from tpengine.logger import init_logger
+
+logger = init_logger(__name__)
 
 _HUB_TEXTS = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "vocab.bpe"]
 """Files of a hub model that hold its configuration, its tokenizer and the index of its weights."""
@@ -35,6 +39,9 @@ _SIZES = (
     "shared_expert_intermediate_size", "word_embed_proj_dim", "max_position_embeddings",
 )  # fmt: skip
 _EPSILONS = "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"
+_COUNTS = re.compile(r".*_(layers?|heads?|experts)")
+_MOST_PARTS = 1 << 12
+"""Most layers, heads or experts that are believed of a model's files: each is built in a loop."""
 
 
 class ModelFields(dict[str, Any]):
@@ -71,6 +78,11 @@ class ModelFiles:
         Raises:
             ModelLoadError: it is neither and cannot be fetched, or holds several GGUF files.
         """
+        try:
+            Path.cwd()
+        except FileNotFoundError:  # transformers would say something else
+            text = "the working folder of this process was deleted; change into one that exists"
+            raise ModelLoadError(text) from None
         folder = Path(self.name).expanduser()
         if is_gguf(folder) and first_part(folder).is_file():
             return str(first_part(folder))
@@ -144,10 +156,8 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
                 f"{folder} has no config.json; if it has GGUF files, download one, give its path"
             )
     try:
-        if is_gguf(path):
-            written = gguf_config.read_config(folder)
-        else:
-            written = dict(json.loads(path.read_text(encoding="utf-8")))
+        written = gguf_config.read_config(folder) if is_gguf(path) else read_json(path)
+        _check_counts(written)
         read_scheme(written, folder)  # refuses what is not supported
         fields = complete_config(written)
         if fields is not None:
@@ -166,6 +176,38 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
         raise
     except Exception as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Content of a JSON file of a model.
+
+    Raises:
+        ModelLoadError: it is no valid JSON, or no object.
+    """
+    content = path.read_bytes()
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        fault = f"it is not valid JSON ({error})" if content.strip() else "it is empty"
+        text = f"{path} cannot be read: {fault}; fetch it again, or repair it"
+        raise ModelLoadError(text) from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold an object {{...}}, it holds {value!r:.80}")
+    return value
+
+
+def _check_counts(fields: Mapping[str, Any]) -> None:
+    """Checks numbers of parts, also of a model inside the model, before lists of that length are
+    made.
+
+    Raises:
+        ValueError: one is too large.
+    """
+    for field, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif _COUNTS.fullmatch(field) and isinstance(value, int) and value > _MOST_PARTS:
+            raise ValueError(f"{field} must be at most {_MOST_PARTS}, got {value}")
 
 
 def _checked(fields: dict[str, Any]) -> ModelFields:
@@ -194,17 +236,17 @@ def read_generation_config(folder: str) -> dict[str, Any]:
     is no such file.
 
     Raises:
-        ModelLoadError: it is not valid JSON.
+        ModelLoadError: it is not valid JSON. An empty one counts as none, as in transformers.
     """
     if is_gguf(folder):
         return gguf_config.read_generation_config(folder)
     path = Path(folder) / "generation_config.json"
     if not path.is_file():
         return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    if not path.read_bytes().strip():
+        logger.warning("%s is empty: the model recommends no sampling parameters", path)
+        return {}
+    return read_json(path)
 
 
 def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[int]:

@@ -7,7 +7,7 @@ does not know, and imports the code of many models. The patterns here are those 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -53,6 +53,8 @@ _NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 """Tokens of Phi-3 that keep the spaces behind them; the others strip them, which no file says."""
 
 _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_SPECIAL_TOKENS |= {"sep": "seperator", "mask": "mask"}
+"""By the names of transformers: those of the file."""
 
 
 def gguf_tokenizer_parts(path: str) -> dict[str, Any]:
@@ -71,8 +73,12 @@ def gguf_tokenizer_parts(path: str) -> dict[str, Any]:
     tokens: list[str] = fields["tokens"]
     names: dict[str, str] = {}
     for name, key in _SPECIAL_TOKENS.items():
-        if (token_id := fields.get(f"{key}_token_id")) is not None:
+        token_id = fields.get(f"{key}_token_id")
+        if type(token_id) is int and 0 <= token_id < len(tokens):
             names[name] = tokens[token_id]
+        elif token_id is not None and name != "pad":  # nothing is padded
+            text = f"tokenizer.ggml.{key}_token_id = {token_id!r:.80} in {path}"
+            raise ModelLoadError(f"{text} must be the id of one of its {len(tokens)} tokens")
     if kind == "llama":
         # Runs of spaces are there as spaces, which the normalizer replaces in a text.
         tokens = [token.replace(" ", _SPACE) if set(token) == {" "} else token for token in tokens]
@@ -109,10 +115,19 @@ def gguf_tokenizer_parts(path: str) -> dict[str, Any]:
     )
     return {
         "tokenizer_object": backend,
-        "chat_template": metadata.get("tokenizer.chat_template"),
+        "chat_template": _chat_templates(metadata),
         "clean_up_tokenization_spaces": False,
         **{f"{name}_token": token for name, token in names.items()},
     }
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Returns the chat template; several by their names, of which `default` is that of no name."""
+    plain, before = metadata.get("tokenizer.chat_template"), "tokenizer.chat_template."
+    named = {key.removeprefix(before): metadata[key] for key in metadata if key.startswith(before)}
+    if named and plain is not None:
+        named["default"] = plain
+    return named or plain
 
 
 def _unsupported(key: str, value: object, path: str, supported: Iterable[str]) -> ModelLoadError:

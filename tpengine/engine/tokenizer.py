@@ -17,6 +17,7 @@ from typing import Any
 
 from tpengine import errors
 from tpengine.checkpoint.gguf_file import is_gguf, open_gguf
+from tpengine.checkpoint.model_files import read_json
 from tpengine.config import ModelConfig
 from tpengine.logger import init_logger
 from tpengine.structured.grammars import Vocabulary
@@ -30,6 +31,7 @@ _TOKENIZER_FILES = (
 _SHARED_FILES = (
     *_TOKENIZER_FILES,
     *("special_tokens_map.json", "added_tokens.json", "chat_template.*", "*config.json"),
+    "additional_chat_templates/*",
 )
 _PLAIN = ("PreTrainedTokenizer", "TokenizersBackend")
 """Names, without the ending Fast, of a tokenizer that does what its tokenizer.json says."""
@@ -212,7 +214,8 @@ class Tokenizer:
                 `{"type": "text", "text": ...}`, which are joined by line breaks. The template gets
                 other keys too.
             add_generation_prompt: end with the opening of the assistant's answer.
-            chat_template: a template in Jinja, instead of the model's own.
+            chat_template: a template in Jinja, or the name of one of the model's, in place of that
+                which the model has for all conversations, or for those with `tools` ("tool_use").
             options: further arguments of transformers' `apply_chat_template` (such as `tools` and
                 `continue_final_message`); it passes on to the template what it does not know.
 
@@ -226,6 +229,12 @@ class Tokenizer:
                 "tokenizer_config.json): it was not trained to chat. Write the conversation as one "
                 "text and call generate (`tpengine generate`) with it, or give a chat_template"
             )
+        named = self.hf.chat_template if isinstance(self.hf.chat_template, dict) else {}
+        if not (chat_template is None or "{" in str(chat_template) or str(chat_template) in named):
+            known = ", ".join(sorted(named)) or "they have none"
+            text = f"is {chat_template!r:.80}, neither a template in Jinja nor the name of one of "
+            text = f"{text}the model's own ({known})"
+            raise errors.InvalidPromptError.of_field("chat_template", text)
         try:
             options |= {"chat_template": chat_template, "tokenize": False}
             options["add_generation_prompt"] = add_generation_prompt
@@ -261,6 +270,9 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     except errors.ModelLoadError:
         raise
     except Exception as error:  # parsers and remote tokenizers raise errors of any type
+        for path in _tokenizer_files(folder):
+            if path.suffix == ".json":
+                read_json(path)  # an error of the parser's own names no file
         text = f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error})"
         hint = "repair or fetch its files again, or name another folder with `tokenizer`"
         raise errors.ModelLoadError(f"{text}; {hint}") from error
@@ -293,10 +305,16 @@ def tokenizer_archive(tokenizer: Tokenizer, folder: str) -> bytes:
         if is_gguf(folder):
             tokenizer.hf.save_pretrained(written)
             folder = written
-        for path in sorted({file for kind in _SHARED_FILES for file in Path(folder).glob(kind)}):
+        for path in _tokenizer_files(Path(folder)):
             # An entry made from a name alone has a constant date.
-            target.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+            entry = zipfile.ZipInfo(str(path.relative_to(folder)))
+            target.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     return archive.getvalue()
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a tokenizer, with the model's configuration."""
+    return sorted({file for kind in _SHARED_FILES for file in folder.glob(kind)})
 
 
 def _load_hf(config: ModelConfig, folder: Path) -> Any:
@@ -330,7 +348,7 @@ def _certain_class(folder: Path) -> str | None:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Content of a JSON file; empty if there is no such file."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _load_gguf_tokenizer(path: str) -> Tokenizer:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from tpengine import errors
 from tpengine.errors import EngineError, RankLoss, TemporaryError, WorkerError
 from tpengine.executor.channel import ChannelClosedError, ChannelError
+from tpengine.host import NO_DESCRIPTORS
 
 ANSWER_S = 2.0
 """How long a node may take to answer before it counts as gone."""
@@ -86,6 +87,7 @@ class RankFailure:
         phase: the method that failed.
         log_lines: the rank's last log lines.
         waited_for: the rank that seems to be at fault; None: this one, or not known.
+        shortage: error number of what its machine lacked; None: nothing, or not known.
     """
 
     rank: int
@@ -96,6 +98,7 @@ class RankFailure:
     traceback: str
     log_lines: list[str]
     waited_for: int | None = None
+    shortage: int | None = None
 
     @property
     def is_consequence(self) -> bool:
@@ -113,7 +116,8 @@ class RankFailure:
         """Whether another start would fail in the same way. Any exception that is no engine error
         may come from the machine."""
         kind = self.error_type
-        return kind is not None and not issubclass(kind, TemporaryError)
+        is_final = kind is not None and not issubclass(kind, TemporaryError)
+        return is_final and self.shortage is None
 
     def to_error(self) -> EngineError:
         """The exception to raise: of the rank's own type if that is an engine error. It names the
@@ -123,6 +127,8 @@ class RankFailure:
         if self.log_lines:
             report += [f"last log lines of rank {self.rank}:", *self.log_lines]
         cause = WorkerError("\n".join(report))
+        if self.shortage in NO_DESCRIPTORS:  # then the first start is tried again, too
+            cause.__cause__ = OSError(self.shortage, "the rank had no file descriptor left")
         text = f"{self.type_name}: {self.message} {where}"
         error: EngineError
         if self.error_type is None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpengine import envs
 from tpengine.config import EngineConfig
+from tpengine.errors import error_number, is_shortage
 from tpengine.executor.channel import Channel, ChannelError, Frame, FrameKind
 from tpengine.executor.codec import decode_call, decode_step, encode, encode_call
 from tpengine.executor.diagnosis import DRIVER_GONE, Doing, LastLines, RankFailure, RankPlace
@@ -129,6 +130,7 @@ class Rank:
             traceback="".join(traceback.format_exception(error))[-_MAX_TEXT:],
             log_lines=list(self._log.lines),
             waited_for=getattr(error, "failed_rank", None),
+            shortage=error_number(error) if is_shortage(error) else None,
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tpengine.layers.gpu_attention import AttentionRule, GpuBatch, attend_chunks
 from tpengine.layers.linear import Linear
@@ -18,6 +19,7 @@ from tpengine.ops import attention_ops, cache_ops
 
 KVCache = tuple[Tensor, Tensor]
 """K and V of one layer, shaped by `ops.cache_ops.kv_cache_shapes` for the device."""
+_HEAD_DIM_STEP = 16
 _KV_SCALES = (1.0, 1.0)
 """Factors on K and V of an fp8 cache: e4m3 reaches to 448, and no supported checkpoint contains
 better ones."""
@@ -155,6 +157,29 @@ class Attention:
         cache_ops.write_kv_cache(k, v, *kv_cache, metadata.slot_mapping)
 
 
+def padded_head_dim(head_dim: int) -> int:
+    """Returns the head size of the KV cache for such heads: kernels take multiples of 16."""
+    return -(-head_dim // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
+
+
+class PaddedAttention(Attention):
+    """Attention whose heads are smaller than those of the KV cache: zeros behind them change no
+    product. The copies that this takes are no ops of tpengine, so that a CPU records no step."""
+
+    def __init__(self, unpadded: Attention) -> None:
+        super().__init__(**vars(unpadded))
+        self._unpadded_dim = unpadded.head_dim
+        self.head_dim = padded_head_dim(unpadded.head_dim)
+
+    def forward(self, qkv: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        """See `Attention.forward`; qkv and the result have heads without padding."""
+        size = self._unpadded_dim
+        heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, size)
+        padded = pad(heads, (0, self.head_dim - size)).flatten(1)
+        out = super().forward(padded, kv_cache, metadata)
+        return out.view(-1, self.num_heads, self.head_dim)[..., :size].flatten(1)
+
+
 @dataclass(eq=False)
 class SelfAttention:
     """Attention with its projections, as every family has it.
@@ -169,6 +194,10 @@ class SelfAttention:
     attention: Attention
     out: Linear
     qk_norm: QKNorm | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention.head_dim % _HEAD_DIM_STEP:
+            self.attention = PaddedAttention(self.attention)
 
     def forward(self, x: Tensor, step: LayerStep) -> Tensor:
         """x `[num_tokens, hidden_size]` to `[num_kept, hidden_size]`."""

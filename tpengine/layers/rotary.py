@@ -74,6 +74,8 @@ def build_cos_sin_cache(
     if fraction > 1:
         raise ConfigError(f"partial_rotary_factor = {fraction} is not supported: it is at most 1")
     rotary_dim = int(head_dim * fraction)
+    if rotary_dim == head_dim and head_dim % 2:
+        raise ConfigError(f"head_dim = {head_dim} is odd, and heads are rotated by pairs")
     inverse = 1.0 / _powers(rotary_dim, parameters)
     inverse, magnitude = _SCALINGS[kind](inverse, parameters)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)

@@ -28,6 +28,7 @@ from tpengine.errors import ConfigError
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.weights import Weights
 from tpengine.logger import init_logger
+from tpengine.ops.attention_ops import MAX_HEAD_DIM
 from tpengine.ops.library import has_cpu_kernels
 
 logger = init_logger(__name__)
@@ -89,9 +90,9 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
         for field in fields.split():
             if field not in getattr(family, "own_fields", ()):
                 require(config, field, None, *neutral)
-    compiled = weights.device.type == "cpu" and has_cpu_kernels()
-    if compiled and (config.head_dim % 16 or config.head_dim > 256):
-        raise unsupported(config, "head_dim", config.head_dim, "multiples of 16 up to 256 on CPU")
+    is_compiled = weights.device.type == "cpu" and has_cpu_kernels()
+    if is_compiled and config.head_dim > MAX_HEAD_DIM:
+        raise unsupported(config, "head_dim", config.head_dim, f"up to {MAX_HEAD_DIM} on CPU")
     model: CausalLM = family(config, weights)
     return model
 

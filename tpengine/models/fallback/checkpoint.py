@@ -67,7 +67,6 @@ class CheckpointConversion:
         self._root = root
         self._weights = weights
         self._names = dict.fromkeys(weights.shards, True)
-        self._repeats = weights.repeats
         ignored = getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in ignored]
         self._renamings, self._converters = _conversions(root)
@@ -75,25 +74,16 @@ class CheckpointConversion:
     def __call__(self, tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Yields the model's tensors."""
         pending: dict[str, list[tuple[str, str, CheckpointTensor]]] = {}
-        repeats: dict[str, CheckpointTensor] = {}
-        seen = set()
         for file, name, source in tensors:
             if name not in self._names and any(ignored.search(name) for ignored in self._ignored):
                 continue
             wanted, pattern = self._rename(name)
             if pattern is not None:
                 pending.setdefault(wanted, []).append((name, pattern, (file, name, source)))
-            elif wanted in self._repeats:
-                repeats[wanted] = file, wanted, source
             else:
-                seen.add(wanted)
                 yield file, wanted, source
         for wanted in list(pending):  # a source that was read stays mapped as long as it lives
             yield from self._merge(wanted, pending.pop(wanted))
-        for name, (file, _, source) in repeats.items():  # a checkpoint may have either name
-            original = self._repeats[name]
-            yield file, name if original in seen else original, source
-            seen.add(original)
 
     def _rename(self, name: str) -> tuple[str, str | None]:
         if not self._renamings and not self._converters:

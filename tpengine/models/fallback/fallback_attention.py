@@ -18,13 +18,12 @@ from torch.nn.functional import pad
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tpengine.layers.attention import Attention, AttentionMetadata, KVCache
+from tpengine.layers.attention import Attention, AttentionMetadata, KVCache, padded_head_dim
 from tpengine.layers.gpu_attention import AttentionRule
+from tpengine.ops.attention_ops import MAX_HEAD_DIM
 
 INTERFACE = "tpengine"
 """Name under which transformers finds it."""
-_HEAD_DIM_STEP = 16
-_MAX_HEAD_DIM = 256
 _IGNORED = {
     *("cache_position", "dropout", "past_key_values", "position_embeddings", "position_ids"),
     *("is_causal", "return_dict", "sliding_window"),
@@ -121,9 +120,9 @@ def make_layers(shapes: list[Shape]) -> list[PagedLayer]:
     if len(kv_heads) > 1:
         raise UnfitError(f"its layers have different numbers of KV heads ({sorted(kv_heads)})")
     largest = max(shape.head_dim for shape in shapes)
-    padded = -(-largest // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
-    if padded > _MAX_HEAD_DIM:
-        raise UnfitError(f"its heads have {largest} elements, the limit is {_MAX_HEAD_DIM}")
+    padded = padded_head_dim(largest)
+    if padded > MAX_HEAD_DIM:
+        raise UnfitError(f"its heads have {largest} elements, the limit is {MAX_HEAD_DIM}")
     return [PagedLayer(shape, padded) for shape in shapes]
 
 
