@@ -47,9 +47,8 @@ class GroupOwner:
         pidfd = os.pidfd_open(driver[0])
         if host.start_ticks(driver[0]) != driver[1]:
             raise ProcessLookupError(f"the driver, process {driver[0]}, has ended")
-        threading.Thread(
-            target=_end_with, args=(pidfd,), name="tpengine-owner", daemon=True
-        ).start()
+        watch = partial(_end_with, pidfd)
+        threading.Thread(target=watch, name="tpengine-owner", daemon=True).start()
 
     def make(self, options: dict[str, Any]) -> PlacementGroup:
         return placement_group(**options)
@@ -59,7 +58,7 @@ def _end_with(pidfd: int) -> None:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll()  # the kernel ends the wait with the process
-    os._exit(0)
+    ray.kill(ray.get_runtime_context().current_actor)  # of an exit Ray would tell as of a crash
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +107,7 @@ def _of_owner(options: dict[str, Any]) -> OwnGroup:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote = ray.remote(GroupOwner).options(
         name=options["name"],
+        namespace="tpengine",  # of an anonymous one Ray warns
         lifetime="detached",
         num_cpus=0,
         max_restarts=0,
@@ -118,9 +118,8 @@ def _of_owner(options: dict[str, Any]) -> OwnGroup:
         return OwnGroup(ray.get(owner.make.remote(options), timeout=RAY_CALL_S), owner)
     except RayError as error:
         ray.kill(owner)
-        raise PlacementError(
-            f"Ray does not start the owner of a placement group: {error}"
-        ) from error
+        text = f"Ray does not start the owner of a placement group: {error}"
+        raise PlacementError(text) from error
 
 
 def describe_groups() -> str:
