@@ -283,10 +283,8 @@ def describe_resources(error: BaseException) -> str:
     Args:
         error: the failure; it or a cause of it may hold the system's error number.
     """
-    parts = []
-    if number := error_number(error):
-        parts.append(f"errno {number} ({os.strerror(number)})")
-    for folder in (envs.ray_folders()[0].parent, SHM_FOLDER):
+    parts, ray = [], envs.ray_folders()[0]
+    for folder in (ray if ray.is_dir() else ray.parent, SHM_FOLDER):
         with contextlib.suppress(OSError):
             facts = os.statvfs(folder)
             free, total = (n * facts.f_frsize / _MIB for n in (facts.f_bavail, facts.f_blocks))
@@ -296,6 +294,8 @@ def describe_resources(error: BaseException) -> str:
         parts.append(f"{len(os.listdir('/proc/self/fd'))} of {limit} file descriptors open")
     except OSError as failure:  # the list itself needs one
         parts.append(f"its limit is {limit} file descriptors ({failure.strerror})")
+    if number := error_number(error):
+        parts.append(f"errno {number} ({os.strerror(number)})")
     return ", ".join(parts)
 
 

@@ -71,17 +71,26 @@ def test_a_driver_that_holds_a_bundle() -> None:
 
 
 def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of other engines that have the room are named, and whether their driver has ended."""
     warnings: list[str] = []
     monkeypatch.setattr(placement.logger, "warning", lambda text, *a: warnings.append(text % a))
-    others = ray.util.placement_group([{"CPU": 7}])
-    assert others.wait(10.0)
+    ended = f"tpengine-{ray.util.get_node_ip_address()}-{1 << 30}-0123abcd"
+    words = rf"{ended} \(2 bundles, of process \d+ on \S+, which has ended\)"
+    others = [
+        ray.util.placement_group([{"CPU": 3}, {"CPU": 1}], name=ended),
+        ray.util.placement_group([{"CPU": 3}], name="tpengine-10.0.0.7-4711-0123abcd"),
+    ]
+    assert all(group.wait(10.0) for group in others)
     try:
         with pytest.raises(
             errors.PlacementError, match=r"within 2 s: wanted 2 x \{CPU: 1\}.*CPU: 1.*of"
-        ):
+        ) as caught:
             ray_engine(folder, 2, placement_timeout_s=2.0)
     finally:
-        ray.util.remove_placement_group(others)
+        for group in others:
+            ray.util.remove_placement_group(group)
+    assert re.search(words, str(caught.value))
+    assert "tpengine-10.0.0.7-4711-0123abcd (1 bundle, of process 4711 on 10.0.0.7)" in warnings[0]
     assert len(warnings) == 1
     assert re.search(r"waiting up to 2 s .* at \S+:\d+: wanted 2 x {CPU: 1}", warnings[0])
 
@@ -96,8 +105,11 @@ def test_nodes_that_are_excluded(ray_address: str) -> None:
     try:
         assert placement.node_ids == [node_id] * 2
         assert not placement.is_borrowed
+        assert placer.replace(placement, set()) is placement
     finally:
         placement.remove()
+    wait_until(placement.is_removed)
+    placer.replace(placement, set()).remove()  # another one
     with pytest.raises(errors.PlacementError, match="without 1 that do not answer: wanted 2"):
         placer.place({node_id})
     start = time.monotonic()

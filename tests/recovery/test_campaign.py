@@ -102,7 +102,7 @@ def below_ranks(executor: str) -> Iterator[Row]:
     lacks = {
         "shm nearly full": ("by gloo",),
         "shm full": ("by gloo",),
-        "disk full": ("No space left",) if executor == "ray" else (),
+        "disk full": WITHOUT_RAY if executor == "ray" else (),
         "no descriptors": ("errno 24", "Too many open files"),
         "no memory": ("attempt 1 at",),
     }
@@ -117,11 +117,14 @@ def below_ranks(executor: str) -> Iterator[Row]:
 
 
 def rows() -> Iterator[Any]:
-    """One of each executor is for `make test`, the others are for `make soak`."""
+    """One of each executor is for `make test`, one is for `make check`, the others are for `make
+    soak`."""
     few = {"processes": "a rank killed again in recovery", "ray": "GCS and rank 1 killed"}
     for executor, name in few.items():
         for row in (*of_ranks(), *below_ranks(executor)):
             marks = [] if row.name == name else [pytest.mark.soak]
+            if row.below == "disk full" and executor == "ray":
+                marks = [pytest.mark.check]
             yield pytest.param(executor, row, id=f"{executor}-{row.name}", marks=marks)
 
 

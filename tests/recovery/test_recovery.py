@@ -277,8 +277,9 @@ PAUSES = [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 def test_a_start_that_fails_is_reported(
     client: Client, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With what the machine may lack, after each attempt and at the end: 600 s after the loss."""
-    failure = ChannelError("cannot make a log")
+    """With what the machine may lack, after each attempt and at the end: 600 s after the loss. Of a
+    reason that stays the same only the first line is told again."""
+    failure = ChannelError("cannot make a log\nRay says: 0d1e is dead")
     failure.__cause__ = LACKS["disk"]
     client.executor.fate.rebuilds += [failure] * 100
     client.executor.lose()
@@ -287,6 +288,8 @@ def test_a_start_that_fails_is_reported(
         client.recover()
     assert 560.0 < clock.now - start <= 600.0
     [line] = [x for x in caplog.messages if x.startswith("attempt 3 at a new group")]
+    assert line.index("MiB free") < line.index("ChannelError")
+    assert sum("Ray says: 0d1e is dead" in message for message in caplog.messages) == 1
     for text in (line, str(raised.value)):
         for word in ("ChannelError: cannot make a log", "errno 28 (No space left on device)"):
             assert word in text

@@ -23,6 +23,7 @@ If groups are lost too often in steps, or a lost one is not replaced in time, th
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -51,6 +52,8 @@ Ledgers = list[MemoryLedger]
 _PROGRESS_LINE_S = 5.0
 _CLOSE_S = 10.0
 _NUM_RECORDS = 1000
+_NUMBER = re.compile(r"\b[0-9a-f]*\d[0-9a-f]*\b")
+"""Also in the form of Ray's names."""
 
 
 class Recovery:
@@ -79,6 +82,7 @@ class Recovery:
         self._loss_times: deque[float] = deque()  # of losses that count against the limit
         self._rebuild: Future[list[MemoryLedger]] | None = None  # None: between two attempts
         self._num_attempts = 0
+        self._reason = ""  # of the attempt that failed last, without its numbers
         self._lost_at = self._last_line_at = self._progress_at = time.monotonic()
         self._attempt_at = self._lost_at  # the next attempt begins then
         self._last_step_at: float | None = None
@@ -308,23 +312,31 @@ class Recovery:
             self._give_up(error)
         self._attempt_at = now + wait_s
         logger.error(
-            "attempt %d at a new group of ranks failed: %s\nThe driver's machine: %s. The next "
-            "attempt follows in %g s, the last one within %g s of the loss (recovery_timeout)",
+            "attempt %d at a new group of ranks failed. The driver's machine: %s. The next attempt "
+            "follows in %g s, the last one within %g s of the loss (recovery_timeout). %s",
             self._num_attempts,
-            _describe(error),
             host.describe_resources(error),
             wait_s,
             limit_s,
+            self._new_reason(error),
         )
+
+    def _new_reason(self, error: Exception) -> str:
+        """Why an attempt failed. Only the first line if nothing but numbers differs from the
+        attempt before: what Ray says of a rank that it does not start is long."""
+        text = _describe(error)
+        before, self._reason = self._reason, _NUMBER.sub("#", text)
+        is_known = self._num_attempts > 1 and self._reason == before
+        return text.partition("\n")[0] if is_known else text
 
     def _give_up(self, error: Exception) -> NoReturn:
         """Ends the engine, as the time for all attempts at a new group is up."""
         assert self._loss is not None
-        limit = f"recovery_timeout = {self._config.recovery.timeout_s:g} s"
+        machine = f"the driver's machine: {host.describe_resources(error)}"
+        limit = f"recovery_timeout = {self._config.recovery.timeout_s:g} s ({machine})"
         attempts = counted(self._num_attempts, "attempt")
         text = f"its ranks were lost and not replaced within {limit}, in {attempts}"
-        machine = f"(the driver's machine: {host.describe_resources(error)})"
-        last = f"{_describe(error)} {machine}. What was lost: {self._loss.report()}"
+        last = f"{_describe(error)}. What was lost: {self._loss.report()}"
         self._fail_engine(f"{text}. The last one: {last}", error)
 
     def _note_rebuilt(self, ledgers: list[MemoryLedger], blocks: BlockManager) -> None:

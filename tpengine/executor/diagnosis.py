@@ -224,6 +224,8 @@ class Doing:
 
 
 IDLE = Doing("idle")
+START = Doing("start")
+"""Until all processes of the ranks have told where they are."""
 
 
 class Diagnosis:

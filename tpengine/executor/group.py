@@ -89,7 +89,7 @@ class Group:
                 cannot be looked at.
         """
         start = partial(self._launcher.start, self.epoch, timeout_s, self._check_alive)
-        processes = self._settled(diagnosis.Doing("start"), start)
+        processes = self._settled(diagnosis.START, start)
         self.places = [place for place, _ in processes]
         self._channels = [channels for _, channels in processes]
         self._diagnosis = diagnosis.Diagnosis(self._agents, self.epoch, self.places)

@@ -122,12 +122,12 @@ class GroupExecutor(Executor):
                     if not is_shortage(error) or time.monotonic() + wait_s > deadline:
                         raise
                     logger.warning(
-                        "the ranks were not started: %s (the driver's machine: %s). The next "
-                        "attempt follows in %g s, the last one within %g s (start_timeout_s)",
-                        error,
+                        "the ranks were not started. The driver's machine: %s. The next attempt "
+                        "follows in %g s, the last one within %g s (start_timeout_s). %s",
                         host.describe_resources(error),
                         wait_s,
                         limit_s,
+                        error,
                     )
                 self._is_cancelled.wait(wait_s)
                 self._check()

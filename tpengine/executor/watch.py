@@ -422,6 +422,7 @@ def end_process(rank: int, code: int, reason: str) -> None:
     """Ends this process at once; writes the reason to its log and removes its files in shared
     memory."""
     time.sleep(_LAST_FRAMES_S)  # the answer to an orderly shutdown is sent first
-    os.write(2, f"rank {rank} ends itself: {reason}\n".encode())
+    with contextlib.suppress(OSError):  # the disk of its log may be full
+        os.write(2, f"rank {rank} ends itself: {reason}\n".encode())
     host.remove_own_segments()
     os._exit(code)

@@ -6,7 +6,13 @@ import os
 
 from support.namespaces import namespace, process_table
 
-OURS = ("ray::RayWorker", "ray::SabotagedW", "ray::NodeAgent", "tpengine-rank")
+OURS = (
+    "ray::RayWorker",
+    "ray::SabotagedW",
+    "ray::NodeAgent",
+    "ray::GroupOwner",
+    "tpengine-rank",
+)
 """As Linux shows them, which is the first 15 letters."""
 
 

@@ -1,35 +1,30 @@
 """Which nodes the ranks run on: first, and when nodes have stopped to answer.
 
-`Placement` is one bundle of resources per rank, in a placement group of Ray's. `Placer` finds one
-on nodes that answer. The functions above them only compute, without a cluster.
+`Placement` is one bundle of resources per rank, in a placement group of Ray's (see
+`placement_groups`). `Placer` finds one on nodes that answer. The functions above them only compute,
+without a cluster.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
 from ray.util import get_current_placement_group
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tpengine import host
 from tpengine.config import RayConfig
 from tpengine.errors import PlacementError, counted
 from tpengine.executor.diagnosis import RankPlace
+from tpengine.executor.launch.placement_groups import OwnGroup, describe_groups, make_group
 from tpengine.executor.launch.ray_calls import bounded
 from tpengine.logger import init_logger
 
@@ -181,19 +176,31 @@ class Placement:
 
     Attributes:
         node_ids: the node of each bundle.
-        is_borrowed: whether the group is the one that the driver runs in.
     """
 
     node_ids: list[str]
-    is_borrowed: bool
     _group: PlacementGroup
     _indices: list[int]
+    _own: OwnGroup | None
 
     @classmethod
-    def of(cls, group: PlacementGroup, indices: list[int], is_borrowed: bool) -> Placement:
-        """The placement of ranks in the bundles of these indices."""
+    def of(cls, group: PlacementGroup, indices: list[int], own: OwnGroup | None) -> Placement:
+        """The placement of ranks in the bundles of these indices.
+
+        Args:
+            own: the group, if the driver has made it; None: the driver runs in it.
+        """
         nodes = _table_of(group)["bundles_to_node_id"]
-        return cls([str(nodes[index]) for index in indices], is_borrowed, group, indices)
+        return cls([str(nodes[index]) for index in indices], group, indices, own)
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether the group is the one that the driver runs in."""
+        return self._own is None
+
+    def is_removed(self) -> bool:
+        """Whether Ray has removed the group, as it does when the group's owner is lost."""
+        return _table_of(self._group).get("state", "REMOVED") == "REMOVED"
 
     def strategy(self, index: int) -> PlacementGroupSchedulingStrategy:
         """The strategy that starts an actor in the bundle of this index."""
@@ -204,13 +211,8 @@ class Placement:
     def remove(self) -> None:
         """Gives the bundles back, unless the group is the one that the driver runs in. A second
         call does nothing."""
-        if not self.is_borrowed:
-            _remove(self._group)
-
-
-def _remove(group: PlacementGroup) -> None:
-    with contextlib.suppress(Exception):  # the cluster may have gone
-        bounded(lambda: remove_placement_group(group), "the end of a placement group")
+        if self._own is not None:
+            self._own.remove()
 
 
 def _table_of(group: PlacementGroup) -> dict[str, Any]:
@@ -292,7 +294,7 @@ class Placer:
         """Makes a placement with no bundle on the nodes of these ids."""
         current = get_current_placement_group()
         if current is not None:
-            return Placement.of(current, self._free_bundles(current), True)
+            return Placement.of(current, self._free_bundles(current), None)
         strategy = self.config.placement_strategy
         nodes = [node for node in cluster_nodes() if node.node_id not in excluded]
         reason = explain_infeasible(nodes, self.bundle, self.size, strategy)
@@ -307,14 +309,13 @@ class Placer:
             )
         selector = {_NODE_LABEL: f"!in({', '.join(sorted(excluded))})"}
         selectors = [selector] * self.size if excluded else None
-        options = {"strategy": strategy, "bundle_label_selector": selectors}
-        make = partial(placement_group, [dict(self.bundle)] * self.size, **options)
-        group = bounded(make, "a placement group", remove_placement_group)
+        bundles = [dict(self.bundle)] * self.size
+        own = make_group(bundles=bundles, strategy=strategy, bundle_label_selector=selectors)
         try:
-            self._wait(group)
-            return Placement.of(group, list(range(self.size)), False)
+            self._wait(own.group)
+            return Placement.of(own.group, list(range(self.size)), own)
         except BaseException:
-            _remove(group)
+            own.remove()
             raise
 
     def _free_bundles(self, group: PlacementGroup) -> list[int]:
@@ -387,7 +388,7 @@ class Placer:
         return (
             f"wanted {self.size} x {describe(self.bundle)} ({self.config.placement_strategy}), "
             f"available now {_amounts(bounded(ray.available_resources, what), self.bundle)} of "
-            f"{_amounts(bounded(ray.cluster_resources, what), self.bundle)}"
+            f"{_amounts(bounded(ray.cluster_resources, what), self.bundle)}{describe_groups()}"
         )
 
     def replace(self, old: Placement | None, silent: set[str]) -> Placement:
@@ -401,6 +402,8 @@ class Placer:
             PlacementError: there was no room without the silent nodes until the timeout.
         """
         deadline = time.monotonic() + self.config.placement_timeout_s
+        if old is not None and old.is_removed():
+            old = None
         is_first = True
         while old is None or silent & set(old.node_ids):
             try:

@@ -1,8 +1,8 @@
 """Ranks that run as Ray actors: Ray places, starts and ends the processes.
 
-If Ray no longer answers when a lost group is to be replaced whose ranks all ran on the driver's
-machine, the next groups are the driver's own children (`ProcessHome`). On several machines the
-rebuild is repeated until Ray answers.
+If Ray no longer answers, or starts no rank, when a lost group is to be replaced whose ranks all ran
+on the driver's machine, the next groups are the driver's own children (`ProcessHome`). On several
+machines the rebuild is repeated until Ray starts ranks again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ray
 from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, EngineError, GroupLostError
 from tpengine.executor.channel import Check
+from tpengine.executor.diagnosis import START
 from tpengine.executor.home import EndGroup, Home, Places, StartTimes
 from tpengine.executor.launch.actors import ActorSpare, Agents, RayLauncher
 from tpengine.executor.launch.placement import Placement, Placer, cluster_nodes, rank_bundle
@@ -26,6 +27,9 @@ from tpengine.executor.spares import Spare, Spares
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
+
+_MOST_FAILED = 2
+"""So many starts in a row in which a rank did not appear: Ray counts as dead. One may be chance."""
 
 
 class RayHome(Home):
@@ -52,6 +56,7 @@ class RayHome(Home):
         self._launcher: RayLauncher | None = None
         self._spare_devices: list[tuple[str, ...]] | None = None
         self._places_before: Places = []
+        self._num_failed = 0  # starts in a row in which a rank did not appear
 
     def check(self) -> None:
         # Without a connection any call of Ray's would join a cluster or start one.
@@ -78,7 +83,8 @@ class RayHome(Home):
 
     def replace(self, lost: Places, end: EndGroup, times: StartTimes, check: Check) -> None:
         """Makes sure of bundles on nodes that answer; see `Home`."""
-        self._places_before = lost or self._places_before
+        if lost:
+            self._places_before, self._num_failed = lost, 0
         if not self._connection.is_alive:
             raise EngineError(RAY_IS_GONE)
         if self._all_ran_here:
@@ -118,15 +124,19 @@ class RayHome(Home):
         """
         self._agents.check_raylet()
         check_answers()
+        if self._num_failed >= _MOST_FAILED:
+            raise RaySilentError(f"Ray did not start a rank, {self._num_failed} times in a row")
 
     def successor(self, error: EngineError) -> ProcessHome | None:
-        """If Ray does not answer and the lost ranks all ran on the driver's machine: the driver
-        starts this group and all later ones as its own children, on the same devices. The placement
-        stays, so that a Ray that answers again gives it to no other program."""
+        """If Ray does not answer, or has not started a rank several times in a row, as when its
+        disk is full, and the lost ranks all ran on the driver's machine: the driver starts this
+        group and all later ones as its own children, on the same devices. The placement stays, so
+        that a Ray that works again gives it to no other program."""
         if not self._all_ran_here:
             return None
         reason = error
         if isinstance(error, GroupLostError):
+            self._num_failed += error.loss.phase == START.phase
             try:
                 self._check_ray()
             except RaySilentError as silent:

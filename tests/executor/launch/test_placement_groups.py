@@ -1,0 +1,102 @@
+"""What Ray holds for a driver that is an actor or a task of Ray is free when it has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from recovery.on_ray.processes import actors
+from support.waiting import PATIENCE_S, wait_until
+
+from executor.ray_engines import free_cpus, ray_engine
+from tpengine import SamplingParams
+from tpengine.config import RayConfig
+from tpengine.executor.launch.placement import Placer
+
+NUM_TOKENS = 8
+
+
+class Driver:
+    """Places two ranks, or makes an engine of two; and ends by itself."""
+
+    def place(self) -> None:
+        config = RayConfig(placement_timeout_s=600.0)
+        Placer({"CPU": 1.0}, 2, config, lambda _: set(), lambda: None).place(set())
+
+    def generate(self, folder: str) -> list[int]:
+        self.engine = engine = ray_engine(folder, 2)
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        engine.add_request("one", None, params, prompt_token_ids=[5, 6, 7])
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs = engine.step() or outputs
+        return list(outputs[0].outputs[0].token_ids)
+
+    def exit(self) -> None:
+        os._exit(1)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60.0)
+
+
+def place_and_exit() -> None:
+    Driver().place()
+    os._exit(1)
+
+
+def groups() -> set[str]:
+    """The groups of engines that have room, or wait for it."""
+    table = ray.util.placement_group_table().values()
+    living = [group["name"] for group in table if group["state"] != "REMOVED"]
+    return {name for name in living if name.startswith("tpengine-")}
+
+
+@pytest.mark.parametrize("way", ["killed", "exit", "die", "restarted", "waiting", "task"])
+def test_its_group_ends_with_it(ray_address: str, way: str) -> None:
+    """Also if no rank lives that could remove it; and so does the actor that owns the group."""
+    before, running = groups(), actors().keys()
+    others = ray.util.placement_group([{"CPU": 7 if way == "waiting" else 1}])
+    assert others.wait(PATIENCE_S)
+    restarts = int(way == "restarted")
+    driver = ray.remote(Driver).options(num_cpus=0, max_restarts=restarts).remote()
+    try:
+        if way == "task":
+            ray.wait(
+                [ray.remote(place_and_exit).options(max_retries=0).remote()], timeout=PATIENCE_S
+            )
+        else:
+            placed = driver.place.remote()
+            wait_until(lambda: len(groups() - before) == 1)
+        if way in ("exit", "die", "restarted"):
+            ray.get(placed, timeout=PATIENCE_S)
+            getattr(driver, "exit" if way == "restarted" else way).remote()
+        elif way != "task":
+            ray.kill(driver)
+        wait_until(lambda: groups() == before)
+    finally:
+        ray.kill(driver)
+        ray.util.remove_placement_group(others)
+    wait_until(lambda: actors().keys() <= running)
+    wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"])
+
+
+def test_an_engine_that_is_made_again(folder: Path) -> None:
+    """In another actor, on a cluster that has room for one engine only."""
+    others = ray.util.placement_group([{"CPU": ray.cluster_resources()["CPU"] - 2}])
+    assert others.wait(PATIENCE_S)
+    answers: list[Any] = []
+    try:
+        for end in (ray.kill, lambda driver: driver.exit.remote(), ray.kill):
+            driver = ray.remote(Driver).options(num_cpus=0).remote()
+            answers.append(ray.get(driver.generate.remote(str(folder)), timeout=PATIENCE_S))
+            end(driver)
+        assert answers == answers[:1] * 3
+        wait_until(lambda: free_cpus() == 2)
+    finally:
+        ray.util.remove_placement_group(others)
