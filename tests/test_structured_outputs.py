@@ -191,6 +191,8 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
         ({"json": [1]}, "structured_outputs.json must be a JSON object"),
         ({"json": {"type": "foo"}}, "refused: Invalid type: foo"),
         ({"json": {"not": {}}}, r'refused: Unimplemented keys: \["not"\]'),
+        ({"json": {"items": {"uniqueItems": True}}}, r'Unimplemented keys: \["uniqueItems"\]'),
+        ({"json": {"propertyNames": {"pattern": "a"}}}, r'Unimplemented keys: \["propertyNames"\]'),
         ({"choice": "ab"}, "structured_outputs.choice must be a list of texts"),
         ({"choice": ["a", ""]}, "must be a text that is not empty"),
         ({"grammar": "start: foo"}, 'refused: .*unknown name: "foo"'),
@@ -210,6 +212,51 @@ def test_a_bad_constraint_is_an_error_of_its_request(llm: LLM, constraint: Any, 
     with pytest.raises(InvalidSamplingParamsError, match=f"(?s){words}"):
         generate(llm, structured_outputs=constraint)
     assert generate(llm, max_tokens=2)[0].finished
+
+
+ENDLESS: list[dict[str, Any]] = [
+    {"$ref": "#"},
+    {"anyOf": [{"$ref": "#/$defs/a"}, False], "$defs": {"a": {"allOf": [{"$ref": "#"}]}}},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"properties": {"b": {"type": "array", "items": {"$ref": "#/properties/b"}, "minItems": 1}},
+     "type": "object", "required": ["b"]},
+    {"type": "object", "patternProperties": {"^a": {"const": 1}, "b$": {"const": 2}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", ENDLESS, ids=str)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_schema_without_an_end_is_refused_at_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any], thinks: bool
+) -> None:
+    hf = llm.get_tokenizer()
+    if thinks:
+        monkeypatch.setattr(hf, "chat_template", hf.chat_template + "{# <think> #}")
+    held = SamplingParams(max_tokens=4, structured_outputs={"json": schema})
+    with pytest.raises(InvalidSamplingParamsError, match="structured_outputs"):
+        llm.chat([{"role": "user", "content": "a"}], held, use_tqdm=False)
+
+
+@pytest.mark.parametrize(("constraint", "pattern"), CONSTRAINTS[:4])
+def test_a_complete_output_ends_before_min_tokens(
+    llm: LLM, constraint: dict[str, Any], pattern: str
+) -> None:
+    for others in ({"n": 2}, {"ignore_eos": True, "stop_token_ids": [70]}):
+        (output,) = generate(llm, structured_outputs=constraint, min_tokens=50, **others)
+        for completion in output.outputs:
+            assert completion.finish_reason == "stop", output.error
+            assert re.fullmatch(pattern, completion.text)
+
+
+def test_min_tokens_holds_where_the_constraint_allows_more(llm: LLM) -> None:
+    engine = llm.llm_engine
+    assert engine.tokenizer is not None
+    ends = dict.fromkeys(engine.tokenizer.end_token_ids(engine.model_config), 50.0)
+    for count in (0, 9):
+        params = {"structured_outputs": {"regex": "[a-z ]*"}, "min_tokens": count}
+        (output,) = generate(llm, logit_bias=ends, **params)
+        assert output.outputs[0].finish_reason == "stop"
+        assert len(output.outputs[0].token_ids) == count + 1
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,8 @@ class SamplingParams:
 
     None: as many as the model's length allows."""
     min_tokens: int = parameter(0, at_least=0, endless=True)
-    """No end token and no stop before this many output tokens."""
+    """No end token and no stop before this many output tokens. An output whose
+    constraint is complete earlier, so that nothing else may follow, ends there."""
     logprobs: int | bool | None = parameter(None, at_least=WHOLE_VOCABULARY)
     """Report this many most likely tokens at each position, and the chosen one, with log
     probabilities of the raw logits. -1: the whole vocabulary; True becomes 1. The engine's

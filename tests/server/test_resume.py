@@ -134,12 +134,19 @@ class Grpc(Door):
 
 
 class Http(Door):
-    """Over HTTP; a position is the id of an event."""
+    """Over HTTP; a position is the id of an event.
+
+    Attributes:
+        gateway_id: of all requests; empty: each has its key.
+    """
+
+    gateway_id = ""
 
     def begin(self, key: str, after: int, length: int, window_s: float, token: str) -> Any:
         body = {"prompt": [5, 6, 7], "max_tokens": length, "ignore_eos": True, "stream": True}
         body |= {"temperature": 0.0, "return_token_ids": True, "detokenize": False}
-        headers = {"idempotency-key": key, "x-request-id": key, "x-resume-window": str(window_s)}
+        headers = {"idempotency-key": key, "x-resume-window": str(window_s)}
+        headers["x-request-id"] = self.gateway_id or key
         if after:
             headers["last-event-id"] = str(after)
         return post(self.server, "/v1/completions", body, headers, token)
@@ -233,6 +240,18 @@ def test_only_its_owner_may_resume(door: Any) -> None:
     door.leave(own)
     assert len(door.read(door.open("shared", after=position), 9)) >= 9
     assert door.fault(door.open("shared", length=LONG - 1)) == "duplicate_request_id"
+
+
+def test_streams_with_one_request_id_have_keys_of_their_own(server: ServerProcess) -> None:
+    door = Http(server)
+    door.gateway_id = "of-all"
+    for key, stream in [(key, door.open(key)) for key in ("k1", "k2")]:
+        door.after = 0
+        begun = door.read(stream, 3)
+        door.leave(stream)
+        assert len(begun + door.read(door.open(key, after=door.positions[-1]), 9)) >= 12
+    assert door.abort("of-all", token=ONE)
+    holds(server, 0, 0)
 
 
 @pytest.mark.parametrize("has_reader", [True, False])

@@ -257,10 +257,13 @@ class AsyncLLMEngine:
         await self._requests.abort(live, _FREE_S)
         return True
 
-    def owner(self, request_id: str) -> str | None:
-        """Returns the name of an unfinished request's owner; empty: it has none."""
-        live = self._requests.find(request_id)
-        return None if live is None else live.owner.name
+    def owners(self, names: set[str]) -> dict[str, str]:
+        """Returns the owners' names of unfinished requests, by their ids; empty: it has none.
+
+        Args:
+            names: ids, or names of which `unique_id` has made ids.
+        """
+        return {live.request_id: live.owner.name for live in self._requests.named(names)}
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of a text.

@@ -30,6 +30,12 @@ logger = init_logger(__name__)
 _ABORTED = "aborted"
 
 
+def unique_id(name: str) -> str:
+    """Returns an id for a request to which its client gives a name that other requests may have
+    too; see `RequestTable.named`. An id that a client chooses has no space."""
+    return f"{name} {uuid4().hex[:12]}"
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """One request, from its first check until its outcome is known.
@@ -172,6 +178,11 @@ class RequestTable:
     def find(self, request_id: str) -> LiveRequest | None:
         """Returns the live request of that id; None if there is none."""
         return self._live.get(request_id)
+
+    def named(self, names: set[str]) -> list[LiveRequest]:
+        """Returns the live requests of these ids, and those of a `unique_id` of these names."""
+        ids = ((live.request_id, live) for live in self.all())
+        return [live for own_id, live in ids if {own_id, own_id.rpartition(" ")[0]} & names]
 
     def open(self, request: GenerateRequest, ends_as_output: bool) -> LiveRequest:
         """Gives a request a place in the queue and in the table. Its deadlines run from now on.

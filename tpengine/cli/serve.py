@@ -34,8 +34,8 @@ Status codes:
   INTERNAL             a fault of the server; its log has more under the request id in the text
 
 Status of HTTP:
-  400 a field is wrong   401 no key   404 another model or path   408 too late   409 id is running
-  410 stream to resume is not kept   413 body too large
+  400 a field is wrong   401 no key   404 another model or path   408 too late
+  409 key of another stream   410 stream to resume is not kept   413 body too large
   429 queue is full, or one client has too many calls (Retry-After)
   499 aborted   500 a fault of the server   503 loading, draining, or the engine has died
 

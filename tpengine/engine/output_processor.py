@@ -271,7 +271,10 @@ class OutputProcessor:
         params = request.sampling_params
         num_tokens = len(sequence.token_ids) + 1
         num_output = num_tokens - sequence.num_prompt_tokens
-        if token_id in request.end_token_ids and num_output >= params.min_tokens:
+        # Before min_tokens an end token is sampled only where a grammar allows no other.
+        if token_id in request.end_token_ids and (
+            num_output >= params.min_tokens or params.structured_outputs is not None
+        ):
             tracked.stop_reason = stop_token(token_id, request, self.tokenizer)
             if params.include_stop_str_in_output and detokenizer is not None:
                 detokenizer.append(token_id)

@@ -41,8 +41,10 @@ def read_grammar(
     thinking = _thinking(prompt or "", tokenizer) if is_chat else Thinking.NONE
     # For the library no text matches an added token, special or not, as the think tags of Qwen.
     added = list(tokenizer.hf.get_added_vocab())
-    grammar: str = to_grammar(params.structured_outputs, thinking, added)
-    tokenizer.vocabulary(model).matcher(grammar)
+    vocabulary, grammar = tokenizer.vocabulary(model), ""
+    for part in dict.fromkeys((Thinking.NONE, thinking)):  # a thought hides that no answer begins
+        grammar = to_grammar(params.structured_outputs, part, added)
+        vocabulary.matcher(grammar)
     return grammar
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.sampling_params import StructuredOutputsParams
+from tpengine.structured.schemas import ENDLESS, has_finite_value, without_annotations
 
 THINK_OPENING, THINK_CLOSING = "<think>", "</think>"
 """The tags around a model's reasoning, which comes before its answer."""
@@ -66,6 +67,7 @@ def _read_grammar(constraint: StructuredOutputsParams) -> dict[str, Any]:
         if constraint.disable_any_whitespace:
             options = {"whitespace_flexible": False}
         schema = {"type": "object"} if constraint.json is None else constraint.json
+        schema = _plain(schema)
         return _parsed(LLMatcher.grammar_from_json_schema(schema, defaults=options))
     if constraint.regex is not None:
         return _parsed(LLMatcher.grammar_from_regex(constraint.regex))
@@ -118,7 +120,16 @@ def _read_tags(value: Any) -> list[Any]:
             f"each begin starts with one; got {json.dumps(value)[:80]}",
             field=_NAME,
         )
+    for tag in tags:
+        tag.grammar = _plain(tag.grammar)
     return tags
+
+
+def _plain(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema as the library takes it."""
+    if not has_finite_value(schema):
+        raise InvalidSamplingParamsError(f"{_NAME} is refused: a schema {ENDLESS}", field=_NAME)
+    return without_annotations(schema)
 
 
 def _lark(text: str) -> dict[str, Any]:

@@ -31,11 +31,15 @@ class _Followed:
     Attributes:
         grammar: see `SamplingRules.grammar`.
         num_taken: tokens of the sequence that the matcher has behind it, those of the prompt too.
+        first_end: number of tokens before which the sequence should not end, see `min_tokens`.
+        end_ids: tokens that would end it.
         matcher: None: no mask has been made yet.
     """
 
     grammar: str
     num_taken: int
+    first_end: int
+    end_ids: Int64
     matcher: LLMatcher | None = None
 
     def take(self, token_ids: list[int], vocabulary: Vocabulary) -> LLMatcher:
@@ -50,6 +54,16 @@ class _Followed:
         self.matcher.consume_tokens(token_ids)
         self.num_taken += len(token_ids)
         return self.matcher
+
+    def ban_early_ends(self, bits: Int32) -> None:
+        """Removes the tokens that would end the sequence too early from its mask, unless no other
+        is allowed: where the grammar is complete, the sequence ends."""
+        if self.num_taken < self.first_end:
+            others = bits.view(np.uint8).copy()
+            bans = np.left_shift(1, self.end_ids & 7).astype(np.uint8)
+            np.bitwise_and.at(others, self.end_ids >> 3, ~bans)
+            if others.any():
+                bits[:] = others.view(np.int32)
 
 
 class GrammarSlots:
@@ -76,8 +90,10 @@ class GrammarSlots:
     def write(self, slot: int, sequence: NewSequence) -> None:
         """Writes the grammar of a sequence that enters, if it has one."""
         self.clear(slot)
-        if sequence.rules.grammar is not None:
-            self._followed[slot] = _Followed(sequence.rules.grammar, sequence.num_prompt_tokens)
+        rules, start = sequence.rules, sequence.num_prompt_tokens
+        if rules.grammar is not None:
+            ends = np.array(sequence.end_token_ids, np.int64)
+            self._followed[slot] = _Followed(rules.grammar, start, start + rules.min_tokens, ends)
 
     def fork(self, parent_slot: int, child_slot: int) -> None:
         """Gives a child the grammar of its parent, at the same place."""
@@ -140,4 +156,5 @@ class GrammarSlots:
                 bits[place] = 0
                 text = f"structured_outputs cannot be followed: {reason(matcher)}"
                 errors[place] = RowError(text, "structured_outputs")
+            work[place][0].ban_early_ends(bits[place])
         return FilledMasks(bits, errors)

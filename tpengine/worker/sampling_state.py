@@ -354,7 +354,8 @@ class TokenRules:
         self.clear(slot)
         rules = sequence.rules
         words, allowed = rules.bad_words_token_ids, rules.allowed_token_ids
-        if not (rules.logit_bias or words or sequence.end_token_ids or allowed):
+        ends = sequence.end_token_ids if rules.grammar is None else []  # else its masks ban them
+        if not (rules.logit_bias or words or ends or allowed):
             return
         bias, long = rules.logit_bias or {}, [word for word in words if len(word) > 1]
         self._rules[slot] = _Rules(
@@ -362,7 +363,7 @@ class TokenRules:
             bias=np.fromiter(bias.values(), np.float32, len(bias)),
             allowed_ids=None if allowed is None else np.unique(np.array(allowed, np.int64)),
             banned_ids=np.array([word[0] for word in words if len(word) == 1], np.int64),
-            early_banned_ids=np.array(sequence.end_token_ids, np.int64),
+            early_banned_ids=np.array(ends, np.int64),
             first_end_position=sequence.num_prompt_tokens + rules.min_tokens,
             words=BadWords(long) if long else None,
         )

@@ -110,7 +110,7 @@ def read_answer(stream: Any, has_body: bool = True) -> Answer:
     assert line.startswith(b"HTTP/1.1 "), line
     headers = {}
     while (head := stream.readline()) != b"\r\n":
-        name, _, value = head.decode().partition(":")
+        name, _, value = head.decode("latin-1").partition(":")
         headers[name.lower()] = value.strip()
     assert headers["x-request-id"]
     body = stream.read(int(headers["content-length"])) if has_body else b""

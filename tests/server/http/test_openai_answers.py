@@ -125,6 +125,32 @@ def test_an_id_of_the_client(door: Door) -> None:
         assert b'"id":"cmpl-mine"' in answer.read()
 
 
+@pytest.mark.parametrize("own_id", ["same", "a b", "x" * 200, "\u00e9 [=;"])
+def test_ids_of_gateways_are_no_keys(server: ServerProcess, door: Door, own_id: str) -> None:
+    """Two requests at once have one id, and a third of gRPC."""
+    body: dict[str, Any] = {"prompt": [5], "max_tokens": LASTING, "ignore_eos": True}
+    header = {"x-request-id": own_id}
+    begun = [door.begin("completions", {**body, "stream": True}, **header) for _ in range(2)]
+    answers = [connection.getresponse() for connection in begun]
+    for answer in answers:
+        assert (answer.status, answer.headers["x-request-id"]) == (200, own_id)
+        first = json.loads(answer.readline().removeprefix(b"data: "))
+        assert first["id"] == f"cmpl-{own_id}"
+    if own_id == "same":
+        request = pb.GenerateRequest(
+            prompt="a", request_id=own_id, sampling=pb.SamplingParams(max_tokens=1)
+        )
+        assert server.stub.Generate(request, timeout=TIMEOUT_S).request_id == own_id
+        assert server.stub.Abort(pb.AbortRequest(request_id=own_id), timeout=TIMEOUT_S).aborted
+        for answer in answers:
+            assert b"request_aborted" in answer.read()
+    for connection in begun:
+        connection.close()
+    wait_until(lambda: server.loads().num_open_calls == 0, TIMEOUT_S)
+    with door.open("completions", {"prompt": [10**9]}, **header) as refused:
+        assert (refused.status, refused.headers["x-request-id"]) == (400, own_id)
+
+
 @pytest.mark.parametrize(
     ("streams", "num_prompts", "size"), [(True, 3, 0), (False, 1, 0), (True, 1, 300_000)]
 )
@@ -203,12 +229,22 @@ def test_an_answer_is_held(door: Door, fields: dict[str, Any]) -> None:
                 assert json.loads(text)["colour"] in ("red", "blue")
 
 
+def named(schema: dict[str, Any]) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"response_format": form}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema or structural"),
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema", "is missing"),
         ({"response_format": {"type": "text", "a": 1}}, "response_format.a", "not a field"),
+        (named({"type": "x"}), "response_format", "Invalid type: x"),
+        (named({"properties": []}), "response_format", "properties"),
+        (named({"not": {}}), "response_format", "Unimplemented keys"),
+        (named({"enum": ["a" * 300_000]}), "response_format", "at most 262144"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "structures"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs", "must be a JSON object"),
         ({"structured_outputs": {"jso": {}}}, "structured_outputs", "has no field ['jso']; its"),
         ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs", "Invalid type: x"),
@@ -226,3 +262,4 @@ def test_constraint_not_held(door: Door, fields: dict[str, Any], param: str, wor
     assert (status, error["type"]) == (400, "invalid_request_error")
     assert words in error["message"]
     assert error["param"].endswith(param)
+    assert ("structured_outputs" in error["message"]) == ("structured_outputs" in fields)

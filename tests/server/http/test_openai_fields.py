@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,11 @@ def test_what_has_no_effect_is_accepted(state: ServerState, path: str) -> None:
         (TEXT, {"priority": 5}, "priority"),
         (TEXT, {"model": 5}, "model"),
         (CHAT, {"messages": []}, "messages"),
-        (CHAT, {"messages": [{"role": "user", "content": "a", "user": "b"}]}, "messages[0].user"),
+        (CHAT, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+         "messages[0].function_call"),
+        (CHAT, {"reasoning_effort": "much"}, "reasoning_effort"),
+        (TEXT, {"max_tokens": 8.5}, "max_tokens"),
+        (TEXT, {"prompt": [5.5]}, "prompt_token_ids"),
         (CHAT, {"messages": ["a"]}, "messages[0]"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
@@ -168,7 +173,7 @@ def test_a_wrong_value_is_refused(
 def test_a_mistake_is_told_what_is_right(door: Door, capsys: pytest.CaptureFixture[str]) -> None:
     for path, body, words in (
         ("/chat/completions", {}, "did you mean /v1/chat/completions?"),
-        ("/v1/responses", {}, "base URL ends in /v1"),
+        ("/responses", {}, "base URL ends in /v1"),
         ("/detokenize", {"tokens": [5, 10**9]}, "tokens[1] = 1000000000 "),
         (TEXT, {"messages": []}, "a field of /v1/chat/completions"),
         (CHAT, {"prompt": "a"}, "a field of /v1/completions"),
@@ -177,6 +182,74 @@ def test_a_mistake_is_told_what_is_right(door: Door, capsys: pytest.CaptureFixtu
         assert words in door.refused(path, body)[1]["message"]
     assert main(["client", "health", "--target", door.host]) == 1
     assert "OpenAI's port is not this client's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["responses", "embeddings", "moderations", "audio/speech", "x"])
+def test_a_path_that_is_missing_names_those_that_are_there(door: Door, path: str) -> None:
+    status, error = door.refused(path, {})
+    assert (status, error["code"]) == (404, "unknown_url")
+    assert f"POST /v1/{path} is no URL" in error["message"]
+    assert all(f"/v1/{name}" in error["message"] for name in (CHAT, TEXT, "models"))
+    assert "base URL" not in error["message"]
+
+
+SAID = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+EXTRAS: list[dict[str, Any]] = [
+    {"refusal": "no", "annotations": [{"type": "url_citation"}], "audio": None, "tool_calls": []},
+    {"id": "msg_1", "reasoning_details": [{"type": "reasoning.text"}], "finish_reason": "stop"},
+    {"provider_specific_fields": {"a": [1]}, "x" * 200: {}, "tool_call_id": 5, "m": "m" * 100_000},
+    {"content": [{"type": "text", "text": "b", "cache_control": {}, "annotations": []}]},
+]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: next(iter(extra)))
+def test_what_servers_write_comes_back_in_a_conversation(
+    state: ServerState, extra: dict[str, Any]
+) -> None:
+    tokenizer = state.loaded_engine().llm_engine.tokenizer
+    assert tokenizer is not None
+    noisy = [{**SAID[0], "id": "m"}, {**SAID[1], **extra}]
+    (got,), (plain,) = (read(state, CHAT, {"messages": said})[0] for said in (noisy, SAID))
+    assert tokenizer.render_chat(got.messages) == tokenizer.render_chat(plain.messages)
+
+
+@pytest.mark.parametrize("other", [{}, {"reasoning": None}, {"reasoning_content": ""}])
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_both_names_of_reasoning_reach_a_template(
+    state: ServerState, name: str, other: dict[str, Any]
+) -> None:
+    said = {"messages": [SAID[0], {**SAID[1], **other, name: "why"}]}
+    message = read(state, CHAT, said)[0][0].messages[1]
+    assert message["reasoning"] == message["reasoning_content"] == "why"
+
+
+def test_the_effort_reaches_a_template_that_knows_it(
+    state: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = state.loaded_engine().llm_engine.tokenizer
+    assert tokenizer is not None
+    for knows, effort, more, wanted in (
+        ("nothing", "high", {}, {}),
+        ("reasoning_effort", "xhigh", {}, {"reasoning_effort": "xhigh"}),
+        ("enable_thinking", "none", {}, {"enable_thinking": False, "thinking": False}),
+        ("thinking", "low", {"thinking": False}, {"thinking": False}),
+    ):
+        template = f"{{{{ messages }}}}{{# {knows} #}}"
+        monkeypatch.setattr(tokenizer.hf, "chat_template", template)
+        body = {**BASES[CHAT], "reasoning_effort": effort, "chat_template_kwargs": more}
+        options = read(state, CHAT, body)[0][0].chat_options
+        assert options == wanted | {"add_generation_prompt": True}
+
+
+def test_json_has_one_kind_of_number(state: ServerState) -> None:
+    for path, body in (
+        (TEXT, {"max_tokens": 8, "n": 1, "top_k": 5, "seed": 3, "logprobs": 2, "min_tokens": 1}),
+        (TEXT, {"prompt": [[5, 6], [7]], "stop_token_ids": [7], "priority": 0}),
+        (CHAT, {"max_completion_tokens": 8, "logprobs": True, "top_logprobs": 2}),
+    ):
+        text = re.sub(r"(\d+)", r"\1.0", json.dumps(body))
+        asked = [read(state, path, BASES[path] | fields) for fields in (body, json.loads(text))]
+        assert repr(asked[0]) == repr(asked[1])
 
 
 def test_defaults(state: ServerState) -> None:
@@ -241,7 +314,8 @@ def test_reasoning_has_a_field_of_its_own(size: int) -> None:
     parts = [output(place, text[place : place + size]) for place in range(0, len(text), size)]
     (whole,), streamed, num_fast = asyncio.run(written(output(len(text), text), parts))
     assert num_fast == max(0, len(parts) - 2), "only the first and last are slow"
-    message = {"role": "assistant", "reasoning_content": "\nwhy < not"}
+    message = dict.fromkeys(("reasoning", "reasoning_content"), "\nwhy < not")
+    message["role"] = "assistant"
     assert whole["message"] == message | {"content": "\n\nbecause < so"}
     assert streamed["choices"][0]["message"] == whole["message"]
 

@@ -47,6 +47,12 @@ def port() -> Iterator[OpenPort]:
         yield port
 
 
+@pytest.fixture(scope="module")
+def keeping() -> Iterator[OpenPort]:
+    with open_port(limits=Limits(resume_window_s=60.0)) as port:
+        yield port
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "code"),
     [
@@ -58,7 +64,7 @@ def port() -> Iterator[OpenPort]:
         (request("/" + "a" * 20_000), 431, "head_too_large"),
         (request("/health", "x: " + "a" * 20_000), 431, "head_too_large"),
         (b"GET / HTTP/1.1\r\nx: " + b"a" * 20_000, 431, "head_too_large"),
-        (request("/health", "x-request-id: a b"), 400, None),
+        (posted(b'{"a":' + b"[" * 300 + b"]" * 300 + b"}"), 400, None),
         (request("/none"), 404, "unknown_url"),
         (request("/health/"), 404, "unknown_url"),
         (request("/%ff%00%0a"), 404, "unknown_url"),
@@ -94,6 +100,22 @@ def test_what_is_refused(port: OpenPort, sent: bytes, status: int, code: str | N
     wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
 
 
+@pytest.mark.parametrize(("depth", "status"), [(200, 503), (300, 400), (1000, 400)])
+@pytest.mark.parametrize(
+    ("begin", "end", "size"), [("[", "]", 1), ('{"a":', "}", 1), ('[{"a":', "}]", 2)]
+)
+def test_a_body_is_not_nested_too_deeply(
+    keeping: OpenPort, begin: str, end: str, size: int, depth: int, status: int
+) -> None:
+    """The window of a stream has its body compared with that of the next call."""
+    count = depth // size
+    body = f'{{"stream": true, "stop": {begin * count}1{end * count}}}'.encode()
+    headers = (JSON, "idempotency-key: k", "x-resume-window: 9")
+    answer = keeping.send(request("/v1/completions", *headers, method="POST", body=body))
+    assert answer.status == status
+    assert ("nested" in answer.error["message"]) == (status == 400)
+
+
 def test_health_while_the_model_loads(port: OpenPort) -> None:
     """One connection serves many requests; a HEAD has no body; ids come back."""
     statuses = {"/health": 200, "/ready": 503, "/version": 200, "/metrics": 200}
@@ -103,6 +125,10 @@ def test_health_while_the_model_loads(port: OpenPort) -> None:
             answer = read_answer(stream, has_body=method == "GET")
             assert (answer.status, answer.headers["x-request-id"]) == (status, f"of-{path}")
             assert answer.headers["date"].endswith("GMT")
+    for own_id in ("a b", "x" * 200, "x" * 9000, "k=1; \t'[]{}\"", "\u00e9"):  # of gateways
+        sent = request("/health", f"x-request-id: {own_id}")
+        answer = port.send(sent.decode().encode("latin-1"))
+        assert (answer.status, answer.headers["x-request-id"]) == (200, own_id)
     answer = port.send(request("/health", "connection: upgrade", "upgrade: h2c"))
     assert (answer.status, answer.headers["connection"]) == (200, "close")
 

@@ -50,6 +50,7 @@ CALL = {
     "function": {"name": "get-rain", "arguments": '{"city": "Ærø"}'},
 }
 DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(2000), dict[str, Any]())
+ENDLESS = {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 DONE = [
     *ASKED["messages"],
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -192,14 +193,12 @@ def test_text_without_a_call_is_the_answer(tooled: Door) -> None:
     [
         ({"tools": [5]}, "tools[0]"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
-        ({"tools": [{**tool("f"), "x": 1}]}, "tools[0].x"),
         ({"tools": [tool("f"), tool("a b")]}, "tools[1].function.name"),
         ({"tools": [tool("f" * 65)]}, "tools[0].function.name"),
         ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
         ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters"),
         ({"tools": [tool("f", parameters={"type": "array"})]}, "tools[0].function.parameters.type"),
         ({"tools": [tool("f", strict="x")]}, "tools[0].function.strict"),
-        ({"tools": [tool("f", example=1)]}, "tools[0].function.example"),
         ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
         ({"tools": [tool("f", parameters=DEEP)]}, "tools"),
         ({"tools": [tool("f", parameters={"properties": {"a": {"enum": ["b" * 140_000]}}})],
@@ -273,6 +272,7 @@ def test_an_answer_with_a_thought_and_calls(size: int) -> None:
         assert part["message"] == wanted["message"]
         assert part["finish_reason"] == wanted["finish_reason"]
         assert wanted["message"]["reasoning_content"] == "why"
+        assert wanted["message"]["reasoning"] == "why"
         assert wanted["message"]["content"] == "\n\nWell. "
     assert [choice["finish_reason"] for choice in whole] == ["tool_calls", "length"]
     assert [len(choice["message"]["tool_calls"]) for choice in whole] == [2, 1]
@@ -281,7 +281,32 @@ def test_an_answer_with_a_thought_and_calls(size: int) -> None:
 
 def test_a_schema_that_no_grammar_holds(tooled: Door) -> None:
     strict = tool("f", strict=True, parameters={"not": {"minProperties": 2}})
-    status, error = tooled.refused(CHAT, {**ASKED, "tools": [strict]})
-    assert (status, error["param"]) == (400, "tools")
-    assert "cannot be held by a grammar" in error["message"]
-    assert "Unimplemented keys" in error["message"]
+    status, error = tooled.refused(CHAT, {**ASKED, "tools": [TOOLS[0], strict, TOOLS[1]]})
+    assert (status, error["param"]) == (400, "tools[1].function.parameters")
+    assert error["message"].endswith('cannot be held by a grammar: Unimplemented keys: ["not"]')
+    endless = tool("f", strict=True, parameters=ENDLESS)
+    error = tooled.refused(CHAT, {**ASKED, "tools": [TOOLS[0], endless]})[1]
+    assert error["param"] == "tools[1].function.parameters"
+    assert "no finite value" in error["message"]
+
+
+def test_extras_in_tools_and_calls_change_nothing(state: ServerState) -> None:
+    extras = {"strict": True, "cache_control": {"type": "ephemeral"}, "x": [1]}
+    noisy = [
+        {**entry, **extras, "function": {**entry["function"], "example": 1, "strict": None}}
+        for entry in TOOLS
+    ]
+    function = {**CALL["function"], "parsed_arguments": {"a": 1}, "output": None}
+    calls = [{**CALL, "index": 0.5, "extra_content": {"x": 1}, "function": function}]
+    messages = [DONE[0], {**DONE[1], "tool_calls": calls, "refusal": None}, {**DONE[2], "id": 1}]
+    wanted = read(state, CHAT, {"messages": DONE, "tools": TOOLS})
+    assert read(state, CHAT, {"messages": messages, "tools": noisy}) == wanted
+
+
+@pytest.mark.parametrize("more", [{}, {"parameters": None}, {"description": "d", "strict": True}])
+def test_a_function_without_parameters_takes_none(tooled: Door, more: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "f", **more}}]
+    body = {**SAMPLED, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = tooled.whole(CHAT, body)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": "{}"}

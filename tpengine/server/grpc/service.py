@@ -283,19 +283,23 @@ def _of_call(request: GenerateRequest, call: Call, request_id: str) -> GenerateR
 
 
 async def abort_requests(state: ServerState, request_ids: Sequence[str]) -> bool:
-    """Aborts requests for the current call's client; returns whether one of them existed.
+    """Aborts those requests that the current call's client has sent, or with the admin token any
+    client; returns whether there was one.
 
     Raises:
         InvalidPromptError: an id is none.
-        PermissionDeniedError: another client has sent one of them; then none is aborted.
+        PermissionDeniedError: other clients have sent all of them.
     """
     engine, client = state.loaded_engine(), CALL.get().client
     for request_id in request_ids:
         check_request_id(request_id)
-        if engine.owner(request_id) not in (None, "", client.name):
-            client.require_admin("to abort a request of another client")
+    owners = engine.owners(set(request_ids))  # over HTTP several clients may use one id
+    own = {i for i, owner in owners.items() if owner in ("", client.name)}
+    if owners and not own:
+        client.require_admin("to abort a request of another client")
+    engine_ids = set(owners) if "admin" in client.may else own
     kept = [stream for name in request_ids for stream in state.kept.of_request(client, name)]
-    engine_ids = {*request_ids, *(one_id for stream in kept for one_id in stream.engine_ids)}
+    engine_ids.update(own_id for stream in kept for own_id in stream.engine_ids)
     for stream in kept:
         stream.end(RequestAbortedError(f"request {stream.request_id!r} was aborted"))
         state.kept.drop(stream)  # also if it had ended before

@@ -27,11 +27,11 @@ from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY
 from tpengine.server.auth import Authenticator
 from tpengine.server.http.calls import ParseTurns, read_call
 from tpengine.server.http.error_answers import HttpError, refusal
-from tpengine.server.http.fields import FieldError, Fields
-from tpengine.server.http.openai_routes import PATHS, openai_routes
+from tpengine.server.http.fields import FieldError, Fields, whole
+from tpengine.server.http.openai_routes import openai_routes
 from tpengine.server.http.page import FILES, page_routes
 from tpengine.server.http.read import BodyReader, naming_field
-from tpengine.server.limits import OpenCalls, check_num_ids, check_request_id
+from tpengine.server.limits import OpenCalls, check_num_ids
 from tpengine.server.state import METRICS_TYPE, ServerState
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", *FILES})
@@ -75,22 +75,19 @@ class _Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, headers = scope["state"], Headers(scope=scope)
         state["send"] = send
-        state["request_id"] = f"req-{uuid.uuid4().hex}"
+        # Gateways set it: all that a header may hold is taken, also if another call has it.
+        state["request_id"] = headers.get(REQUEST_ID_KEY) or f"req-{uuid.uuid4().hex}"
         has_begun = False
 
         async def answer(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                own_id = (REQUEST_ID_KEY.encode(), state["request_id"].encode())
+                own_id = (REQUEST_ID_KEY.encode(), state["request_id"].encode("latin-1"))
                 message["headers"] = [*message["headers"], own_id]
             await send(message)
 
         try:
-            request_id = headers.get(REQUEST_ID_KEY)
-            if request_id is not None:
-                check_request_id(request_id)
-                state["request_id"] = request_id
             if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, answer)
                 return
@@ -116,8 +113,12 @@ async def _refuse(request: Request, error: HTTPException) -> NoReturn:
         allowed = (error.headers or {})["Allow"]
         text = f"{what} is not offered; this path takes {allowed}"
         raise HttpError(text, 405, "method_not_allowed", {"allow": allowed})
-    known = [*PATHS, *(getattr(route, "path", "") for route in request.app.routes)]
-    hint = did_you_mean(request.url.path[:200], known) or "; a client's base URL ends in /v1"
+    paths = [getattr(route, "path", "") for route in request.app.routes]
+    if request.url.path.startswith("/v1/"):
+        served = [path for path in paths if path.startswith("/v1/") and "{" not in path]
+        hint = f"; below /v1 it has {', '.join(served)}"
+    else:
+        hint = did_you_mean(request.url.path[:200], paths) or "; a client's base URL ends in /v1"
     raise HttpError(f"{what} is no URL of this server{hint}", error.status_code, "unknown_url")
 
 
@@ -203,6 +204,7 @@ def _text_routes(state: ServerState) -> list[Route]:
         token_ids: list[int] = fields.take("tokens", list, [])
         fields.end()
         check_num_ids("tokens", len(token_ids), engine.model_config.max_model_len)
+        token_ids = whole(token_ids)
         check_token_ids("tokens", token_ids, engine.model_config.vocab_size)
         return JSONResponse({"prompt": await engine.detokenize(token_ids, False)})
 

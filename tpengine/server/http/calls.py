@@ -22,6 +22,8 @@ from tpengine.server.state import ServerState
 
 KEY_HEADER, POSITION_HEADER = "idempotency-key", "last-event-id"
 _MAX_DIGITS = 12
+_MAX_DEPTH = 254
+"""Of arrays and objects in a body: the limit of `orjson.dumps`."""
 _LARGE_BYTES = 1 << 16
 _PAUSES = 3
 """Length of a pause, in multiples of the time of parsing before it."""
@@ -36,7 +38,8 @@ class HttpCall:
     that: leaving `ServerState.open` frees the request's blocks.
 
     Attributes:
-        request_id: the client's x-request-id, or one that the server has made.
+        request_id: the client's x-request-id, or one that the server has made. Other calls may have
+            it too.
         client: who calls.
         deadline: moment of `time.monotonic`; None: none.
         body: its JSON object.
@@ -186,6 +189,12 @@ def _parse(body: bytes) -> dict[str, Any]:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:  # its text has no text of the body
         raise MalformedRequestError(f"the body is not valid JSON: {error}") from None
+    if body.count(b"[") + body.count(b"{") > _MAX_DEPTH:
+        try:
+            orjson.dumps(parsed)  # counts in C; others come to Python's limit later
+        except orjson.JSONEncodeError:
+            text = f"the body is nested more than {_MAX_DEPTH} deep; send it flatter"
+            raise MalformedRequestError(text) from None
     if not isinstance(parsed, dict):
         raise MalformedRequestError(f"the body must be a JSON object, not {type(parsed).__name__}")
     return parsed

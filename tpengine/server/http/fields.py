@@ -5,6 +5,7 @@ docs/openai.md lists them. A null is the same as no field.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,30 +17,32 @@ Value = TypeVar("Value")
 
 NO_EFFECT: Mapping[str, Sequence[Any] | None] = {
     # fields: the values that change nothing here; None: all
-    "user metadata safety_identifier service_tier": None,
+    "user metadata safety_identifier service_tier store verbosity prediction": None,
     "prompt_cache_key prompt_cache_options prompt_cache_retention": None,
-    "store return_tokens_as_token_ids return_token_strs": (False,),
+    "return_tokens_as_token_ids return_token_strs": (False,),
     "include_reasoning": (True,),
-    "suffix": ("",),
+    "suffix cache_salt": ("",),
     "tools functions documents logits_processors": ([],),
     "tool_choice function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
+    "reasoning_effort thinking_token_budget audio moderation web_search_options": ("none",),
+    "kv_transfer_params vllm_xargs mm_processor_kwargs": ({},),
 }
 REFUSED: Mapping[str, str] = {
     # fields: what to do instead
     "suffix": "put the text before the gap into prompt",
-    "store": "answers are not stored",
     "tools tool_choice parallel_tool_calls": "it is for /v1/chat/completions",
     "functions function_call": "give tools and tool_choice instead",
     "tool_calls": "it is a field of messages of the role assistant",
     "tool_call_id": "it is a field of messages of the role tool",
     "guided_json guided_regex guided_choice guided_grammar": "give structured_outputs instead",
-    "reasoning_effort thinking_token_budget": "use the template's own chat_template_kwargs",
+    "reasoning_effort": "it is for /v1/chat/completions",
+    "reasoning thinking enable_thinking thinking_token_budget": (
+        "give reasoning_effort, or the template's own chat_template_kwargs"
+    ),
     "include_reasoning": "leave it out; reasoning has a field of its own",
-    "verbosity": "ask for it in a message",
     "modalities audio": "ask for text, which every answer is",
-    "prediction": "leave it out, the answer is the same",
     "moderation web_search_options": "leave it out; the answer comes from the model alone",
     "documents": "put them into messages",
     "chat_template": "the model's own is used; chat_template_kwargs are its arguments",
@@ -84,6 +87,8 @@ class Fields:
             FieldError: it has another type.
         """
         value = self.left.pop(name, default)
+        if kind is int:
+            value = whole(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.error(name, f"must be {KINDS[kind]}, got {type(value).__name__}")
         return value
@@ -107,13 +112,24 @@ class Fields:
                 continue
             advice = _find(name, REFUSED, None)
             if advice is not None:
-                raise self.error(name, f"is not supported with this value: {advice}")
+                works = " or ".join(json.dumps(value) for value in harmless)
+                problem = f"may only be {works}" if works else "is not supported"
+                raise self.error(name, f"{problem}: {advice}")
             hint = did_you_mean(name[:80], known)
             raise self.error(name, f"is not a field that this server knows{hint}")
 
 
 def _find(name: str, table: Mapping[str, Value], default: Value) -> Value:
     return next((value for key, value in table.items() if name in key.split()), default)
+
+
+def whole(value: Any) -> Any:
+    """A number without a fraction as an integer, also in lists: JSON has one kind of number."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [whole(item) for item in value]
+    return value
 
 
 def read_bias(value: object) -> object:

@@ -35,6 +35,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tpengine.async_engine.mailbox import Mailbox
+from tpengine.async_engine.request_table import unique_id
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import UnreadError
 from tpengine.proto import RESUME_WINDOW_KEY
@@ -72,7 +73,8 @@ def openai_routes(state: ServerState) -> list[Route]:
         if asked is not None and (stream := state.kept.find(asked)) is not None:
             return resumed(request, stream, asked.after)
         with naming_field(is_chat):
-            requests, style = await BodyReader(call, is_chat, state).read()
+            read, style = await BodyReader(call, is_chat, state).read()
+        requests = [replace(item, request_id=unique_id(call.request_id)) for item in read]
         request.state.request_id = call.request_id
         adapter = requests[0].lora_request
         model = state.model if adapter is None else adapter.lora_name
@@ -80,9 +82,7 @@ def openai_routes(state: ServerState) -> list[Route]:
         answer = Answer(**common(request), state=state, requests=requests, style=style, head=head)
         if asked is None:
             return answer
-        ids = [asked.engine_id(str(req.request_id)) for req in requests]
-        pairs = zip(requests, ids, strict=True)
-        answer.requests = [replace(req, request_id=own_id) for req, own_id in pairs]
+        ids = [str(item.request_id) for item in requests]
         stream = state.kept.open(asked, call.request_id, ids, answer.produce)
         return resumed(request, stream, 0)
 
@@ -195,11 +195,11 @@ class Answer(_EventStream):
     async def _open(self, stack: AsyncExitStack) -> tuple[Boxes, Writers]:
         """Submits all requests; leaving the stack ends them."""
         tokenizer = self.state.loaded_engine().llm_engine.tokenizer
-        writers, boxes = Writers(), Boxes()
-        stack.enter_context(naming_field(self.style.is_chat, self.style.constraint))
+        writers, boxes, style = Writers(), Boxes(), self.style
+        stack.enter_context(naming_field(style.is_chat, style.constraint, style.tools))
         for place, request in enumerate(self.requests):
             first = place * request.params.n
-            writers.append(AnswerWriter(self.style, self.head, tokenizer, first))
+            writers.append(AnswerWriter(style, self.head, tokenizer, first))
             boxes.append(await stack.enter_async_context(self.state.open(request)))
         return boxes, writers
 

@@ -18,7 +18,8 @@ from tpengine.options import parameters
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server import limits
 from tpengine.server.http.calls import HttpCall
-from tpengine.server.http.fields import FieldError, Fields, read_bias, read_constraint
+from tpengine.server.http.fields import FieldError, Fields, read_bias, read_constraint, whole
+from tpengine.server.http.reasoning import THOUGHT_FIELDS
 from tpengine.server.http.tools import Tools, read_calls, read_tools, template_text
 from tpengine.server.http.write import Style
 from tpengine.server.state import ServerState
@@ -30,20 +31,28 @@ READ_BY_COMPLETION = ("prompt", "echo")
 READ_BY_CHAT = (
     "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
     "continue_final_message", "chat_template_kwargs", "tools", "tool_choice",
-    "parallel_tool_calls",
+    "parallel_tool_calls", "reasoning_effort",
 )  # fmt: skip
 READ_BY_BOTH = (
     "model", "stream", "stream_options", "request_id", "priority", "add_special_tokens",
     "return_token_ids", "response_format", *_PARAMETERS,
 )  # fmt: skip
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_SWITCHES = ("enable_thinking", "thinking")
+"""Names that templates have for whether the model is to reason."""
+_ALSO_SAID = ("tool_calls", "function_call", "audio")
+"""Fields of a message that are a part of what it says, and are refused where they are not read."""
 
 
 @contextmanager
-def naming_field(is_chat: bool, constraint: str = "structured_outputs") -> Iterator[None]:
+def naming_field(
+    is_chat: bool, constraint: str = "structured_outputs", tools: Tools | None = None
+) -> Iterator[None]:
     """Names the body's field in errors of the engine, which does not know bodies.
 
     Args:
         constraint: the field of the body that says what the output must look like.
+        tools: of the body, if that is their grammar.
     """
     try:
         yield
@@ -54,7 +63,10 @@ def naming_field(is_chat: bool, constraint: str = "structured_outputs") -> Itera
     except InvalidSamplingParamsError as error:
         if error.field != "structured_outputs" or constraint == error.field:
             raise
-        raise FieldError(constraint, f"cannot be held by a grammar: {error}") from None
+        why = str(error).replace(error.field, constraint).removeprefix(f"{constraint} is refused: ")
+        if tools is not None:
+            constraint, why = tools.at_fault(why)
+        raise FieldError(constraint, f"cannot be held by a grammar: {why}") from None
 
 
 class BodyReader:
@@ -75,8 +87,8 @@ class BodyReader:
         self._fields = Fields(call.body)
 
     async def read(self) -> tuple[list[GenerateRequest], Style]:
-        """The engine's requests, one for each prompt, and what the answer has in it. A request_id
-        in the body becomes the call's.
+        """The engine's requests, one for each prompt, without ids; and what the answer has in it. A
+        request_id in the body becomes the call's.
 
         Raises:
             RequestError, EngineError: a field cannot be used, or the server takes no requests.
@@ -103,20 +115,15 @@ class BodyReader:
         if tools is not None:
             form = "tools"
         style = dataclasses.replace(style, logprobs=params.logprobs, tools=tools, constraint=form)
-        prompts: list[Any]
-        prompts = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
+        prompts: Any = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
         fields.end((*READ_BY_BOTH, *(READ_BY_CHAT if self._is_chat else READ_BY_COMPLETION)))
-        with naming_field(self._is_chat, form):
+        with naming_field(self._is_chat, form, tools):
             self._check_sampling(params, prompts)
         if not self._is_chat:
             prompts = [await self._prompt(raw, params, special, style.echo) for raw in prompts]
-        call, own_id = self._call, self._call.request_id
-        ids = [own_id] if len(prompts) == 1 else [f"{own_id}-{i}" for i in range(len(prompts))]
-        common: dict[str, Any]
-        common = {"params": params, "priority": priority, "lora_request": adapter}
-        common |= {"owner": call.client.owner, "deadline": call.deadline}
-        pairs = zip(prompts, ids, strict=True)
-        return [GenerateRequest(**prompt, **common, request_id=i) for prompt, i in pairs], style
+        common: dict[str, Any] = {"params": params, "priority": priority, "lora_request": adapter}
+        common |= {"owner": self._call.client.owner, "deadline": self._call.deadline}
+        return [GenerateRequest(**prompt, **common) for prompt in prompts], style
 
     async def tokenize(self) -> list[int]:
         """The ids of the prompt or the conversation in a body of /tokenize.
@@ -183,6 +190,7 @@ class BodyReader:
         for name, bound in self._limits.max_entries().items():
             if isinstance(values.get(name), (list, dict)):
                 limits.at_most(f"the number of entries of {name}", len(values[name]), bound, name)
+        values = {name: whole(value) for name, value in values.items()}
         if "logit_bias" in values:
             values["logit_bias"] = read_bias(values["logit_bias"])
         if values.get("logprobs") is False:
@@ -247,9 +255,10 @@ class BodyReader:
             text, prompt = None, prompt[-most:]
         else:
             self._state.check_num_tokens(len(prompt))
+        token_ids: list[int] = whole(prompt)
         if echo and text is None:
-            text = await self._engine.detokenize(prompt, params.skip_special_tokens)
-        return {"prompt": text, "prompt_token_ids": prompt}
+            text = await self._engine.detokenize(token_ids, params.skip_special_tokens)
+        return {"prompt": text, "prompt_token_ids": token_ids}
 
     def _read_chat(self, special: bool, tools: Tools | None) -> dict[str, Any]:
         """The fields of `GenerateRequest` for a conversation."""
@@ -259,13 +268,21 @@ class BodyReader:
         continues = fields.take("continue_final_message", bool, False)
         adds = fields.take("add_generation_prompt", bool, not continues)
         options = fields.take("chat_template_kwargs", dict, {})
+        effort = fields.take("reasoning_effort", str, "")
+        if effort not in ("", *_EFFORTS):
+            problem = f"must be one of {', '.join(_EFFORTS)}, got {effort[:80]!r}"
+            raise fields.error("reasoning_effort", problem)
         if options and self._tokenizer is not None:
             # Names of the server's own arguments to Python's functions.
             apply = self._tokenizer.hf.apply_chat_template
             own = {"self", "messages", *inspect.signature(apply).parameters}
             for name in own & options.keys():
                 raise FieldError(f"chat_template_kwargs.{name}", "is the server's; leave it out")
-        messages = self._read_messages(template_text(self._tokenizer, tools is not None))
+        template = template_text(self._tokenizer, tools is not None)
+        messages = self._read_messages(template)
+        if effort:
+            known = {"reasoning_effort": effort} | dict.fromkeys(_SWITCHES, effort != "none")
+            options = {name: known[name] for name in known if name in template} | options
         options = {**options, "add_generation_prompt": adds}
         if tools is not None:
             self._state.check_text("tools", [json.dumps(tools.definitions)])
@@ -292,7 +309,8 @@ class BodyReader:
 
 
 def _read_message(place: str, value: object) -> dict[str, Any]:
-    """A message; null and empty fields are left out."""
+    """A message. Null and empty fields are left out, and so are unknown ones: what a server writes
+    into its answers comes back in conversations."""
     if not isinstance(value, dict):
         raise FieldError(place, f"must be an object, got {type(value).__name__}")
     fields = Fields({name: field for name, field in value.items() if field != []}, f"{place}.")
@@ -307,19 +325,24 @@ def _read_message(place: str, value: object) -> dict[str, Any]:
         if "tool_call_id" not in fields.left:
             raise fields.error("tool_call_id", "is missing")
         message["tool_call_id"] = fields.take("tool_call_id", str, "")
-    for name in ("name", "reasoning_content"):
-        if name in fields.left:
-            message[name] = fields.take(name, str, "")
+    if "name" in fields.left:
+        message["name"] = fields.take("name", str, "")
+    thoughts = [fields.take(name, str, "") for name in THOUGHT_FIELDS if name in fields.left]
+    if thoughts:
+        message |= dict.fromkeys(THOUGHT_FIELDS, max(thoughts, key=len))
     if "content" in fields.left:
         message["content"] = fields.left.pop("content")
+    fields.left = {name: value for name, value in fields.left.items() if name in _ALSO_SAID}
     fields.end()
     return message
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """All texts of a message, those of its parts and of the arguments of its calls too."""
+    """All texts of a message that are read, those of its parts and of the arguments of its calls
+    too."""
     parts = message.get("content")
-    values = [*message.values()]
+    names = ("role", "name", "tool_call_id", "content", *THOUGHT_FIELDS)
+    values = [message.get(name) for name in names]
     if isinstance(parts, list):
         values += [part.get("text") for part in parts if isinstance(part, dict)]
     calls = message.get("tool_calls") or ()

@@ -7,6 +7,8 @@ import enum
 from tpengine.structured.constraints import THINK_CLOSING as CLOSING
 from tpengine.structured.constraints import THINK_OPENING as OPENING
 
+THOUGHT_FIELDS = ("reasoning", "reasoning_content")
+"""Of a message, for its reasoning. Clients, servers and templates know the one or the other."""
 _MAX_SPACE = 64
 """Characters of white space before the opening tag; after more the answer is content."""
 

@@ -12,10 +12,13 @@ from tpengine.engine.tokenizer import Tokenizer
 from tpengine.sampling_params import SamplingParams, StructuredOutputsParams
 from tpengine.server.http.fields import FieldError, Fields
 from tpengine.server.http.tool_formats import FORMATS, NAME, ToolFormat, ToolParser
+from tpengine.structured.schemas import ENDLESS, has_finite_value, without_annotations
 
 MAX_TOOLS = 128
 """Functions of a request, as OpenAI bounds them."""
 _CHOICES = '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+_FIRST_CALL_LINE = 3
+"""In the text of `choice_grammar`; each function has a line."""
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space of arguments in a grammar: that of the templates, which write JSON as Python does."""
 
@@ -41,6 +44,16 @@ class Tools:
     def parser(self) -> ToolParser:
         """A parser of one answer."""
         return ToolParser(self.form, self.names)
+
+    def at_fault(self, why: str) -> tuple[str, str]:
+        """The field at fault, and the reason, from what the library says of the grammar: where it
+        is wrong, the reason, and some lines of it."""
+        match = re.match(r"at (\d+)\(\d+\): .*?JSON schema: (.*)", why)
+        if match is None:
+            return "tools", why.partition("\n")[0]
+        name = self.names[int(match[1]) - _FIRST_CALL_LINE]
+        place = [tool["function"]["name"] for tool in self.definitions].index(name)
+        return f"tools[{place}].function.parameters", match[2]
 
     def apply(self, params: SamplingParams) -> None:
         """Changes the parameters of a request so that calls are found in its text.
@@ -89,10 +102,12 @@ def read_tools(fields: Fields, tokenizer: Tokenizer | None) -> Tools | None:
     grammar = None
     if must or not is_parallel or any(is_strict for _, is_strict in read):
         schemas = {}
-        for function, is_strict in read:
+        for place, (function, is_strict) in enumerate(read):
             if function["name"] in allowed:
                 schema = function["parameters"] if must or is_strict else {"type": "object"}
-                schemas[function["name"]] = {**schema, "x-guidance": _SPACES}
+                if not has_finite_value(schema):
+                    raise FieldError(f"tools[{place}].function.parameters", ENDLESS)
+                schemas[function["name"]] = {**without_annotations(schema), "x-guidance": _SPACES}
         grammar = choice_grammar(form, schemas, tokens, must, is_parallel)
     special = () if tokenizer is None else tokenizer.special_token_ids
     visible = [token_id for token_id in tokens.values() if token_id in special]
@@ -109,16 +124,15 @@ def _read_function(place: int, value: object) -> tuple[dict[str, Any], bool]:
     if kind != "function":
         raise tool.error("type", f"must be 'function', got {kind!r:.80}")
     fields = Fields(tool.take("function", dict, {}), f"tools[{place}].function.")
-    tool.end()
     name = fields.take("name", str, "")
     if re.fullmatch(NAME, name) is None:
         raise fields.error("name", f"must be 1 to 64 of a-z, A-Z, 0-9, _ and -, got {name!r:.80}")
     head = {"description": fields.take("description", str, "")}
-    schema = fields.take("parameters", dict, {"properties": {}})
+    nothing = {"properties": {}, "additionalProperties": False}
+    schema = fields.take("parameters", dict, nothing)
     if schema.get("type", "object") != "object":
         raise fields.error("parameters.type", f"must be 'object', got {schema['type']!r:.80}")
     is_strict = fields.take("strict", bool, False)
-    fields.end()
     return {"name": name, **head, "parameters": {"type": "object", **schema}}, is_strict
 
 
@@ -225,16 +239,15 @@ def read_calls(fields: Fields, place: str) -> list[dict[str, Any]]:
         if not isinstance(item, dict):
             raise FieldError(where, f"must be an object, got {type(item).__name__}")
         call = Fields(item, f"{where}.")
-        call.take("index", int, 0)  # from a stream; the order says it
         head = {"id": call.take("id", str, ""), "type": call.take("type", str, "function")}
+        if "custom" in call.left:
+            raise call.error("custom", "is no call of a function; give function")
         function = Fields(call.take("function", dict, {}), f"{where}.function.")
-        call.end()
         name, text = function.take("name", str, ""), function.take("arguments", str, "")
         if not name:
             raise function.error("name", "is missing")
-        function.end()
         try:
-            value = json.loads(text)
+            value = json.loads(text or "{}")
         except (ValueError, RecursionError):
             value = text
         arguments = value if isinstance(value, dict) else text

@@ -15,7 +15,7 @@ from typing import Any
 
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
-from tpengine.server.http.reasoning import ReasoningSplitter
+from tpengine.server.http.reasoning import THOUGHT_FIELDS, ReasoningSplitter
 from tpengine.server.http.tool_formats import ToolParser
 from tpengine.server.http.tools import Tools
 from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
@@ -208,7 +208,7 @@ class AnswerWriter:
             content, calls = choice.parser.take(content, is_last)
         elif splitter.is_over:
             choice.splitter = None
-        fields = [f'"reasoning_content":{quote(reasoning)}'] if reasoning else []
+        fields = [f'"{name}":{quote(reasoning)}' for name in THOUGHT_FIELDS] if reasoning else []
         if content or not self._style.streams:
             fields.append(f'"content":{quote(content) if content or not calls else "null"}')
         if calls:
