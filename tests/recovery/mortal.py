@@ -66,6 +66,7 @@ class RealGroup:
         self.init_cache_engine = self._worker.init_cache_engine
         self.execute_model = self._worker.execute_model
         self.load_vocabulary = self._worker.load_vocabulary
+        self.compile_grammars = self._worker.compile_grammars
 
 
 @dataclass
@@ -123,7 +124,7 @@ class MortalExecutor(Executor):
         self.attempted_at: list[float] = []
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        assert method == "load_vocabulary"
+        assert method in ("load_vocabulary", "compile_grammars")
         return [getattr(self._group, method)(*args, **kwargs)]
 
     @property
