@@ -3,12 +3,13 @@ driver."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tpengine.errors import InvalidSamplingParamsError
 from tpengine.structured import grammar_checks
 from tpengine.structured.constraints import Thinking
 from tpengine.structured.grammar_checks import GrammarChecks
-from tpengine.structured.grammars import Vocabulary
+from tpengine.structured.grammars import STACK_BYTES, Vocabulary
 
 MANY = [{"pattern": f".*a.{{{k}}}b.*"} for k in range(1, 40)]
 ENDLESS: list[dict[str, Any]] = [
@@ -45,7 +46,7 @@ from tpengine.structured.grammar_checks import GrammarChecks
 from tpengine.structured.grammars import Vocabulary
 vocabulary, checks = Vocabulary(*json.loads(sys.stdin.readline())), GrammarChecks()
 checks.check(vocabulary, StructuredOutputsParams(regex="a"), Thinking.NONE, [])
-print(checks._idle[0]._process.pid, flush=True)
+print(checks._own.process._process.pid, flush=True)
 time.sleep(600)
 """
 
@@ -76,40 +77,39 @@ def test_a_check_beyond_its_time_ends(
     constraint: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(grammar_checks, "CPU_S", 1)
-    with pytest.raises(InvalidSamplingParamsError, match=BOUNDS.format(1, 512)):
+    with pytest.raises(InvalidSamplingParamsError, match=BOUNDS.format(1, 1280)):
         check(checks, vocabulary, **constraint)
     assert "one_" in check(checks, vocabulary, regex=f"one_{ENDLESS.index(constraint)}")
-    assert not checks._busy
 
 
 def test_a_check_beyond_its_memory_ends(
-    checks: GrammarChecks, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_checks, "MEMORY_BYTES", 16 << 20)
-    with pytest.raises(InvalidSamplingParamsError, match=BOUNDS.format(5, 16)):
-        check(checks, vocabulary, choice=[f"{number}" * 3 for number in range(30_000)])
-    assert "after" in check(checks, vocabulary, regex="after")
+    """A new process has no other stack yet."""
+    monkeypatch.setattr(grammar_checks, "MEMORY_BYTES", STACK_BYTES + (24 << 20))
+    monkeypatch.setattr(grammar_checks, "CPU_S", 60)
+    with contextlib.closing(GrammarChecks()) as checks:
+        with pytest.raises(InvalidSamplingParamsError, match=BOUNDS.format(60, 536)):
+            check(checks, vocabulary, choice=[f"{number}" * 2 for number in range(30_000)])
+        assert "after" in check(checks, vocabulary, regex="after")
 
 
 def test_processes_that_were_killed(checks: GrammarChecks, vocabulary: Vocabulary) -> None:
     """An idle one is replaced; the request of a busy one is refused, and may come again."""
-    for number in range(2):
-        check(checks, vocabulary, regex=f"first{number}")
-        checks._idle[0]._process.kill()
-        checks._idle[0]._process.wait(PATIENCE_S)
-        check(checks, vocabulary, regex=f"second{number}")
-    refused = threading.Event()
-
-    def ask() -> None:
-        with pytest.raises(InvalidSamplingParamsError, match=r"has ended \(-9\); try again later"):
-            check(checks, vocabulary, grammar=f"{ENDLESS[0]['grammar']}\n")
-        refused.set()
-
-    threading.Thread(target=ask, daemon=True).start()
-    wait_until(lambda: bool(checks._busy))
-    next(iter(checks._busy)).kill()
-    assert refused.wait(PATIENCE_S)
-    assert "third" in check(checks, vocabulary, regex="third")
+    check(checks, vocabulary, regex="first")
+    own = checks._own.process
+    own.end()
+    assert "second" in check(checks, vocabulary, regex="second")
+    endless = f"{ENDLESS[0]['grammar']}\n"
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(check, checks, vocabulary, grammar=endless)
+        wait_until(lambda: bool(checks._processes - {own, checks._own.process}))
+        (busy,) = checks._processes - {own, checks._own.process}
+        busy.end()
+        with pytest.raises(InvalidSamplingParamsError, match="try again later"):
+            asked.result(PATIENCE_S)
+        third = pool.submit(check, checks, vocabulary, regex="third")
+        assert "third" in third.result(PATIENCE_S)
 
 
 def test_the_processes_end_with_their_driver(vocabulary: Vocabulary) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.structured.constraints import Thinking, to_grammar
-from tpengine.structured.grammars import STACK_BYTES, Vocabulary
+from tpengine.structured.grammars import Vocabulary
 
 _ENDLESS = resource.RLIM_INFINITY
 
@@ -29,9 +30,9 @@ def main() -> None:
     with contextlib.suppress(InvalidSamplingParamsError):  # else each check finds it anew
         vocabulary.load()
     _bound(resource.RLIMIT_CORE, 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # clients must not fill the log of the driver
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    # A thread that ends may still have its stack when the next one starts.
-    own_bytes = num_pages * resource.getpagesize() + 2 * STACK_BYTES
+    own_bytes = num_pages * resource.getpagesize()
     for line in sys.stdin:
         cpu_s, num_bytes, (fields, thinking, special_tokens) = json.loads(line)
         _bound(resource.RLIMIT_AS, own_bytes + num_bytes)

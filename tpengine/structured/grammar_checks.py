@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -21,12 +22,12 @@ from tpengine.errors import InvalidSamplingParamsError
 from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.structured import check_program
 from tpengine.structured.constraints import Thinking
-from tpengine.structured.grammars import Vocabulary, refusal
+from tpengine.structured.grammars import STACK_BYTES, Vocabulary, refusal
 
-CPU_S, MEMORY_BYTES = 5, 1 << 29
-"""Of one check: processor time, in whole seconds, and memory beside the stack. Most checks take
-some milliseconds and MB."""
-_MAX_KNOWN, _MAX_IDLE = 64, 2
+CPU_S, MEMORY_BYTES = 5, 2 * STACK_BYTES + (1 << 28)
+"""Of one check: processor time, in whole seconds, and address space. Most checks take some
+milliseconds and MB. A thread that ends may still have its stack when the next one starts."""
+_MAX_KNOWN = 64
 _WAIT_S = 120.0
 """Longest wait for an answer, where a check gets little of a processor."""
 _END_S = 5.0
@@ -37,18 +38,17 @@ _Answer = tuple[str, str]
 
 
 class GrammarChecks:
-    """Makes grammars of constraints, and checks that they compile. Any thread may use it.
+    """Makes grammars of constraints, and checks that they compile.
 
-    A process is started for the first check, and kept for later ones. The answers about
-    the latest 64 constraints are remembered.
+    Each thread that uses it has a process, which is started for its first check and kept for later
+    ones. The answers about the latest 64 constraints are remembered.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[Vocabulary, str], _Answer] = OrderedDict()
-        self._idle: list[_Process] = []
-        self._busy: set[_Process] = set()
-        self._is_closed = False
+        self._own = threading.local()
+        self._processes: weakref.WeakSet[_Process] = weakref.WeakSet()
 
     def check(
         self,
@@ -63,75 +63,57 @@ class GrammarChecks:
         Raises:
             InvalidSamplingParamsError: it is wrong, or beyond a limit of the library or of checks.
         """
-        name = "structured_outputs"
         try:
             order = json.dumps([vars(constraint), thinking.name, list(special_tokens)])
         except (RecursionError, TypeError, ValueError) as error:
-            text = f"{name}.{constraint.kinds[0]} cannot be read: {error!s:.300}"
-            raise InvalidSamplingParamsError(text, field=name) from error
+            raise refusal(f"{constraint.kinds[0]} cannot be read: {error!s:.300}") from error
         key = vocabulary, order
         with self._lock:
             answer = self._known.pop(key, None)
-        try:
-            answer = answer or self._ask(vocabulary, order)
-        except OSError as error:
-            raise refusal(f"no process checks it: {error}; try again later") from error
+        answer = answer or self._ask(vocabulary, order)
         with self._lock:
             self._known[key] = answer
             if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         error_text, grammar = answer
         if error_text:
-            raise InvalidSamplingParamsError(error_text, field=name)
+            raise InvalidSamplingParamsError(error_text, field="structured_outputs")
         return grammar
 
     def close(self) -> None:
-        """Ends the processes, also those that are busy."""
-        with self._lock:
-            self._is_closed = True
-            for process in self._busy:  # the threads that use them end them
-                process.kill()
-            idle, self._idle = self._idle, []
-        for process in idle:
+        """Ends the processes; a check that goes on fails."""
+        for process in tuple(self._processes):
             process.end()
 
     def _ask(self, vocabulary: Vocabulary, order: str) -> _Answer:
-        process = self._take(vocabulary)
-        line = process.ask(f"[{CPU_S}, {MEMORY_BYTES}, {order}]")
-        if line:
-            self._put(process, process)
-            error_text, grammar = json.loads(line)
-            return error_text, grammar
-        code = process.end()
-        self._put(process, _Process(vocabulary))  # so that the next check need not wait for it
-        if code not in _BEYOND:
-            raise refusal(f"the process that checks it has ended ({code}); try again later")
-        bounds = f"{CPU_S} s of a processor or {MEMORY_BYTES >> 20} MiB of memory"
-        return str(refusal(f"its check takes more than {bounds}; give a simpler one")), ""
+        process = getattr(self._own, "process", None)
+        try:
+            if process is None or process.vocabulary is not vocabulary or process.has_ended:
+                process = self._start(vocabulary)
+            line = process.ask(f"[{CPU_S}, {MEMORY_BYTES}, {order}]")
+            if line:
+                error_text, grammar = json.loads(line)
+                return error_text, grammar
+            code = process.end()
+            if code in _BEYOND:
+                self._start(vocabulary)  # so that the next check need not wait for it
+                bounds = f"{CPU_S} s of a processor or {MEMORY_BYTES >> 20} MiB of memory"
+                text = f"its check takes more than {bounds}; give a simpler one"
+                return str(refusal(text)), ""
+            failure = f"the process that checks it has ended ({code})"
+        except OSError as error:
+            failure = f"no process checks it: {error}"
+        raise refusal(f"{failure}; try again later")
 
-    def _take(self, vocabulary: Vocabulary) -> _Process:
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        if process is None or process.vocabulary is not vocabulary or not process.is_alive:
-            if process is not None:
-                process.end()
-            process = _Process(vocabulary)
-        with self._lock:
-            self._busy.add(process)
+    def _start(self, vocabulary: Vocabulary) -> _Process:
+        self._own.process = process = _Process(vocabulary)
+        self._processes.add(process)
         return process
-
-    def _put(self, former: _Process, process: _Process) -> None:
-        """Keeps a process, in place of one that was busy, for the next check."""
-        with self._lock:
-            self._busy.discard(former)
-            if not self._is_closed and len(self._idle) < _MAX_IDLE:
-                self._idle.append(process)
-                return
-        process.end()
 
 
 class _Process:
-    """A process that checks constraints, one after another; see `check_program.py`.
+    """A process that checks constraints, one after another; see `check_program.py`. It ends when
+    this object is dropped.
 
     Raises:
         OSError: it cannot be started.
@@ -153,9 +135,8 @@ class _Process:
         self._send(json.dumps(vocabulary.__reduce__()[1]))
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def ask(self, order: str) -> str:
         """The answer to an order, as JSON; empty: it has ended, or takes too long."""
@@ -165,15 +146,9 @@ class _Process:
         except OSError:
             return ""
 
-    def kill(self) -> None:
-        """Ends it; a thread that waits for its answer gets an empty one."""
-        self._process.kill()
-
     def end(self) -> int:
-        """Ends it and frees what it holds; returns how it has ended, as `subprocess` says it."""
-        self.kill()
-        self._answers.close()
-        self._socket.close()
+        """Ends it; returns how it has ended, as `subprocess` says it."""
+        self._process.kill()
         return self._process.wait(_END_S)
 
     def _send(self, line: str) -> None:
