@@ -78,7 +78,12 @@ def test_grammars_of_unfinished_requests_stay_compiled(
 ) -> None:
     """Of more requests than are kept otherwise; and swapped ones come back without compiling."""
     compiler = Compiler(monkeypatch)
-    args = {"max_num_seqs": 4, "block_size": 4, "num_device_blocks_override": 12}
+    args = {
+        "max_num_seqs": 4,
+        "block_size": 8,
+        "num_device_blocks_override": 9,
+        "max_model_len": 64,
+    }
     with open_engine(write(tmp_path), preemption_mode="swap", **args) as engine:
         for number in range(80):
             params = held(f"[ab]{{20}}{number}", seed=1)

@@ -71,7 +71,7 @@ class TextWorker:
             return self._engine.check_request(request)
         work = partial(self._engine.check_request, request)
         texts = (request.prompt, token_ids, request.messages, request.chat_options)
-        if has_grammar or self._is_slow(texts):
+        if self._is_slow(texts, has_grammar):
             return self._begin_slow(request.owner.account, work)
         return self._begin(self._requests, work)
 
@@ -104,12 +104,13 @@ class TextWorker:
             if not answer.done() and not answer.get_loop().is_closed():
                 answer.set_exception(_death())
 
-    def _is_slow(self, text: object) -> bool:
+    def _is_slow(self, text: object, has_grammar: bool = False) -> bool:
         """Whether other threads than the first read a text."""
         tokenizer = self._engine.tokenizer
         if tokenizer is not None and tokenizer.fast_backend is None:
             return False
-        size, parts = 0, [text]
+        parts = [text]
+        size = _LONG_SIZE + 1 if has_grammar else 0
         while parts and size <= _LONG_SIZE:
             part = parts.pop()
             if isinstance(part, Mapping):

@@ -127,8 +127,8 @@ class _Process:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", check_program.__name__],  # -P: as for ranks
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 env=envs.for_children(),
                 start_new_session=True,  # a Ctrl-C at the terminal is the driver's alone
             )
