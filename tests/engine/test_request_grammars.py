@@ -86,7 +86,7 @@ def test_grammars_of_unfinished_requests_stay_compiled(
     }
     with open_engine(write(tmp_path), preemption_mode="swap", **args) as engine:
         for number in range(80):
-            params = held(f"[ab]{{20}}{number}", seed=1)
+            params = held(f"[ac]{{20}}{number}", seed=1)
             engine.add_request(str(number), None, params, prompt_token_ids=[5])
         texts = {}
         while engine.has_unfinished_requests():
