@@ -42,7 +42,7 @@ from tpengine.structured.grammar_checks import GrammarChecks
 logger = init_logger(__name__)
 
 _GRAMMAR_S = 0.02
-"""How long a step waits for a grammar while no request runs: its caller has other work to do."""
+"""How long a step waits for a grammar while no request may run: its caller has other work to do."""
 
 
 class LLMEngine:
@@ -444,7 +444,7 @@ class LLMEngine:
         if not scheduler.lacks_grammars:
             return True
         assert self.tokenizer is not None, "a grammar was checked without one"
-        wait_s = 0.0 if scheduler.num_running else _GRAMMAR_S
+        wait_s = 0.0 if scheduler.may_step else _GRAMMAR_S
         try:
             requests = scheduler.unfinished_requests()
             grammars = self._rank_grammars.compile(requests, self.tokenizer, wait_s)

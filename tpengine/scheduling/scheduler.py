@@ -222,6 +222,11 @@ class Scheduler:
         """Whether requests wait for grammars that the workers have not compiled."""
         return any(map(self._queues.lacks_grammar, self._queues.barred.values()))
 
+    @property
+    def may_step(self) -> bool:
+        """Whether any request may run."""
+        return len(self._queues.barred) < len(self._queues.requests)
+
     def use_grammars(self, grammars: frozenset[str]) -> None:
         """Says which grammars the workers have compiled; requests with others wait. A restart
         forgets them."""

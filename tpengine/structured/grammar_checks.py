@@ -82,7 +82,9 @@ class GrammarChecks:
 
     def close(self) -> None:
         """Ends the processes; a check that goes on fails."""
-        for process in tuple(self._processes):
+        with self._lock:
+            processes = tuple(self._processes)
+        for process in processes:
             process.end()
 
     def _ask(self, vocabulary: Vocabulary, order: str) -> _Answer:
@@ -107,7 +109,8 @@ class GrammarChecks:
 
     def _start(self, vocabulary: Vocabulary) -> _Process:
         self._own.process = process = _Process(vocabulary)
-        self._processes.add(process)
+        with self._lock:
+            self._processes.add(process)
         return process
 
 
