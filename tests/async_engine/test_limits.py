@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from support.engines import greedy
@@ -24,6 +26,7 @@ from async_engine.tools import (
 from tpengine import AsyncLLMEngine, errors
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.requests import GenerateRequest
+from tpengine.inputs import Owner
 from tpengine.scheduling.sequence import CheckedRequest
 
 
@@ -158,3 +161,68 @@ async def test_a_grammar_is_compiled_beside_the_event_loop(make: MakeEngine) -> 
     await read_ids(engine, [5], stream(2))
     await read_ids(engine, [5], stream(2, structured_outputs={"regex": "a"}))
     assert [thread is threading.current_thread() for thread in threads] == [True, False]
+
+
+LONG = "long " * 20_000
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        lambda engine: last_output(engine, LONG, stream(2)),
+        lambda engine: last_output(engine, "hold", stream(2, structured_outputs={"regex": "a"})),
+        lambda engine: engine.tokenize(LONG),
+        lambda engine: engine.chat_token_ids([{"role": "user", "content": LONG}]),
+    ],
+    ids=["prompt", "grammar", "text", "chat"],
+)
+async def test_slow_work_keeps_no_other_waiting(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, slow: Callable[[AsyncLLMEngine], Any]
+) -> None:
+    engine, inside, go_on = make(), threading.Event(), threading.Event()
+    tokenizer = engine.llm_engine.tokenizer
+    encode = tokenizer.encode
+
+    def hold_some(text: str, *args: Any, **kwargs: Any) -> list[int]:
+        if "long" in text or text == "hold":
+            inside.set()
+            assert go_on.wait(TIMEOUT_S)
+        return encode(text[:20], *args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "encode", hold_some)
+    held = asyncio.create_task(slow(engine))
+    await until(inside.is_set)
+    assert (await last_output(engine, "short", stream(2))).finished
+    assert await engine.tokenize("short")
+    assert not held.done()
+    go_on.set()
+    await held
+
+
+async def test_owners_take_turns_in_slow_work(make: MakeEngine) -> None:
+    """Of one owner one piece of work is done at a time, and in order."""
+    engine, go_on = make(), threading.Event()
+    begun: list[str] = []
+    check = engine.llm_engine.check_request
+
+    def hold_first(request: GenerateRequest) -> CheckedRequest:
+        begun.append(request.request_id or "")
+        assert begun[-1][0] != "a" or go_on.wait(TIMEOUT_S)
+        return check(request)
+
+    engine.llm_engine.check_request = hold_first  # type: ignore[method-assign]
+
+    def begin(request_id: str) -> asyncio.Task[Any]:
+        params = stream(2, structured_outputs={"regex": "a"})
+        owner = Owner(account=request_id[0])
+        request = GenerateRequest("x", params=params, owner=owner, request_id=request_id)
+        return asyncio.create_task(collect(engine.serve(request)))
+
+    slow = [begin(f"a{number}") for number in range(3)]
+    await until(lambda: begun == ["a0"])
+    await asyncio.gather(*(begin(f"b{number}") for number in range(3)), begin("c0"))
+    assert (begun[0], begun[-1]) == ("a0", "b2")
+    slow[1].cancel()
+    go_on.set()
+    await asyncio.gather(slow[0], slow[2])
+    assert begun[5:] == ["a2"]

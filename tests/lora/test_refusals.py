@@ -20,6 +20,7 @@ from support.models import ModelShop
 from support.tiny_llama import TinyLlama, edit_json
 
 from tpengine import LLMEngine, LoRARequest
+from tpengine.checkpoint import adapter_files
 from tpengine.errors import InvalidAdapterError, InvalidPromptError, InvalidSamplingParamsError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -225,3 +226,22 @@ def test_a_rank_that_cannot_load_an_adapter(
         assert ("have changed" in (done["late"].error or "")) == changes
     assert done["late"].outputs[0].token_ids == expected[0]
     assert done["late"].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": r"(\w|\.|[a-z])*[!?]"},
+        {"exclude_modules": r"(.|\w)*(.|\w)*[!?]"},
+        {"rank_pattern": {r"((\w|.)(\w|.))*[!?]": 8}},
+        {"layers_to_transform": [0], "layers_pattern": r"(\w|\.|[a-z])*[!?]"},
+    ],
+    ids=str,
+)
+def test_patterns_that_match_for_ever(
+    engine: LLMEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(adapter_files, "_PATTERNS_S", 0.05)
+    edit_json(folder / "adapter_config.json", lambda config: config.update(fields))
+    words = "takes more than 0.05 s of a processor; write a simpler pattern, or list the layers"
+    assert refusal(engine, folder).endswith(words)

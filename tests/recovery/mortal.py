@@ -64,6 +64,7 @@ class RealGroup:
         self.init_cache_engine = worker.init_cache_engine
         self.execute_model = worker.execute_model
         self.load_vocabulary = worker.load_vocabulary
+        self.compile_grammars = worker.compile_grammars
 
 
 @dataclass
@@ -121,7 +122,7 @@ class MortalExecutor(Executor):
         self.attempted_at: list[float] = []
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        assert method == "load_vocabulary"
+        assert method in ("load_vocabulary", "compile_grammars")
         return [getattr(self._group, method)(*args, **kwargs)]
 
     @property

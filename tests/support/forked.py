@@ -45,9 +45,11 @@ _PRELOADED = (
     "tpengine.cli.serve",
     "tpengine.executor.launch.processes",
     "tpengine.executor.launch.rank_process",
+    "tpengine.structured.check_program",
     "tpengine.worker.worker",
 )
-_OF_RANKS = "tpengine.executor.launch.rank_process"
+_START_NONE = (["tpengine.executor.launch.rank_process"], ["tpengine.structured.check_program"])
+"""Programs that start no other one."""
 _ALONE = {"OPENBLAS_NUM_THREADS": "1"}
 """Variables of a template, which must have a single thread: numpy's library starts others."""
 _READ_AT_IMPORT = ("GOMP_SPINCOUNT", "LD_PRELOAD", "OMP_NUM_THREADS", "TPENGINE_CPU_ISA")
@@ -244,7 +246,7 @@ def _run(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     become(order, files)
     flags, words = _parted(order["words"])
     is_module = words[0] == "-m"
-    if words[1:2] != [_OF_RANKS]:  # a rank starts no program
+    if words[1:2] not in _START_NONE:
         _branch(order["places"])
     sys.stdout.reconfigure(write_through="-u" in flags)  # type: ignore[union-attr]
     path = [] if "-P" in flags else [os.getcwd() if is_module else str(Path(words[0]).parent)]

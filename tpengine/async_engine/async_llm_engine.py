@@ -272,7 +272,8 @@ class AsyncLLMEngine:
             InvalidPromptError: the model has no tokenizer, or the text is no valid Unicode.
             QueueFullError: too many texts wait.
         """
-        return await self._texts.run(partial(self._tokenizer().encode, text, add_special_tokens))
+        encode = partial(self._tokenizer().encode, text, add_special_tokens)
+        return await self._texts.run(encode, text)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids.
@@ -287,7 +288,7 @@ class AsyncLLMEngine:
             checked = check_token_ids("token_ids", token_ids, vocab_size)
             return tokenizer.decode(checked, skip_special_tokens)
 
-        return await self._texts.run(decode)
+        return await self._texts.run(decode, token_ids)
 
     async def chat_token_ids(
         self,
@@ -303,7 +304,8 @@ class AsyncLLMEngine:
             QueueFullError: too many texts wait.
         """
         to_ids = self._tokenizer().apply_chat_template
-        return await self._texts.run(partial(to_ids, messages, add_generation_prompt, **options))
+        work = partial(to_ids, messages, add_generation_prompt, **options)
+        return await self._texts.run(work, (messages, options))
 
     def get_num_unfinished_requests(self) -> int:
         """Returns the number of requests whose end is not known yet, those being checked too."""

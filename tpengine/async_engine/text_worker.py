@@ -1,4 +1,4 @@
-"""`TextWorker`: checks new requests and serves tokenize and detokenize calls, on a thread.
+"""`TextWorker`: checks new requests and serves tokenize and detokenize calls, on threads.
 
 Both use the tokenizer, and a long prompt takes longer to tokenize than the event loop may block.
 The text of a request's output is not made here, but by `engine/output_processor.py`.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -21,15 +22,23 @@ from tpengine.scheduling.sequence import CheckedRequest
 
 _SHORT_IDS = 2048
 """To check this many ids takes less time than to hand them to another thread and back."""
+_LONG_SIZE = 1 << 16
+"""Characters, or ids, of a text that takes so long (20 ms and more) that others do not wait."""
+_NUM_SLOW = 2
+"""Threads for slow work."""
+_CALLS = "calls of no request"
+"""In the place of an owner's account."""
 Answer = TypeVar("Answer")
 _Work = tuple[Callable[[], Any], asyncio.Future[Any]]
 
 
 class TextWorker:
     """Checks requests, which tokenizes their prompts, and runs the work of tokenize and detokenize
-    calls. All of it runs on one thread: a tokenizer does not serve two threads at once.
+    calls. One thread does what is short, and there requests come before those calls.
 
-    Requests come before those calls.
+    Long texts and the checks of grammars have two threads of their own. There owners take turns,
+    and of one owner one piece of work is done at a time, in order. A tokenizer that is written in
+    Python does not serve two threads at once, so all of its work is done by the first thread.
 
     Args:
         max_texts: number of such calls that may wait; admission bounds the requests.
@@ -39,8 +48,11 @@ class TextWorker:
         self._engine = engine
         self._max_texts = max_texts
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tpengine-text")
+        self._slow_pool = ThreadPoolExecutor(_NUM_SLOW, thread_name_prefix="tpengine-slow")
         self._requests: deque[_Work] = deque()
         self._texts: deque[_Work] = deque()
+        self._slow: dict[str, deque[_Work]] = {}  # by account
+        self._turns = threading.Lock()
         self._open: set[asyncio.Future[Any]] = set()
 
     def check(self, request: GenerateRequest) -> CheckedRequest | asyncio.Future[CheckedRequest]:
@@ -54,55 +66,117 @@ class TextWorker:
         is_short = isinstance(token_ids, list) and len(token_ids) <= _SHORT_IDS
         is_plain = request.messages is None and request.lora_request is None
         has_words = request.params.bad_words or request.params.bad_words_token_ids
-        takes_long = has_words or request.params.structured_outputs  # a grammar: perhaps seconds
-        if is_short and is_plain and not takes_long:
+        has_grammar = request.params.structured_outputs is not None
+        if is_short and is_plain and not has_words and not has_grammar:
             return self._engine.check_request(request)
-        return self._begin(self._requests, partial(self._engine.check_request, request))
+        work = partial(self._engine.check_request, request)
+        texts = (request.prompt, token_ids, request.messages, request.chat_options)
+        if self._is_slow(texts, has_grammar):
+            return self._begin_slow(request.owner.account, work)
+        return self._begin(self._requests, work)
 
-    async def run(self, work: Callable[[], Answer]) -> Answer:
-        """Does the work of a tokenize or detokenize call on the thread; returns its result.
+    async def run(self, work: Callable[[], Answer], text: object) -> Answer:
+        """Does the work of a tokenize or detokenize call on a thread; returns its result.
+
+        Args:
+            text: what it reads: text, ids or messages.
 
         Raises:
             QueueFullError: too much of it waits.
             EngineDeadError: the engine was shut down.
         """
-        if len(self._texts) >= self._max_texts:
+        num_waiting = len(self._texts) + len(self._slow.get(_CALLS, ()))
+        if num_waiting >= self._max_texts:
             raise QueueFullError(
-                f"{len(self._texts)} texts wait already for the tokenizer, and no more than "
+                f"{num_waiting} texts wait already for the tokenizer, and no more than "
                 f"{self._max_texts} may; try again later"
             )
+        if self._is_slow(text):
+            return await self._begin_slow(_CALLS, work)
         return await self._begin(self._texts, work)
 
     def close(self) -> None:
-        """Takes no more work, and fails what waits. The thread finishes its present work in the
+        """Takes no more work, and fails what waits. The threads finish their present work in the
         background."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._slow_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         for answer in tuple(self._open):
             if not answer.done() and not answer.get_loop().is_closed():
                 answer.set_exception(_death())
 
+    def _is_slow(self, text: object, has_grammar: bool = False) -> bool:
+        """Whether other threads than the first read a text."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is not None and tokenizer.fast_backend is None:
+            return False
+        parts = [text]
+        size = _LONG_SIZE + 1 if has_grammar else 0
+        while parts and size <= _LONG_SIZE:
+            part = parts.pop()
+            if isinstance(part, Mapping):
+                parts += part.values()
+            elif isinstance(part, list | tuple) and not (part and isinstance(part[0], int)):
+                parts += part
+            elif isinstance(part, str | list | tuple):
+                size += len(part)
+        return size > _LONG_SIZE
+
     def _begin(self, queue: deque[_Work], work: Callable[[], Answer]) -> asyncio.Future[Answer]:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer = self._open_answer()
         queue.append((work, answer))
-        try:
-            self._pool.submit(self._do_next)
-        except RuntimeError as error:
-            raise _death() from error
+        self._submit(self._pool, self._do_next)
+        return answer
+
+    def _begin_slow(self, account: str, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
+        answer = self._open_answer()
+        with self._turns:
+            queue = self._slow.setdefault(account, deque())
+            queue.append((work, answer))
+            is_first = len(queue) == 1
+        if is_first:
+            self._submit(self._slow_pool, self._do_turn, account)
+        return answer
+
+    def _open_answer(self) -> asyncio.Future[Any]:
+        answer = asyncio.get_running_loop().create_future()
         self._open.add(answer)
         answer.add_done_callback(self._open.discard)
         return answer
 
-    def _do_next(self) -> None:
-        """Runs on the thread, once for each piece of work that was queued."""
-        work, answer = (self._requests or self._texts).popleft()
-        if answer.done():  # its caller has left
-            return
+    @staticmethod
+    def _submit(pool: ThreadPoolExecutor, call: Callable[..., None], *args: str) -> None:
         try:
-            resolve = partial(answer.set_result, work())
-        except Exception as error:
-            resolve = partial(answer.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop was closed
-            answer.get_loop().call_soon_threadsafe(_unless_done, answer, resolve)
+            pool.submit(call, *args)
+        except RuntimeError as error:
+            raise _death() from error
+
+    def _do_next(self) -> None:
+        """Runs on the first thread, once for each piece of work that was queued."""
+        _do(*(self._requests or self._texts).popleft())
+
+    def _do_turn(self, account: str) -> None:
+        """Runs on a thread for slow work: does an owner's next piece of it; then others have their
+        turns."""
+        queue = self._slow[account]
+        _do(*queue[0])
+        with self._turns:
+            queue.popleft()
+            if not queue:
+                del self._slow[account]
+                return
+        with contextlib.suppress(EngineDeadError):  # `close` has failed what waits
+            self._submit(self._slow_pool, self._do_turn, account)
+
+
+def _do(work: Callable[[], Any], answer: asyncio.Future[Any]) -> None:
+    if answer.done():  # its caller has left
+        return
+    try:
+        resolve = partial(answer.set_result, work())
+    except Exception as error:
+        resolve = partial(answer.set_exception, error)
+    with contextlib.suppress(RuntimeError):  # the loop was closed
+        answer.get_loop().call_soon_threadsafe(_unless_done, answer, resolve)
 
 
 def _unless_done(answer: asyncio.Future[Any], resolve: Callable[[], None]) -> None:

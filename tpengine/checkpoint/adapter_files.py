@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import stat
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,10 +31,12 @@ _PICKLE = "adapter_model.bin"
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _MOST_PROBLEMS = 8
 _MOST_KNOWN = 4096
+_PATTERNS_S = 1.0
+"""Of a processor, for all matches of an adapter's patterns, each of which takes microseconds."""
 _LARGEST_SCALING = float(np.finfo(np.float32).max)
 _DAMAGED = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
-    *(SafetensorError, re.error),
+    SafetensorError,
 )
 """What the fields and the tensors of an arbitrary file may raise."""
 _EXPONENTS: Mapping[str, tuple[type[np.unsignedinteger[Any]], int]] = {
@@ -154,6 +157,10 @@ def read_adapter(path: str, targets: Targets, max_rank: int) -> AdapterFolder:
         shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
         reader = _Reader(json.loads(written), shapes, targets, max_rank)
         problems = [*reader.fields(), *reader.tensors(), *_unusable_numbers(tensors)]
+    except TimeoutError as error:
+        raise InvalidAdapterError(
+            f"the adapter in {path!r:.300} cannot be served: {error}"
+        ) from None
     except OSError as error:
         raise _unreadable(path, error) from error
     except _DAMAGED as error:
@@ -197,6 +204,53 @@ def _unusable_numbers(tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]
             yield f"{name} has NaN or infinite numbers"
 
 
+@dataclass
+class _Patterns:
+    """Matches patterns of a configuration as PEFT does. Some take a time that grows exponentially
+    with the name, so all matches together have a bound.
+
+    Attributes:
+        taken_s: of a processor, until now.
+
+    Raises:
+        TimeoutError: they take longer.
+        ValueError: a pattern is wrong.
+    """
+
+    taken_s: float = 0.0
+
+    def match(self, pattern: str, name: str, is_whole: bool = False) -> Any:
+        """The match at the beginning of a name, or of the whole; None: there is none."""
+        import regex  # as `re`, but it can be stopped
+
+        start, call = time.thread_time(), regex.fullmatch if is_whole else regex.match
+        match = None
+        try:
+            match = call(pattern, name, timeout=_PATTERNS_S)
+        except regex.error as error:
+            raise ValueError(f"pattern {pattern!r:.80}: {error}") from error
+        except TimeoutError:  # it counts all threads of the process
+            self.taken_s = _PATTERNS_S
+        self.taken_s += time.thread_time() - start
+        if self.taken_s > _PATTERNS_S:
+            text = f"to match {pattern!r:.80} takes more than {_PATTERNS_S:g} s of a processor"
+            raise TimeoutError(f"{text}; write a simpler pattern, or list the layers")
+        return match
+
+    def fit(self, wanted: str | list[str] | tuple[str, ...], name: str) -> bool:
+        """Whether a name is, or ends with, one of those wanted; a text is a pattern of all."""
+        if isinstance(wanted, str):
+            return self.match(wanted, name, is_whole=True) is not None
+        return any(name == target or name.endswith(f".{target}") for target in wanted)
+
+    def value(self, values: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+        """Returns the value of the first pattern that the end of a name matches."""
+        for pattern, value in (values or {}).items():
+            if self.match(rf"(.*\.)?({pattern})$", name):
+                return value
+        return default
+
+
 @dataclass(frozen=True)
 class _Reader:
     """Compares a configuration with the tensors and with the model.
@@ -204,6 +258,7 @@ class _Reader:
     Attributes:
         shapes: of the file's tensors, by name.
         parts: filled by `tensors`.
+        patterns: of the configuration.
     """
 
     config: Mapping[str, Any]
@@ -211,6 +266,7 @@ class _Reader:
     targets: Targets
     max_rank: int
     parts: dict[str, AdapterPart] = field(default_factory=dict)
+    patterns: _Patterns = field(default_factory=_Patterns)
 
     def fields(self) -> Iterator[str]:
         """Yields the fields that change the forward pass in a way that is not served."""
@@ -250,8 +306,8 @@ class _Reader:
 
     def _part(self, name: str) -> AdapterPart:
         config = self.config
-        rank = index(_by_pattern(config.get("rank_pattern"), name, config["r"]))
-        alpha = float(_by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
+        rank = index(self.patterns.value(config.get("rank_pattern"), name, config["r"]))
+        alpha = float(self.patterns.value(config.get("alpha_pattern"), name, config["lora_alpha"]))
         divisor = float(max(1, rank))
         return AdapterPart(rank, alpha / (divisor**0.5 if config.get("use_rslora") else divisor))
 
@@ -259,30 +315,15 @@ class _Reader:
         """Whether PEFT gives this layer an adapter."""
         config = self.config
         wanted = config["target_modules"]
-        if _matches(config.get("exclude_modules") or (), name):
+        if self.patterns.fit(config.get("exclude_modules") or (), name):
             return False
         layers = config.get("layers_to_transform")
         if wanted == "all-linear" or isinstance(wanted, str) or layers is None or layers == []:
-            return wanted == "all-linear" or _matches(wanted, name)
-        if not _matches(wanted, name):
+            return wanted == "all-linear" or self.patterns.fit(wanted, name)
+        if not self.patterns.fit(wanted, name):
             return False
         patterns = config.get("layers_pattern") or r"[^.]*"
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name):
+            if match := self.patterns.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name):
                 return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
         return False
-
-
-def _matches(wanted: str | list[str] | tuple[str, ...], name: str) -> bool:
-    """Whether a name is, or ends with, one of those wanted; a text is a pattern of the whole."""
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in wanted)
-
-
-def _by_pattern(values: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """Returns the value of the first pattern that the end of a name matches."""
-    for pattern, value in (values or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default

@@ -19,7 +19,7 @@ from tpengine.engine import requests as checks
 from tpengine.engine import stats as figures
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.engine.recovery import Recovery
-from tpengine.engine.request_grammars import VocabularySender
+from tpengine.engine.request_grammars import RankGrammars
 from tpengine.engine.requests import GenerateRequest
 from tpengine.engine.startup import count_blocks, make_block_manager, start_workers
 from tpengine.engine.stats import EngineHealth, EngineStats, StatLoggerBase, StepStats
@@ -37,8 +37,12 @@ from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import CheckedRequest, Request, Sequence
 from tpengine.scheduling.step import SchedulerOutput, StepDecisions
+from tpengine.structured.grammar_checks import GrammarChecks
 
 logger = init_logger(__name__)
+
+_GRAMMAR_S = 0.02
+"""How long a step waits for a grammar while no request may run: its caller has other work to do."""
 
 
 class LLMEngine:
@@ -59,6 +63,8 @@ class LLMEngine:
         # A notebook cell that runs again drops the engine of the first run; its ranks must end.
         finalizer = weakref.finalize(self, executor.shutdown)
         finalizer.atexit = False
+        self._grammar_checks = GrammarChecks()
+        weakref.finalize(self, self._grammar_checks.close).atexit = False
         self.counters = figures.EngineCounters()
         try:
             tokenizer = load_tokenizer(config.model)
@@ -80,7 +86,7 @@ class LLMEngine:
         self._num_requests = self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
         self._stepping = threading.Lock()
-        self._vocabulary_sender = VocabularySender(executor, config.model)
+        self._rank_grammars = RankGrammars(executor, config.model)
         self.last_step: StepStats | None = None
 
     @classmethod
@@ -108,6 +114,7 @@ class LLMEngine:
     @tokenizer.setter
     def tokenizer(self, tokenizer: Tokenizer | None) -> None:
         self._output_processor.tokenizer = tokenizer
+        self._scheduler.use_grammars(frozenset())
 
     @property
     def cache_config(self) -> CacheConfig:
@@ -271,7 +278,9 @@ class LLMEngine:
         Raises:
             RequestError: this request cannot be served.
         """
-        return checks.check_request(request, self._config, self.tokenizer, self._adapters)
+        return checks.check_request(
+            request, self._config, self.tokenizer, self._adapters, self._grammar_checks
+        )
 
     def add_checked(
         self, request_id: str, checked: CheckedRequest, arrival_time: float | None = None
@@ -353,7 +362,7 @@ class LLMEngine:
         try:
             with deferred_interrupt():
                 try:
-                    if self._recovery.go_on():
+                    if self._recovery.go_on() and self._compile_grammars():
                         self._step()
                 except BaseException as error:
                     self._recovery.die(error)
@@ -428,13 +437,29 @@ class LLMEngine:
                         self._failed_loggers.add(name)
                         logger.exception("the logger %r failed; this is logged once", name)
 
+    def _compile_grammars(self) -> bool:
+        """Has the ranks compile new grammars beside the steps, while their requests wait; returns
+        whether no rank was lost."""
+        scheduler = self._scheduler
+        if not scheduler.lacks_grammars:
+            return True
+        assert self.tokenizer is not None, "a grammar was checked without one"
+        wait_s = 0.0 if scheduler.may_step else _GRAMMAR_S
+        try:
+            requests = scheduler.unfinished_requests()
+            grammars = self._rank_grammars.compile(requests, self.tokenizer, wait_s)
+        except GroupLostError as error:
+            self._report(self._recovery.begin(error.loss))
+            return False
+        scheduler.use_grammars(grammars)
+        return True
+
     def _execute(self, scheduled: SchedulerOutput) -> StepOutput | None:
         """The answer of rank 0; None if nothing is to be computed, or if the ranks were lost: then
         the step has not happened."""
         if scheduled.is_empty:
             return None
         try:
-            self._vocabulary_sender.send_for(scheduled.step_input, self.tokenizer)
             return self._executor.execute_model(scheduled.step_input)
         except GroupLostError as error:
             self._report(self._recovery.begin(error.loss, scheduled))
@@ -447,6 +472,7 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Ends the workers; a second call has no effect."""
         self._executor.shutdown()
+        self._grammar_checks.close()
         self._recovery.close()
 
     def __enter__(self) -> LLMEngine:

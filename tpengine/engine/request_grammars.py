@@ -1,20 +1,26 @@
-"""Grammars of requests: their check, and the vocabulary that ranks need to follow them.
+"""Grammars of requests: their check, and what ranks need to follow them.
 
-A bad schema is refused by `read_grammar`: its form by `structured/constraints.py`, what only the
-compiler sees by `Vocabulary.matcher` of `structured/grammars.py`. After a loss a new group gets the
-vocabulary again (`VocabularySender.send_for`), and `structured/masks.py` takes the tokens so far.
+`read_grammar` has a constraint checked in a process of its own (`structured/grammar_checks.py`), so
+that what a client sends neither blocks nor ends the engine. Then `RankGrammars` has rank 0 compile
+it beside the steps; until that is done the scheduler lets its request wait. After a loss the new
+group does so again, and `structured/masks.py` takes the tokens so far.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.executor.executor import Executor
-from tpengine.messages import StepInput
 from tpengine.sampling_params import SamplingParams
-from tpengine.structured.constraints import THINK_CLOSING, THINK_OPENING, Thinking, to_grammar
+from tpengine.scheduling.sequence import Request
+from tpengine.structured.constraints import THINK_CLOSING, THINK_OPENING, Thinking
+from tpengine.structured.grammar_checks import GrammarChecks
 from tpengine.structured.grammars import Vocabulary
+
+_MAX_COMPILED = 64
 
 
 def read_grammar(
@@ -23,6 +29,7 @@ def read_grammar(
     is_chat: bool,
     model: ModelConfig,
     tokenizer: Tokenizer | None,
+    grammar_checks: GrammarChecks,
 ) -> str | None:
     """Returns the grammar of a request's outputs, compiled once to check it; None: they have none.
 
@@ -30,7 +37,7 @@ def read_grammar(
         prompt: its text, if it has one.
 
     Raises:
-        InvalidSamplingParamsError: there is no tokenizer, or the library refuses the grammar.
+        InvalidSamplingParamsError: there is no tokenizer, or the grammar is refused.
     """
     if params.structured_outputs is None:
         return None
@@ -40,12 +47,10 @@ def read_grammar(
         )
     thinking = _thinking(prompt or "", tokenizer) if is_chat else Thinking.NONE
     # For the library no text matches an added token, special or not, as the think tags of Qwen.
-    added = list(tokenizer.hf.get_added_vocab())
-    vocabulary, grammar = tokenizer.vocabulary(model), ""
-    for part in dict.fromkeys((Thinking.NONE, thinking)):  # a thought hides that no answer begins
-        grammar = to_grammar(params.structured_outputs, part, added)
-        vocabulary.matcher(grammar)
-    return grammar
+    added = tokenizer.hf.get_added_vocab()
+    tags = [tag for tag in (THINK_OPENING, THINK_CLOSING) if tag in added]
+    vocabulary = tokenizer.vocabulary(model)
+    return grammar_checks.check(vocabulary, params.structured_outputs, thinking, tags)
 
 
 def _thinking(prompt: str, tokenizer: Tokenizer) -> Thinking:
@@ -58,23 +63,42 @@ def _thinking(prompt: str, tokenizer: Tokenizer) -> Thinking:
     return Thinking.ALLOWED
 
 
-class VocabularySender:
-    """Sends each group of ranks the vocabulary before its first sequence with a grammar."""
+class RankGrammars:
+    """Has rank 0 of the present group compile grammars, in the order of the requests. Those of
+    unfinished requests stay compiled, and of the others so many that there are 64."""
 
     def __init__(self, executor: Executor, model: ModelConfig) -> None:
         self._executor = executor
         self._model = model
-        self._sent: tuple[int, Vocabulary] | None = None
+        self._group: tuple[int, Vocabulary] | None = None
+        self._compiled: list[str] = []
+        self._compiling: list[str] = []
 
-    def send_for(self, step: StepInput, tokenizer: Tokenizer | None) -> None:
-        """Sends it if this step needs it and the present group does not have it.
+    def compile(
+        self, requests: Iterable[Request], tokenizer: Tokenizer, wait_s: float
+    ) -> frozenset[str]:
+        """Begins to compile what these requests lack; returns what is compiled by now.
+
+        Args:
+            requests: all unfinished ones.
+            wait_s: longest wait for the next grammar.
 
         Raises:
             GroupLostError: a rank was lost.
         """
-        if tokenizer is None or not any(new.rules.grammar for new in step.new_sequences):
-            return
-        needed = self._executor.epoch, tokenizer.vocabulary(self._model)
-        if self._sent != needed:
-            self._executor.load_vocabulary(needed[1])
-            self._sent = needed
+        group = self._executor.epoch, tokenizer.vocabulary(self._model)
+        if self._group != group:
+            self._executor.load_vocabulary(group[1])
+            self._group, self._compiled, self._compiling = group, [], []
+        needed = dict.fromkeys(r.rules.grammar for r in requests if r.rules.grammar is not None)
+        known = {*self._compiled, *self._compiling}
+        lacking = [grammar for grammar in needed if grammar not in known]
+        unused = [grammar for grammar in self._compiled if grammar not in needed]
+        dropped = set(unused[: max(0, len(known) + len(lacking) - _MAX_COMPILED)])
+        num_left = self._executor.compile_grammars(lacking, list(dropped), wait_s)
+        begun = self._compiling + lacking
+        num_compiled = len(begun) - num_left
+        kept = [grammar for grammar in self._compiled if grammar not in dropped]
+        self._compiled = kept + begun[:num_compiled]
+        self._compiling = begun[num_compiled:]
+        return frozenset(self._compiled)

@@ -25,6 +25,7 @@ from tpengine.messages import SamplingRules
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import WHOLE_VOCABULARY, LogitsProcessor, SamplingParams
 from tpengine.scheduling.sequence import CheckedRequest
+from tpengine.structured.grammar_checks import GrammarChecks
 
 _MAX_PICKLED_BYTES = 1 << 20
 """Of a request's logits processors. So a step can hold those of 256 new sequences."""
@@ -112,6 +113,7 @@ def check_request(
     config: EngineConfig,
     tokenizer: Tokenizer | None,
     adapters: AdapterChecks,
+    grammar_checks: GrammarChecks,
 ) -> CheckedRequest:
     """Checks all of a request but its id against the limits of model and engine, and tokenizes its
     prompt. This takes time and may run on any thread.
@@ -128,12 +130,12 @@ def check_request(
     text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
     is_chat = request.messages is not None
     rules = sampling_rules(params, model, tokenizer, is_local=is_local)
-    rules = replace(rules, grammar=read_grammar(params, text, is_chat, model, tokenizer))
+    grammar = read_grammar(params, text, is_chat, model, tokenizer, grammar_checks)
     return CheckedRequest(
         text,
         token_ids,
         params,
-        rules,
+        replace(rules, grammar=grammar),
         request.priority,
         end_token_ids,
         candidates,

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import tempfile
+import threading
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,10 @@ class Tokenizer:
         self.hf = hf
         self.fast_backend: Any = hf.backend_tokenizer if hf.is_fast else None
         self.special_token_ids: frozenset[int] = _special_token_ids(hf, self.fast_backend)
+        if self.fast_backend is not None:
+            # Else the first call of `encode` would do it: later ones only read, from many threads.
+            self.fast_backend.no_truncation()
+            self.fast_backend.no_padding()
         end = hf.eos_token_id
         self.eos_token_id: int | None = None if end is None else int(end)
         self.byte_table: ByteTable | None = None
@@ -121,6 +126,7 @@ class Tokenizer:
         if self._plain_backend is not None:
             self.byte_table = _build_byte_table(self._plain_backend, self.special_token_ids)
         self._vocabulary: Vocabulary | None = None
+        self._making = threading.Lock()
 
     def vocabulary(self, model: ModelConfig) -> Vocabulary:
         """Returns what grammars need; made at the first call, which may take tenths of a second.
@@ -128,21 +134,22 @@ class Tokenizer:
         Raises:
             InvalidSamplingParamsError: it is written in Python, or there is no end token.
         """
-        if self._vocabulary is None:
-            if self.fast_backend is None:
-                needed = "needs a tokenizer of the library tokenizers"
-                text = f"{needed}, and this model's is written in Python"
-                raise errors.InvalidSamplingParamsError.of_field("structured_outputs", text)
-            end_ids = self.end_token_ids(model)
-            if not end_ids:
-                hint = "set eos_token_id in its config.json"
-                text = f"needs an end token, and the model names none; {hint}"
-                raise errors.InvalidSamplingParamsError.of_field("structured_outputs", text)
-            backend = copy.copy(self.fast_backend)
-            backend.no_padding()
-            backend.no_truncation()
-            self._vocabulary = Vocabulary(backend.to_str(), model.vocab_size, sorted(end_ids))
-        return self._vocabulary
+        if self.fast_backend is None:
+            needed = "needs a tokenizer of the library tokenizers"
+            text = f"{needed}, and this model's is written in Python"
+            raise errors.InvalidSamplingParamsError.of_field("structured_outputs", text)
+        end_ids = self.end_token_ids(model)
+        if not end_ids:
+            hint = "set eos_token_id in its config.json"
+            text = f"needs an end token, and the model names none; {hint}"
+            raise errors.InvalidSamplingParamsError.of_field("structured_outputs", text)
+        with self._making:
+            if self._vocabulary is None:
+                backend = copy.copy(self.fast_backend)
+                backend.no_padding()
+                backend.no_truncation()
+                self._vocabulary = Vocabulary(backend.to_str(), model.vocab_size, sorted(end_ids))
+            return self._vocabulary
 
     def end_token_ids(self, model: ModelConfig) -> frozenset[int]:
         """Returns the ids that end a sequence of this model, the tokenizer's own too."""

@@ -77,6 +77,11 @@ class Executor(ABC):
         """Sends the present group what it needs before the first sequence with a grammar."""
         self._run_workers("load_vocabulary", vocabulary)
 
+    def compile_grammars(self, grammars: list[str], dropped: list[str], wait_s: float) -> int:
+        """Has rank 0 compile grammars beside its steps; see `Vocabulary.compile`."""
+        num_left: int = self._run_workers("compile_grammars", grammars, dropped, wait_s)[0]
+        return num_left
+
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank; returns rank 0's answer.
 

@@ -28,7 +28,7 @@ from tpengine.sampling_params import LoadedProcessor
 MAX_ENTRIES = 1 << 20
 """Entries that penalties process at a time; bounds their temporary tensors to about 32 MiB."""
 _MASK_S = 60.0
-"""Longest wait for masks. Before the first one of a grammar, the rank compiles it."""
+"""Longest wait for masks, which only a hang needs."""
 _NO_ROW = -1
 _NO_TOKEN = -1
 _FIRST_ROWS = 8

@@ -92,7 +92,7 @@ class RequestQueues:
 
     Attributes:
         waiting: the policy: it holds the requests that hold no blocks and may run, in its order.
-        barred: by id, waiting requests that may not run; see `restrict`.
+        barred: by id, waiting requests that may not run; see `restrict` and `use_grammars`.
         running, swapped: requests with device or host blocks, in order of the policy's `rank`.
         requests: all unfinished requests, by id.
         request_of: the request of each sequence with a slot, by the sequence's id.
@@ -125,6 +125,7 @@ class RequestQueues:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._allowed: frozenset[str] | None = None
+        self._grammars: frozenset[str] = frozenset()
 
     def is_running(self, request: Request) -> bool:
         """Whether the request is in `running`: exactly these requests hold slots."""
@@ -225,6 +226,7 @@ class RequestQueues:
         self.request_of.clear()
         self.unforked.clear()
         self.forking.clear()
+        self._grammars = frozenset()
         lost = [*self.running, *self.swapped]
         self.running.clear()
         self.swapped.clear()
@@ -244,6 +246,19 @@ class RequestQueues:
         for request in stopped:
             self._reset(request)
         self._sort(stopped)
+
+    def use_grammars(self, grammars: frozenset[str]) -> None:
+        """Lets requests run that have no grammar, or one of these, which the workers have compiled;
+        no other grammar belongs to a running request."""
+        self._grammars = grammars
+        for request in [other for other in self.barred.values() if self._may_run(other)]:
+            del self.barred[request.request_id]
+            self._wait(request)
+
+    def lacks_grammar(self, request: Request) -> bool:
+        """Whether the workers have not compiled the grammar of a request."""
+        grammar = request.rules.grammar
+        return grammar is not None and grammar not in self._grammars
 
     def end(self, request: Request, status: SequenceStatus) -> None:
         """Finishes all unfinished sequences of a request, and removes it from its queue."""
@@ -345,7 +360,8 @@ class RequestQueues:
             expect(holds, invariant)
 
     def _may_run(self, request: Request) -> bool:
-        return self._allowed is None or request.request_id in self._allowed
+        is_allowed = self._allowed is None or request.request_id in self._allowed
+        return is_allowed and not self.lacks_grammar(request)
 
     def _wait(self, request: Request) -> None:
         if self._may_run(request):

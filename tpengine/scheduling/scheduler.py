@@ -217,6 +217,21 @@ class Scheduler:
         """
         self._queues.restrict(allowed)
 
+    @property
+    def lacks_grammars(self) -> bool:
+        """Whether requests wait for grammars that the workers have not compiled."""
+        return any(map(self._queues.lacks_grammar, self._queues.barred.values()))
+
+    @property
+    def may_step(self) -> bool:
+        """Whether any request may run."""
+        return len(self._queues.barred) < len(self._queues.requests)
+
+    def use_grammars(self, grammars: frozenset[str]) -> None:
+        """Says which grammars the workers have compiled; requests with others wait. A restart
+        forgets them."""
+        self._queues.use_grammars(grammars)
+
     def check_invariants(self) -> None:
         """Looks for requests, slots and blocks that are lost or doubled; slow, for tests.
 

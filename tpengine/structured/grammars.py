@@ -1,14 +1,16 @@
 """Grammars of outputs, compiled by the library llguidance.
 
-The driver compiles a request's grammar to check it; rank 0 follows it while it samples.
+A request's grammar is compiled first in a process that can be ended, to check it
+(`grammar_checks.py`). Then rank 0 compiles it beside its steps, and follows it while it samples.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpengine.errors import InvalidSamplingParamsError
@@ -20,14 +22,12 @@ LIMITS = {"max_lexer_states": 25_000, "step_lexer_fuel": 50_000}
 """Limits of `LLParserLimits` for each sequence that are not the library's own, but a tenth and a
 quarter of these. A state of the lexer takes 1 to 2 kB. With the library's own fuel the expression
 `(a{1000}){1000}` takes a second and 260 MB for each sequence until it is stopped."""
-_MAX_COMPILED = 64
-_MAX_BYTES, _STACK_BYTES = 1 << 19, 512 << 20
+_MAX_BYTES, STACK_BYTES = 1 << 19, 512 << 20
 """Of a grammar, and of the stack on which it is compiled. The library compiles rules that refer to
 each other in a chain by recursion, and a stack that is too small ends the process. Chains of 300 kB
 need 64 to 128 MiB; what is not used takes no memory."""
-_COMPILE_S = 10.0
-"""Longest time to compile a grammar; most take some milliseconds. A rank compiles it once more, in
-a step, so that all streams wait for it."""
+_COMPILE_S = 60.0
+"""Longest wait for a grammar. Its check bounds the work, so that only a hang takes longer."""
 _MAX_REASON = 300
 _LIMIT_OF = {
     # part of an error's text: the limit in LLParserLimits
@@ -59,72 +59,59 @@ class Vocabulary:
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._tokens: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: dict[str, Future[LLMatcher]] = {}
+        self._waiting: deque[tuple[str, Future[LLMatcher]]] = deque()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Vocabulary, (self._tokenizer, self.size, self.end_token_ids)
 
-    def matcher(self, grammar: str) -> LLMatcher:
-        """Returns a matcher at the beginning of a grammar, for one sequence. The latest 64 grammars
-        stay compiled.
+    def compile(
+        self, grammars: Sequence[str], dropped: Sequence[str] = (), wait_s: float = 0.0
+    ) -> int:
+        """Begins to compile grammars, one after another, on a thread. They are kept until a later
+        call drops them.
 
         Args:
-            grammar: see `constraints.to_grammar`.
+            grammars: see `constraints.to_grammar`.
+            wait_s: longest wait for the first of those that are not compiled.
+
+        Returns:
+            How many of all grammars, the latest ones, are not compiled yet.
+        """
+        with self._lock:
+            for grammar in dropped:
+                self._compiled.pop(grammar, None)
+            for grammar in grammars:
+                self._begin(grammar)
+            first = [compiled for _, compiled in self._waiting][:1]
+        wait(first, wait_s)
+        return len(self._waiting)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Returns a matcher at the beginning of a grammar, for one sequence.
 
         Raises:
             InvalidSamplingParamsError: the library refuses the grammar or the tokenizer, with its
-                own reason; or the grammar is too large, or compiles for too long.
+                own reason; or the grammar is too large.
         """
         with self._lock:
-            compiled = self._compiled.pop(grammar, None)
-        if compiled is None:  # compiled without the lock: a step may wait for another grammar
-            compiled = self._compile_apart(grammar)
+            begun = self._begin(grammar)
+        try:
+            compiled = begun.result(_COMPILE_S)
+        except InvalidSamplingParamsError:
+            self._compiled.pop(grammar, None)
+            raise
+        except TimeoutError:
+            raise refusal(f"it compiles for over {_COMPILE_S:g} s; give a simpler one") from None
         with self._lock:
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
             return compiled.deep_copy()
 
-    def _compile_apart(self, grammar: str) -> LLMatcher:
-        """Compiles a grammar on a thread with a large stack."""
-        if len(grammar) > _MAX_BYTES:
-            raise _refusal(f"its grammar has {len(grammar)} bytes, more than {_MAX_BYTES}")
-        compiled: Future[LLMatcher] = Future()
+    def load(self) -> LLTokenizer:
+        """Makes what the library needs of the tokens, at the first call.
 
-        def compile_one() -> None:
-            try:
-                compiled.set_result(self._compile(grammar))
-            except Exception as error:
-                compiled.set_exception(error)
-            except BaseException as error:  # the library's panics are no `Exception`
-                compiled.set_exception(_refusal(f"llguidance failed: {error!s:.{_MAX_REASON}}"))
-
-        with _STARTING:  # the size is one for the whole process
-            usual = threading.stack_size(_STACK_BYTES)
-            try:
-                threading.Thread(target=compile_one, name="compile-grammar", daemon=True).start()
-            except RuntimeError as error:
-                raise _refusal(f"{error}; try again later") from error
-            finally:
-                threading.stack_size(usual)
-        try:
-            return compiled.result(_COMPILE_S)
-        except TimeoutError:
-            raise _refusal(f"it compiles for over {_COMPILE_S:g} s; give a simpler one") from None
-
-    def _compile(self, grammar: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(**LIMITS, verbose_errors=False)
-        matcher = LLMatcher(self._load_tokens(), grammar, log_level=0, limits=limits)
-        first = matcher.deep_copy()
-        if not first.is_error():
-            first.compute_bitmask()  # a grammar that allows nothing would fail later, in a step
-        if first.is_error():
-            raise _refusal(reason(first))
-        return matcher
-
-    def _load_tokens(self) -> LLTokenizer:
+        Raises:
+            InvalidSamplingParamsError: it cannot use this tokenizer.
+        """
         from llguidance import LLTokenizer
 
         with self._loading:
@@ -140,8 +127,61 @@ class Vocabulary:
                     ) from error
             return self._tokens
 
+    def _begin(self, grammar: str) -> Future[LLMatcher]:
+        """Adds a new grammar to those that wait; starts the thread, with a large stack, if none
+        did."""
+        if grammar in self._compiled:
+            return self._compiled[grammar]
+        compiled = self._compiled[grammar] = Future()
+        self._waiting.append((grammar, compiled))
+        if len(self._waiting) > 1:
+            return compiled
+        with _STARTING:  # the size is one for the whole process
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                name, run = "compile-grammar", self._compile_waiting
+                threading.Thread(target=run, name=name, daemon=True).start()
+            except RuntimeError as error:
+                self._waiting.clear()
+                compiled.set_exception(refusal(f"{error}; try again later"))
+            finally:
+                threading.stack_size(usual)
+        return compiled
 
-def _refusal(why: str) -> InvalidSamplingParamsError:
+    def _compile_waiting(self) -> None:
+        """Runs on the thread until no grammar waits."""
+        is_last = False
+        while not is_last:
+            grammar, compiled = self._waiting[0]
+            try:
+                settle = partial(compiled.set_result, self._compile(grammar))
+            except InvalidSamplingParamsError as error:
+                settle = partial(compiled.set_exception, error)
+            except BaseException as error:  # the library's panics are no `Exception`
+                failure = refusal(f"llguidance failed: {error!s:.{_MAX_REASON}}")
+                settle = partial(compiled.set_exception, failure)
+            with self._lock:
+                self._waiting.popleft()
+                is_last = not self._waiting
+            settle()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        if len(grammar) > _MAX_BYTES:
+            raise refusal(f"its grammar has {len(grammar)} bytes, more than {_MAX_BYTES}")
+        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        matcher = LLMatcher(self.load(), grammar, log_level=0, limits=limits)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # a grammar that allows nothing would fail later, in a step
+        if first.is_error():
+            raise refusal(reason(first))
+        return matcher
+
+
+def refusal(why: str) -> InvalidSamplingParamsError:
+    """The error of a request whose constraint is not served."""
     name = "structured_outputs"
     return InvalidSamplingParamsError(f"{name} is refused: {why}", field=name)
 

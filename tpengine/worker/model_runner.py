@@ -24,7 +24,7 @@ from tpengine.layers.device_values import Array, Pending, known, together, uploa
 from tpengine.messages import PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.ops.lora_ops import LoRARows
-from tpengine.structured.grammars import Vocabulary
+from tpengine.structured.masks import GrammarSlots
 from tpengine.worker.adapter_store import AdapterStore, group_rows
 from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording
@@ -133,9 +133,10 @@ class ModelRunner:
         block_size, num_kept = config.cache.block_size, config.num_kept_tokens
         self._batch = InputBatch(*limits, block_size, self.uploads, num_kept, self._processed)
 
-    def use_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Takes the vocabulary that grammars need; before the first sequence with one."""
-        self._batch.sampling.grammars.vocabulary = vocabulary
+    @property
+    def grammars(self) -> GrammarSlots:
+        """The slots whose output follows a grammar."""
+        return self._batch.sampling.grammars
 
     def drop_recording(self) -> None:
         """Destroys what was recorded; later steps run op by op."""

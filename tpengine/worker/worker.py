@@ -219,7 +219,13 @@ class Worker:
         """Takes the vocabulary that grammars need; rank 0 follows them."""
         assert self._runner is not None, "vocabulary before init_cache_engine"
         if self._parallel.tp_rank == 0:
-            self._runner.use_vocabulary(vocabulary)
+            self._runner.grammars.vocabulary = vocabulary
+
+    def compile_grammars(self, grammars: list[str], dropped: list[str], wait_s: float) -> int:
+        """Compiles grammars on a thread of rank 0; see `Vocabulary.compile`."""
+        assert self._runner is not None, "grammars before init_cache_engine"
+        vocabulary = self._runner.grammars.vocabulary
+        return 0 if vocabulary is None else vocabulary.compile(grammars, dropped, wait_s)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step."""

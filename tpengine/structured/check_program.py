@@ -1,0 +1,60 @@
+"""The program that checks constraints: `python -m` with this module's name.
+
+It reads lines of JSON: first the arguments of a `Vocabulary`, then one order after another, each
+with its bounds. It answers each with a line, [error, grammar]; beyond a bound the kernel ends it.
+When the driver ends, its input does, and so it ends too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+from tpengine.errors import InvalidSamplingParamsError
+from tpengine.sampling_params import StructuredOutputsParams
+from tpengine.structured.constraints import Thinking, to_grammar
+from tpengine.structured.grammars import Vocabulary
+
+_ENDLESS = resource.RLIM_INFINITY
+
+
+def main() -> None:
+    """Serves orders until the input ends."""
+    vocabulary = Vocabulary(*json.loads(sys.stdin.readline()))
+    with contextlib.suppress(InvalidSamplingParamsError):  # else each check finds it anew
+        vocabulary.load()
+    _bound(resource.RLIMIT_CORE, 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # clients must not fill the log of the driver
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    own_bytes = num_pages * resource.getpagesize()
+    for line in sys.stdin:
+        cpu_s, num_bytes, (fields, thinking, special_tokens) = json.loads(line)
+        _bound(resource.RLIMIT_AS, own_bytes + num_bytes)
+        _bound(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
+        error_text = grammar = ""
+        try:
+            constraint = StructuredOutputsParams(**fields)
+            # Without a thought first: it would hide that no answer begins.
+            for part in dict.fromkeys((Thinking.NONE, Thinking[thinking])):
+                grammar = to_grammar(constraint, part, special_tokens)
+                vocabulary.matcher(grammar)
+            vocabulary.compile((), [grammar])
+        except InvalidSamplingParamsError as error:
+            error_text = str(error)
+        print(json.dumps([error_text, grammar]), flush=True)
+
+
+def _bound(kind: int, value: int) -> None:
+    """Sets a limit of this process, unless the system's own is lower."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == _ENDLESS else min(value, hard), hard))
+
+
+if __name__ == "__main__":
+    main()
