@@ -81,9 +81,9 @@ def openai_routes(state: ServerState) -> list[Route]:
             return answer
         ids = [asked.engine_id(str(req.request_id)) for req in requests]
         pairs = zip(requests, ids, strict=True)
-        answer.requests = [replace(req, request_id=own_id) for req, own_id in pairs]
-        stream = state.kept.open(asked, call.request_id, ids, answer.produce)
-        return resumed(request, stream, 0)
+        kept = replace(answer, requests=[replace(req, request_id=own_id) for req, own_id in pairs])
+        stream = state.kept.open(asked, call.request_id, ids, kept.produce)
+        return answer if stream is None else resumed(request, stream, 0)
 
     def resumed(request: Request, stream: KeptStream, after: int) -> KeptAnswer:
         request.state.request_id = stream.request_id
