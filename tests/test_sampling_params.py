@@ -36,6 +36,10 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("stop", ["a", 3], "[1] must be a text, got 3"),
     ("stop_token_ids", [-1], "[0] must be at least 0"),
     ("stop_token_ids", [1.5], "an integer"),
+    ("max_tokens", 2**64, "at most 9223372036854775807"),
+    ("min_tokens", 2**63, "at most 9223372036854775807"),
+    ("truncate_prompt_tokens", 10**90, "at most 9223372036854775807"),
+    ("logprobs", np.uint64(2**64 - 1), "at most 9223372036854775807"),
     ("ignore_eos", "no", "True or False, got 'no'"),
     ("output_kind", "last", "'final_only', got 'last'"),
 ]
@@ -64,6 +68,13 @@ def test_out_of_range(name: str, value: Any, limit: str) -> None:
     assert isinstance(raised.value, RequestError)
     assert raised.value.field == name
     assert str(pickle.loads(pickle.dumps(raised.value))) == message
+
+
+@pytest.mark.parametrize("stop", ["\ud83d", ["a", "b\udcff"], ["\ud800" * 1000]], ids=len)
+def test_stop_strings_are_valid_unicode(stop: Any) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=r"stop holds .*valid Unicode") as raised:
+        SamplingParams(stop=stop)
+    assert len(str(raised.value).encode()) < 200
 
 
 def test_unknown_names_are_refused() -> None:

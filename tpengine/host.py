@@ -42,6 +42,7 @@ SHM_FOLDER = Path("/dev/shm")
 LOOPBACK = "127.0.0.1"
 """Where what is ours listens if all ranks run on one machine, so that no other one can connect."""
 _MIB = 1 << 20
+_BEGIN_S = 10.0
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 
@@ -182,6 +183,27 @@ def allow_open_files(count: int) -> int:
 
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+class _Begin(threading.Event):
+    """Set by a thread that begins; the thread that starts it waits for that."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(_BEGIN_S):
+            why = f"a new thread did not begin within {_BEGIN_S:g} s: memory is short"
+            raise RuntimeError(why) from MemoryError("for the first lines of a thread")
+        return True
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Starts a thread while the program runs. `Thread.start` waits until the thread begins, without
+    a bound, and one that finds no memory for its first lines never does.
+
+    Raises:
+        RuntimeError: it has not begun in time, or the system has no thread left.
+    """
+    vars(thread)["_started"] = _Begin()
+    thread.start()
 
 
 # The terminal.

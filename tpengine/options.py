@@ -31,6 +31,8 @@ from tpengine.errors import ConfigError, InvalidSamplingParamsError
 if TYPE_CHECKING:
     import argparse
 
+_MOST_INTEGER = 2**63 - 1
+"""Largest number of a field without a limit of its own; ranks and protocols have 64 bits for it."""
 NOTHING = "nothing"
 """`only_for` of an option that is accepted with any value and has no effect."""
 
@@ -395,8 +397,9 @@ def _reader(hint: Any, declared: Parameter) -> Callable[[Any], Any]:
 def _number_reader(
     kind: type[int] | type[float], declared: Parameter, takes_bool: bool = False
 ) -> Callable[[Any], Any]:
-    low, above = declared.at_least, declared.more_than
-    high = min(declared.at_most, sys.float_info.max)
+    low, above, high = declared.at_least, declared.more_than, declared.at_most
+    if high == math.inf:
+        high = sys.float_info.max if kind is float else _MOST_INTEGER
 
     def read(value: Any) -> int | float:
         if type(value) is kind and low <= value <= high and above < value:  # NaN is not
@@ -415,6 +418,9 @@ def _number_reader(
             raise WrongValueError(f" must be {noun}, got {reprlib.repr(value)}") from None
         if number != declared.besides and (problem := declared.problem(number)):
             raise WrongValueError(problem)
+        if isinstance(number, int) and number > high:
+            got = number if number < 10**99 else "far more"
+            raise WrongValueError(f" must be at most {high}, got {got}")
         return number
 
     return read

@@ -398,6 +398,12 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             text = "strings need detokenize=True; use stop_token_ids, or drop one of the two"
             raise _refusal("stop", text)
+        for text in self.stop:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                hint = "no output contains it; leave it out"
+                raise _refusal("stop", f"holds {text!r:.80}, no valid Unicode: {hint}") from error
         if self.allowed_token_ids == []:
             hint = "give at least one id, or None to allow all"
             text = f"is empty, so that nothing could be sampled; {hint}"

@@ -8,7 +8,7 @@ import pytest
 from support.waiting import wait_until
 
 from async_engine.conftest import MakeEngine
-from async_engine.tools import TIMEOUT_S, Gate, MakeGate, stream
+from async_engine.tools import TIMEOUT_S, Gate, MakeGate, read_ids, stream
 from tpengine import AsyncLLMEngine
 from tpengine.async_engine import async_llm_engine
 from tpengine.errors import EngineError, RequestAbortedError
@@ -74,3 +74,17 @@ async def test_a_step_that_hangs_does_not_prolong_the_drain(
     with pytest.raises(EngineError, match="hangs in a step"):
         await engine.shutdown(0.1)
     held.open()
+
+
+async def test_drains_at_once_all_return(make: MakeEngine, gate: MakeGate) -> None:
+    engine = make()
+    held = gate(engine)
+    reader = asyncio.create_task(read_ids(engine, [4], stream(3)))
+    await held.reached(1)
+    draining = [asyncio.create_task(engine.drain(TIMEOUT_S)) for _ in range(3)]
+    await asyncio.sleep(0)
+    held.open()
+    _, waiting = await asyncio.wait(draining, timeout=TIMEOUT_S / 2)
+    assert not waiting, "a drain waits for requests that have ended"
+    assert [task.result() for task in draining] == [0, 0, 0]
+    assert len(await reader) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from support.engines import greedy
@@ -14,6 +15,7 @@ from async_engine.tools import (
     TIMEOUT_S,
     MakeGate,
     TokenizerGate,
+    collect,
     hold_timers,
     last_output,
     read_ids,
@@ -21,7 +23,10 @@ from async_engine.tools import (
     stream,
     until,
 )
-from tpengine import AsyncLLMEngine, RequestOutputKind
+from tpengine import AsyncLLMEngine, CompletionOutput, RequestOutput, RequestOutputKind, errors
+from tpengine.async_engine.admission import Admission, QueueLimits
+from tpengine.async_engine.request_table import RequestTable
+from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import DeadlineExceededError, RequestAbortedError
 
 
@@ -190,3 +195,33 @@ async def test_a_reader_that_is_cancelled_while_its_prompt_is_tokenized(
     tokenizer_gate.go_on.set()
     assert await engine.tokenize("hello"), "the thread goes on"
     assert engine.stats().num_steps == steps
+
+
+async def test_aborts_at_once_all_return(
+    engine: AsyncLLMEngine, tokenizer_gate: TokenizerGate
+) -> None:
+    """While the prompt is tokenized the engine has nothing to free."""
+    reader = asyncio.create_task(collect(engine.generate("a long text", greedy(4), "it")))
+    await until(tokenizer_gate.inside.is_set)
+    aborting = [asyncio.create_task(engine.abort("it")) for _ in range(3)]
+    _, waiting = await asyncio.wait(aborting, timeout=TIMEOUT_S / 2)
+    assert not waiting, "an abort waits for what has come already"
+    assert await reader == []
+    assert engine.get_num_unfinished_requests() == 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "outcome"),
+    [
+        (errors.RequestFailedError("the end of its text was lost"), "error"),
+        (errors.RequestIgnoredError("too many tokens"), "too long"),
+        (None, "length"),
+    ],
+)
+async def test_the_outcome_names_the_failure(failure: Any, outcome: str) -> None:
+    table = RequestTable(Admission(QueueLimits()), lambda live: None, False)
+    live = table.open(GenerateRequest(prompt_token_ids=[4]), False)
+    parts = [CompletionOutput(0, "a", (5,), None, None, finish_reason="length")]
+    output = RequestOutput(live.request_id, None, [4], None, parts, True, failure=failure)
+    table.receive([(live, output)])
+    assert (live.outcome, live.mailbox.error) == (outcome, failure)

@@ -260,3 +260,31 @@ def test_a_loop_that_is_closed_before_its_requests_end(make: MakeEngine) -> None
     inner = engine.llm_engine
     wait_until(lambda: inner.num_free_blocks == inner.num_total_blocks)
     del outputs
+
+
+@pytest.mark.parametrize("way", ["abort", "drain"])
+def test_a_loop_that_is_closed_while_a_caller_waits(
+    make: MakeEngine, gate: tools.MakeGate, way: str
+) -> None:
+    """What it waits for is forgotten: the next loop works, and the engine ends."""
+    engine = make()
+    held = gate(engine)
+
+    async def begin() -> list[Any]:
+        reading = tools.read_ids(engine, [4], tools.stream(600), request_id="it")
+        waiting = engine.abort("it") if way == "abort" else engine.drain(600)
+        left = [asyncio.create_task(reading)]
+        await held.reached(1)
+        left.append(asyncio.create_task(waiting))
+        await asyncio.sleep(0)
+        return left
+
+    loop = asyncio.new_event_loop()
+    left = loop.run_until_complete(begin())
+    loop.close()
+    held.open()
+    if way == "abort":
+        assert len(run_async(tools.read_ids(engine, [4], tools.stream(5)))) == 5
+        wait_until(lambda: not engine._requests.awaits_events)
+    run_async(engine.shutdown())
+    del left

@@ -20,6 +20,7 @@ from tpengine import LLMEngine, SamplingParams
 from tpengine.engine.requests import read_sampling_params, sampling_rules
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError
+from tpengine.executor import codec
 from tpengine.messages import SamplingRules
 from tpengine.sampling_params import load_logits_processor
 
@@ -229,3 +230,18 @@ def test_params_survive_pickling_and_their_makers_changes() -> None:
 def test_form_of_a_processor_is_found_by_its_parameters() -> None:
     assert not load_logits_processor("support.logits_processors:forbid_last").wants_prompt
     assert load_logits_processor("support.logits_processors:forbid_prompt").wants_prompt
+
+
+@pytest.mark.parametrize("error", [TypeError("no plain data"), OverflowError("too large")], ids=str)
+def test_what_cannot_be_sent_to_ranks_is_refused(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Else the step that first has it would fail, and with it all requests."""
+
+    def encode(rules: SamplingRules) -> bytes:
+        raise error
+
+    monkeypatch.setattr(codec, "encode", encode)
+    assert read(engine, SamplingParams()).temperature == 1.0, "one rank is sent nothing"
+    with pytest.raises(InvalidSamplingParamsError, match=f"cannot be sent to the ranks.*{error}"):
+        read(engine, SamplingParams(), is_local=False)

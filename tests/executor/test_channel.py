@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
 from tpengine.executor import channel as wire
@@ -196,3 +198,27 @@ def test_too_long_a_message_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None
 def test_send_to_a_peer_that_does_not_read_ends() -> None:
     with open_channels(1) as ([driver], _), pytest.raises(wire.ChannelTimeoutError):
         driver.send(wire.FrameKind.STEP, 1, b"x" * (64 << 20), 0.3)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the end", "after the end"])
+def test_a_channel_that_no_accept_takes_is_closed(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """A rank that connects again, when its first attempt has been accepted."""
+    go_on, greet_rank = threading.Event(), wire._greet_rank
+
+    def slow(*args: Any) -> Any:
+        greeted = greet_rank(*args)
+        return greeted if go_on.wait(TIMEOUT_S) else None
+
+    monkeypatch.setattr(wire, "_greet_rank", slow)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(wire.connect, listener.address, SECRET, 0, EPOCH, TIMEOUT_S)
+        wait_until(lambda: listener.greet() is None and connecting.done())
+    if not is_late:
+        go_on.set()
+        wait_until(lambda: not listener._arrived.empty())
+    listener.close()
+    go_on.set()
+    with contextlib.closing(connecting.result()) as channel, pytest.raises(wire.ChannelClosedError):
+        receive(channel, TIMEOUT_S)

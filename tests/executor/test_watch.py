@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from support.programs import running
 from support.waiting import wait_until
 
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
+from tpengine import host
 from tpengine.executor import channel as wire
 from tpengine.executor import watch
 from tpengine.executor.watch import Heartbeat, RankWatch
@@ -254,3 +256,17 @@ def test_rank_whose_python_lock_is_held_ends_itself() -> None:
         _, errors = rank.communicate(timeout=TIMEOUT_S)
         assert rank.returncode == 1
         assert "in hold_the_lock" in errors
+
+
+def test_a_thread_that_never_begins_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that finds no memory for its first lines; CPython waits for it without a bound."""
+    monkeypatch.setattr(host, "_BEGIN_S", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "_start_new_thread", lambda run, args: 0)
+        for thread in (threading.Thread(target=print), threading.Timer(0, print)):
+            with pytest.raises(RuntimeError, match=r"did not begin within .* memory is short"):
+                host.start_thread(thread)
+            del threading._limbo[thread]  # type: ignore[attr-defined]
+    begun = threading.Event()
+    host.start_thread(threading.Thread(target=begun.set))
+    assert begun.wait(TIMEOUT_S)

@@ -82,3 +82,24 @@ def test_any_number_of_tokens_is_reported() -> None:
         assert entry.top_logprobs == expected.values[:count].tolist()
         assert entry.logprob == float(shares[row, row])
         assert expected.indices[entry.rank - 1] == row
+
+
+@pytest.mark.parametrize("neighbours", [{}, EDITS], ids=["plain", "edited"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("wish", [WISHES[0], WISHES[7] | {"logprobs": 2}, WISHES[2], {}], ids=str)
+def test_a_row_whose_largest_logit_is_not_finite_is_an_error(
+    wish: dict[str, Any], bad: float, neighbours: dict[str, Any]
+) -> None:
+    """And no other row is. Without a wish it is of a beam search."""
+    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(5))
+    logits[1, 5] = bad
+    slots = SamplingSlots(3, torch.device("cpu"), False)
+    for slot, fields in enumerate([neighbours, wish, neighbours]):
+        new = NewSequence(slot, [2, 3], 1, 0, [], SamplingRules(**fields), 0, 0, [])
+        new.num_candidates = 0 if wish or slot != 1 else 4
+        slots.write(slot, new, noise_keys(5, slot))
+    token_ids = np.full((3, 8), 2, np.int32)
+    sampled = sample(logits, slots.gather(np.arange(3), np.full(3, 2, np.int32), token_ids))
+    errors = sampled.findings.now().errors
+    assert [row for row, error in errors.items() if "NaN or infinite" in error.text] == [1]
+    assert len(errors) == 1

@@ -136,6 +136,9 @@ FAILURES = {
     "forget_to_return": "it must return the logits, got NoneType",
     "cut_off": r"it must return \[288\] logits, got \[287\]",
     "make_nan": "its logits are NaN",
+    "make_sparse": "make_sparse. failed: ",
+    "lose_data": "lose_data. failed: ",
+    "quantize": "quantize. failed: ",
     "forbid_all": "no token can be sampled: structured_outputs, allowed_token_ids, bad_words",
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .loop import Limits, Loop, make_request, plain
 
 LIMITS = Limits(tokens=64, seqs=8, num_blocks=200, caching=True, max_loras=2)
@@ -79,3 +81,26 @@ def test_an_adapter_that_cannot_be_loaded_ends_its_requests() -> None:
     loop.run()
     assert loop.endings["r4"] == loop.endings["r1"] == "length"
     assert loop.outputs["r4"].num_cached_tokens == 0
+
+
+def test_a_request_without_a_row_ends_with_the_adapter_that_cannot_be_loaded() -> None:
+    """Beams that come back from the host may have none in the step that loads their adapter."""
+    loop = Loop(replace(LIMITS, tokens=3))
+    beams = plain(8, n=3, use_beam_search=True, temperature=0.0)
+    loop.add(make_request(0, 3, plain(40)))
+    loop.add(make_request(1, 2, beams, adapter=1))
+    while len(running(loop)) < 2 or len(loop.step().rows) > 1:
+        loop.step()
+    compute = loop.worker.compute
+
+    def failing(step):
+        answer = compute(step)
+        answer.adapter_errors = {b"adapter1": "it is gone"}
+        return answer
+
+    loop.worker.compute = failing
+    assert [row.seq_id for row in loop.step().rows] == [0]
+    assert loop.endings == {"r1": "error"}
+    loop.worker.compute = compute
+    loop.run()
+    assert loop.endings["r0"] == "length"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,3 +153,29 @@ def test_the_first_starts_within_its_bound(arrivals: list[tuple[int, int, int]])
             older = [r for r in unfinished if r.arrival_index < first.arrival_index]
             until_room = max(map(num_left, older), default=0)
             bounds[first.request_id] = step + until_room + num_left(first) + 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompt"),
+    [
+        ({"model_len": 64}, 70),
+        ({"chunked": False}, 65),
+        ({"num_blocks": 30}, 121),
+    ],
+    ids=str,
+)
+def test_what_can_never_run_does_not_pass(limits: dict[str, Any], prompt: int) -> None:
+    """It ends alone, as at the head of the queue, and those before and behind it go on."""
+    loop = Loop(Limits(**{"seqs": 3, "num_blocks": 200, **limits}))
+    add(loop, 0, n=2, max_tokens=9)
+    loop.step()
+    add(loop, 1, n=2)
+    hopeless = add(loop, 2, prompt=prompt, max_tokens=2)
+    behind = add(loop, 3, max_tokens=2)
+    for _ in range(4):
+        loop.step()
+    assert loop.endings[behind.request_id] == "length"
+    loop.run()
+    assert hopeless not in loop.admitted
+    assert str(prompt) in str(hopeless.error)
+    assert set(loop.endings.values()) == {"length"}

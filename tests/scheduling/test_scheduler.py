@@ -49,14 +49,15 @@ def test_chunks_fill_the_budget_after_the_decodes() -> None:
     loop = Loop(Limits(tokens=10))
     first, second, third = loop.add_plain(7, 15, 4)
     output = loop.step()
-    assert (sizes(output), output.sampled) == ([7, 3], first.sequences)
+    assert (sizes(output), output.sampled) == ([1, 7, 2], first.sequences)
     assert output.num_prefill_tokens == 10
     output = loop.step()
-    assert (sizes(output), output.sampled) == ([1, 9], first.sequences)
+    assert sizes(output) == [1, 6, 3]
+    assert output.sampled == [*first.sequences, *third.sequences]
     assert output.num_prefill_tokens == 9
     output = loop.step()
-    assert sizes(output) == [1, 3, 4]
-    assert output.rows == [*first.sequences, *second.sequences, *third.sequences]
+    assert sizes(output) == [1, 1, 7]
+    assert output.rows == [*first.sequences, *third.sequences, *second.sequences]
     assert output.sampled == output.rows
     assert output.num_prefill_tokens == 7
     assert sizes(loop.step()) == [1, 1, 1]

@@ -344,7 +344,8 @@ def test_headers_that_cannot_be_used(
 @pytest.mark.parametrize(
     ("method", "fields"),
     [
-        ("Generate", {"resume_window_s": 5.0, "request_id": "k"}),
+        ("Generate", {"resume_from": 1, "request_id": "k"}),
+        ("Generate", {"resume_window_s": 5.0}),
         ("GenerateStream", {"resume_window_s": 5.0}),
         ("GenerateStream", {"resume_window_s": float("nan"), "request_id": "k"}),
         ("GenerateStream", {"resume_from": -1, "request_id": "k"}),
@@ -368,6 +369,11 @@ class Kept(KeptStreams):
         super().__init__(bounds, OpenCalls(bounds))
 
     def begin(self, key: str, account: str = "one") -> KeptStream:
+        stream = self.try_to_begin(key, account)
+        assert stream is not None, "there is no room to keep it"
+        return stream
+
+    def try_to_begin(self, key: str, account: str) -> KeptStream | None:
         asked = Resumption(account, key, b"", WINDOW_S, 0)
         return self.open(asked, key, [], lambda _: asyncio.Event().wait())
 
@@ -412,6 +418,53 @@ async def bytes_of_all_streams(kept: Kept) -> None:
         running.add(b"x" * 9000, 2)
 
 
+async def read_all(stream: KeptStream, positions: range, size: int) -> int:
+    """Adds messages while a client reads them; returns how many it has got."""
+    read: list[bytes] = []
+
+    async def write(message: bytes) -> None:
+        read.append(message)
+
+    reading = asyncio.create_task(stream.send(stream.position, write))
+    await asyncio.sleep(0)
+    for position in positions:
+        stream.add(b"x" * size, position)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait([reading])
+    return len(read)
+
+
+async def shares_of_clients(kept: Kept) -> None:
+    """What one client does not read gives way to others, up to their share. A client above its own
+    is not kept any more, and a stream that is read goes on."""
+    for number in range(4):
+        kept.begin(f"flood-{number}", "flood").add(b"x" * 5000, 1)
+    assert kept.try_to_begin("flood-4", "flood") is None
+    stream = kept.begin("a", "other")
+    assert await read_all(stream, range(1, 6), 3000) == 5
+    assert stream.num_bytes > 15_000, "all of it is kept"
+    assert len(kept) == 3, "no more streams of the flood gave way than needed"
+    assert kept.num_bytes <= 40_000
+    assert kept.try_to_begin("flood-4", "flood") is None
+    assert kept.try_to_begin("third", "third") is not None
+    assert await read_all(stream, range(6, 40), 3000) == 34
+
+
+async def a_full_server(kept: Kept) -> None:
+    """Without room a call is served unkept, and a stream that is read goes on."""
+    streams = [kept.begin(account, account) for account in ("a", "b")]
+    readings = [asyncio.create_task(s.send(0, lambda _: asyncio.sleep(0))) for s in streams]
+    await asyncio.sleep(0)
+    streams[1].add(b"x" * 8000, 1)
+    assert kept.try_to_begin("more", "a") is None
+    assert await read_all(streams[0], range(1, 9), 4000) == 8
+    with pytest.raises(errors.NotKeptError, match="dropped for want of room"):
+        await streams[0].send(1, lambda _: asyncio.sleep(0))
+    assert not readings[1].done()
+
+
 async def requests_without_a_reader(kept: Kept) -> None:
     """They count for their client until they end or are read."""
     streams = [kept.begin("a"), kept.begin("b")]
@@ -435,6 +488,8 @@ async def requests_without_a_reader(kept: Kept) -> None:
     [
         (bytes_of_a_stream, {"max_resume_bytes": 20_000}),
         (bytes_of_all_streams, {"max_all_resume_bytes": 20_000}),
+        (shares_of_clients, {"max_all_resume_bytes": 40_000}),
+        (a_full_server, {"max_all_resume_bytes": 17_000}),
         (requests_without_a_reader, {"max_client_requests": 1}),
     ],
 )
@@ -500,6 +555,29 @@ async def test_our_client_ends_what_it_leaves(server: ServerProcess) -> None:
         assert await num_kept() == 0
         await anext(open_one)
     assert await num_kept() == 0
+
+
+def test_a_whole_answer_comes_over_a_new_call(server: ServerProcess) -> None:
+    """However early the connections break; and the request runs once."""
+    params = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 60, "ignore_eos": True}
+
+    async def talk() -> tuple[Any, Any]:
+        async with GenerationClient(server.target, token=ONE) as client:
+            wanted = await client.generate([5, 6, 7], params, resume_window_s=0)
+        begun = (await asyncio.to_thread(loads, server)).num_steps
+        async with proxy.listening() as target, GenerationClient(target, token=ONE) as client:
+            answer = await client.generate([5, 6, 7], params, request_id="whole")
+        assert (await asyncio.to_thread(loads, server)).num_steps <= begun + 61
+        return wanted, answer
+
+    proxy = CuttingProxy(server.target, [60, 300, 500])
+    wanted, answer = asyncio.run(talk())
+    assert proxy.num_cuts == 3
+    assert [output.token_ids for output in answer.outputs] == [
+        output.token_ids for output in wanted.outputs
+    ]
+    assert answer.usage.num_output_tokens == 180
+    assert Grpc(server).abort("whole")
 
 
 def test_our_client_takes_an_answer_for_no_reason_to_try_again(server: ServerProcess) -> None:

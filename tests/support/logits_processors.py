@@ -66,3 +66,18 @@ def forbid_all(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 def one_argument(logits: torch.Tensor) -> torch.Tensor:
     """Cannot be called with ids."""
     return logits
+
+
+def make_sparse(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of another layout."""
+    return logits.to_sparse()
+
+
+def lose_data(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor without data."""
+    return logits.to("meta")
+
+
+def quantize(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor whose numbers are no logits."""
+    return torch.quantize_per_tensor(logits, 0.1, 0, torch.qint8)

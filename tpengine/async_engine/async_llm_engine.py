@@ -462,6 +462,8 @@ class AsyncLLMEngine:
             EngineError: the step, or the end of the ranks, took longer; the thread hangs in it.
         """
         self._intake = _Intake.CLOSED
+        if self._loop is not None and self._loop.is_closed():
+            self._requests.leave_loop()
         self._fail_all()
         if self._watch is not None:
             self._watch.cancel()
@@ -492,8 +494,7 @@ class AsyncLLMEngine:
                 rule = "an engine belongs to one loop at a time: give each its own"
                 text = f"requests of another event loop are being served; {rule}"
                 raise errors.EngineError(text)
-            for live in self._requests.all():  # the loop of their readers was closed
-                self._requests.finish(live, "left by its reader")
+            self._requests.leave_loop()
             self._loop, self._watch = loop, None
             self._thread.bind(loop, self._requests.receive, self._fail_all)
         if self._watch is None:

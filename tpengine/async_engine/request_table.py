@@ -247,7 +247,6 @@ class RequestTable:
         if live.ends_as_output:
             self._abort_in_engine(live)  # its last output comes before the event None
             await asyncio.wait({self._freeing(live)}, timeout=timeout_s)
-            live.freed = None
         if live.outcome is None:  # the reader gets an error, or there was no output to come
             error = None
             if not live.ends_as_output:
@@ -277,7 +276,8 @@ class RequestTable:
     async def wait_until_empty(self, timeout_s: float) -> None:
         """Returns when no request is left, or the time is over."""
         if self._live and timeout_s > 0:
-            self._emptied = asyncio.get_running_loop().create_future()
+            if self._emptied is None or self._emptied.done():
+                self._emptied = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._emptied}, timeout=timeout_s)
 
     def receive(self, events: Iterable[Event]) -> None:
@@ -289,8 +289,8 @@ class RequestTable:
             elif news is not None:
                 if self._take_out(live, "refused", news):
                     self.refused[type(news).__name__] += 1
-            elif live.freed is not None and not live.freed.done():
-                live.freed.set_result(None)
+            elif (freed := live.freed) in self._waits_for_free and not freed.done():
+                freed.set_result(None)
 
     def fail_all(self, make_error: Callable[[], Exception]) -> None:
         """Finishes all requests, because the engine is gone. Each reader gets an error object of
@@ -301,9 +301,18 @@ class RequestTable:
             if not freed.done():
                 freed.set_result(None)
 
+    def leave_loop(self) -> None:
+        """Finishes all requests, because the loop of their readers was closed. Callers that waited
+        there are gone, and their futures cannot be used any more."""
+        self._waits_for_free -= {f for f in self._waits_for_free if f.get_loop().is_closed()}
+        self._emptied = None
+        for live in self.all():
+            live.freed = None
+            self.finish(live, "left by its reader")
+
     def _freeing(self, live: LiveRequest) -> asyncio.Future[None]:
         """Returns the future that is done when the engine has freed all of a request."""
-        if live.freed is None:
+        if live.freed is None or live.freed.done():
             live.freed = asyncio.get_running_loop().create_future()
             self._waits_for_free.add(live.freed)
             live.freed.add_done_callback(self._waits_for_free.discard)
@@ -329,16 +338,19 @@ class RequestTable:
         if not output.finished:
             live.mailbox.put(output)
             return
-        reasons = [completion.finish_reason for completion in output.outputs]
-        if "error" in reasons:
-            failure = output.failure or errors.RequestFailedError("the request failed")
-            self._take_out(live, "error", failure)
-        elif output.failure is not None and not live.ends_as_output:
-            self._take_out(live, "too long", output.failure)
+        reasons, failure = [part.finish_reason for part in output.outputs], output.failure
+        has_failed, outcome = "error" in reasons, str(reasons[0])
+        if has_failed:
+            outcome, failure = "error", failure or errors.RequestFailedError("the request failed")
+        elif "abort" in reasons:
+            outcome = _ABORTED
+        elif failure is not None:  # else the end of its text could not be decoded
+            outcome = "too long" if isinstance(failure, errors.RequestIgnoredError) else "error"
+        if has_failed or (failure is not None and not live.ends_as_output):
+            self._take_out(live, outcome, failure)
         else:
             live.mailbox.put(output)
-            outcome = "too long" if output.failure is not None else str(reasons[0])
-            self._take_out(live, _ABORTED if "abort" in reasons else outcome)
+            self._take_out(live, outcome)
 
     def _take_out(self, live: LiveRequest, outcome: str, error: Exception | None = None) -> bool:
         """Takes a finished request out of the table; returns False if it was taken out before."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -85,6 +85,7 @@ class GenerationClient:
         priority: int = 0,
         timeout_s: float | None = None,
         max_queue_s: float | None = None,
+        resume_window_s: float = RESUME_WINDOW_S,
     ) -> RemoteOutput:
         """Completes one prompt and returns the whole output. Cancelling it aborts the request.
 
@@ -97,14 +98,16 @@ class GenerationClient:
             priority: lower is served first; needs a server with scheduling_policy "priority".
             timeout_s: deadline, in seconds from now; math.inf: none.
             max_queue_s: longest wait in seconds for the first step; math.inf: no limit.
+            resume_window_s: see `stream`; the answer comes over a new call, and the request runs
+                once.
 
         Raises:
             RequestError, ServerError: see the class.
         """
         request = convert.to_request(prompt, params, request_id, priority, max_queue_s)
-        call = self._stub.Generate(request, **self._until(timeout_s))
-        async with typed_errors(call, self.target):
-            return to_output(await call, prompt)
+        responses = self._responses(self._stub.Generate, request, timeout_s, resume_window_s)
+        (answer,) = [response async for response in responses]
+        return to_output(answer, prompt)
 
     async def stream(
         self,
@@ -133,20 +136,36 @@ class GenerationClient:
             RequestError, ServerError: see the class.
         """
         request = convert.to_request(prompt, params, request_id, priority, max_queue_s)
-        if resume_window_s:
-            own_id = request_id or f"stream-{uuid4().hex}"
-            put(request, errors.RequestError, resume_window_s=resume_window_s, request_id=own_id)
+        responses = self._responses(self._stub.GenerateStream, request, timeout_s, resume_window_s)
+        async with aclosing(responses):
+            async for response in responses:
+                yield to_output(response, prompt)
+
+    async def _responses(
+        self, method: Any, request: pb.GenerateRequest, timeout_s: float | None, window_s: float
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """The messages of a stream, or one whole answer; if the connection breaks, the rest comes
+        over a new call.
+
+        Args:
+            window_s: see `stream`.
+        """
+        if window_s:
+            own_id = request.request_id or f"stream-{uuid4().hex}"
+            put(request, errors.RequestError, resume_window_s=window_s, request_id=own_id)
         left_s = timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        begun, outage = time.monotonic(), Outage(resume_window_s)
+        begun, outage = time.monotonic(), Outage(window_s)
         async with self._aborting_if_left(request, outage):
             while True:
-                call = outage.call = self._stub.GenerateStream(request, **self._until(left_s))
+                call = outage.call = method(request, **self._until(left_s))
+                is_stream = isinstance(call, grpc.aio.UnaryStreamCall)
                 try:
                     async with typed_errors(call, self.target):
-                        async for response in call:
+                        async for response in call if is_stream else _answer(call):
                             await outage.note_message()
-                            request.resume_from += _num_tokens(response)
-                            yield to_output(response, prompt)
+                            if is_stream:
+                                request.resume_from += _num_tokens(response)
+                            yield response
                     return
                 except errors.ServerUnavailableError as error:
                     pause_s = await outage.pause_s(error.__cause__)
@@ -255,7 +274,7 @@ class GenerationClient:
 
     async def close(self) -> None:
         """Ends the connection and aborts its requests."""
-        kept = [name for name, outage in self._outages.items() if outage.granted_s]
+        kept = [name for name, outage in self._outages.items() if outage.may_be_kept]
         await asyncio.gather(*map(self._leave, kept))
         await self._channel.close()
 
@@ -282,6 +301,11 @@ class GenerationClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+async def _answer(call: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
+    """The answer of a call that has one."""
+    yield await call
 
 
 def _num_tokens(response: pb.GenerateResponse) -> int:

@@ -143,12 +143,13 @@ class OutputProcessor:
                 self._record_prompt_logprobs(tracked.request, part)
             except Exception as error:
                 _fail(tracked.request, error, decisions)
-        for sequence in scheduled.rows if output.adapter_errors else ():
-            tracked = self._sequences.get(sequence.seq_id)
-            adapter = None if tracked is None else tracked.request.adapter
-            if tracked is not None and adapter is not None and adapter.key in output.adapter_errors:
+        # Not only those with rows: beams that were swapped in may have none in this step.
+        for known in self._requests.values() if output.adapter_errors else ():
+            adapter, sequences = known.request.adapter, known.request.sequences
+            is_running = any(sequence.slot is not None for sequence in sequences)
+            if adapter is not None and is_running and adapter.key in output.adapter_errors:
                 lost = RequestFailedError(output.adapter_errors[adapter.key])
-                _fail(tracked.request, lost, decisions)
+                _fail(known.request, lost, decisions)
         for place, sequence in enumerate(scheduled.sampled):
             tracked = self._sequences.get(sequence.seq_id)
             if tracked is None:  # it was aborted while the step was computed

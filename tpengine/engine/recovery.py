@@ -261,8 +261,8 @@ class Recovery:
         # A daemon: a process that ends during a rebuild does not wait for the ranks.
         thread = threading.Thread(target=run, name="tpengine-rebuild", daemon=True)
         try:
-            thread.start()
-        except RuntimeError as error:  # the system has no thread left
+            host.start_thread(thread)
+        except (RuntimeError, MemoryError) as error:
             rebuild.set_exception(error)
         self._rebuild = rebuild
 

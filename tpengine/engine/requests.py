@@ -270,7 +270,16 @@ def sampling_rules(
         for text in params.bad_words:
             words.update(dict.fromkeys(_bad_word_ids(text, tokenizer)))
         rules["bad_words_token_ids"] = [list(ids) for ids in words]
-    return SamplingRules(**rules)
+    checked = SamplingRules(**rules)
+    if not is_local:
+        from tpengine.executor.codec import encode
+
+        try:
+            encode((checked,))
+        except Exception as error:  # a step with them could not be sent, for no request in it
+            text = f"the parameters cannot be sent to the ranks: {error!r}; give plain numbers"
+            raise errors.InvalidSamplingParamsError(text) from error
+    return checked
 
 
 def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | None:

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 
 from tpengine.errors import TemporaryError
 from tpengine.executor.rank_tls import TlsEnd, check, end_of, secured
+from tpengine.host import start_thread
 
 MAX_FRAME_BYTES = 256 << 20
 """More than any step holds. A head that claims more is not a head of a frame."""
@@ -285,16 +286,29 @@ class Listener:
         def greet() -> None:
             try:
                 self._arrived.put(_greet_rank(sock, self._secret, self._epoch))
+                if self._sock.fileno() < 0:
+                    self._close_arrived()
             except (OSError, ChannelError):
                 sock.close()
             finally:
                 self._handshakes.release()
 
-        threading.Thread(target=greet, name="tpengine-handshake", daemon=True).start()
+        try:
+            start_thread(threading.Thread(target=greet, name="tpengine-handshake", daemon=True))
+        except (RuntimeError, MemoryError):  # the rank tries again
+            sock.close()
+            self._handshakes.release()
+
+    def _close_arrived(self) -> None:
+        """Closes the channels that `accept` has not taken."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._arrived.get_nowait()[1].close()
 
     def close(self) -> None:
-        """Stops listening; accepted channels stay open."""
+        """Stops listening, also to ranks that still connect; accepted channels stay open."""
         self._sock.close()
+        self._close_arrived()
 
     def __str__(self) -> str:
         return f"{self.address[0]}:{self.address[1]}"

@@ -111,7 +111,7 @@ class Group:
         self._exchange = exchange = Exchange([steps for steps, _ in self._channels], self._wake_up)
         heartbeats = [control for _, control in self._channels]
         self._watch = RankWatch(heartbeats, self._is_frozen, self._on_loss)
-        self._watch.start()
+        host.start_thread(self._watch)
         payloads = {
             rank: encode_call(("join", (rank, astuple(place)), {}))
             for rank, place in enumerate(self.places)

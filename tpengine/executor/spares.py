@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tpengine.executor.diagnosis import RankPlace
+from tpengine.host import start_thread
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -64,7 +65,7 @@ class Spares:
             timer.daemon = True
             self._timer = timer
             try:
-                timer.start()
+                start_thread(timer)
             except (RuntimeError, MemoryError) as error:  # no thread is left
                 self._timer = None
                 logger.warning(_NO_SPARE, error)

@@ -29,6 +29,8 @@ MAX_ENTRIES = 1 << 20
 """Entries that penalties process at a time; bounds their temporary tensors to about 32 MiB."""
 _MASK_S = 60.0
 """Longest wait for masks, which only a hang needs."""
+BROKEN = RowError("its logits are NaN or infinite; the model or a logits processor made them so")
+"""Of a row without a sound largest logit."""
 _NO_ROW = -1
 _NO_TOKEN = -1
 _FIRST_ROWS = 8
@@ -202,13 +204,19 @@ def _byte_penalties() -> npt.NDArray[np.float32]:
 
 
 def find_lost_rows(
-    logits: torch.Tensor, chosen: torch.Tensor, edits: LogitEdits, may_be_empty: torch.Tensor
+    logits: torch.Tensor,
+    chosen: torch.Tensor,
+    logprobs: torch.Tensor,
+    edits: LogitEdits,
+    may_be_empty: torch.Tensor,
 ) -> Pending[dict[int, RowError]]:
-    """Finds the rows of which the edits left no token to sample; the reason, by row.
+    """Finds the rows of which the edits left no token to sample, or that hold NaN; the reason, by
+    row.
 
     Args:
         logits: float32 `[num_rows, vocab_size]`, edited.
         chosen: int64 `[num_rows]`, sampled tokens; in a lost row this token is banned or NaN.
+        logprobs: float32 `[num_rows]`, of these tokens; NaN if the largest logit is not finite.
         may_be_empty: bool `[num_rows]`, rows that are lost only if they are NaN: the search drops a
             beam that cannot continue while other beams can.
     """
@@ -224,7 +232,8 @@ def find_lost_rows(
         ruled[upload(rows, logits.device)] = True
     values = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
     is_empty = ruled & values.isneginf() & ~may_be_empty
-    return Pending([is_empty, ruled & values.isnan()], _reasons)
+    is_nan = torch.where(ruled, values, logprobs).isnan()
+    return Pending([is_empty, is_nan], _reasons)
 
 
 def _reasons(arrays: Sequence[Array]) -> dict[int, RowError]:
@@ -233,9 +242,8 @@ def _reasons(arrays: Sequence[Array]) -> dict[int, RowError]:
         "no token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and "
         "logits processors together rule all of them out"
     )
-    broken = "its logits are NaN; the model or a logits processor made them so"
     lost = np.flatnonzero(is_empty | is_nan).tolist()
-    return {row: RowError(broken if is_nan[row] else reason) for row in lost}
+    return {row: BROKEN if is_nan[row] else RowError(reason) for row in lost}
 
 
 def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
@@ -272,13 +280,13 @@ def _run_processors(logits: torch.Tensor, calls: Sequence[ProcessorCall]) -> dic
             try:
                 edited = processor.function(*ids, row.clone())
                 _check_edited(edited, row)
+                row.copy_(edited)  # fails for a tensor without data, such as one on device meta
             except (Exception, SystemExit) as error:
                 errors[call.row] = RowError(
                     f"the logits processor {processor.name!r} failed: "
                     f"{type(error).__name__}: {error}"
                 )
                 break
-            row.copy_(edited)
     return errors
 
 

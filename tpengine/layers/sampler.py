@@ -28,7 +28,7 @@ from tpengine.layers.device_values import (
     together,
     upload,
 )
-from tpengine.layers.logit_edits import LogitEdits, apply_edits, find_lost_rows
+from tpengine.layers.logit_edits import BROKEN, LogitEdits, apply_edits, find_lost_rows
 from tpengine.messages import Candidates, RowError, TokenLogprobs
 from tpengine.ops import fused_ops as fused
 from tpengine.ops.reference import filtered_weights
@@ -177,7 +177,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     lost: Pending[dict[int, RowError]] = known({})
     if batch.edits is not None:
         is_beam = upload(batch.num_candidates > 0, logits.device)
-        lost = find_lost_rows(logits, token_ids, batch.edits, is_beam)
+        lost = find_lost_rows(logits, token_ids, chosen, batch.edits, is_beam)
     if batch.processed and len(reported):
         filters = [column[reported] for column in batch.filters]
         edited, sampled = _pick_rows(logits, reported), _pick_rows(token_ids, reported)
@@ -189,6 +189,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     def read(arrays: Sequence[Array]) -> Findings:
         chosen_logprobs, errors, *rest = pending.read(arrays)
         logprobs, candidates = rest or ({}, {})
+        if batch.edits is None and (is_nan := np.isnan(chosen_logprobs)).any():
+            errors = dict.fromkeys(np.flatnonzero(is_nan).tolist(), BROKEN)
         return Findings(chosen_logprobs, logprobs, candidates, errors | failed)
 
     return Sampled(token_ids, Pending(pending.tensors, read))

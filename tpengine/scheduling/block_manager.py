@@ -143,6 +143,22 @@ class BlockManager:
         the prefix cache; 0 or less: it has room."""
         return self._num_missing(request, self.num_needed_blocks(request))
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of a waiting request that the prefix cache knows at this moment."""
+        return len(self._cached_blocks(request)) * self.block_size
+
+    def is_coming(self, request: Request, others: Iterable[Request]) -> bool:
+        """Whether one of `others` computes the block that a waiting request would compute first, so
+        that the prefix cache will know it."""
+        if self._chains is None:
+            return False
+        place = len(self._cached_blocks(request))
+        block, *rest = (
+            self._chain(r, r.unfinished_sequences[0]).digests[place : place + 1]
+            for r in (request, *others)
+        )
+        return bool(block) and block in rest
+
     def _num_missing(self, request: Request, needed: int) -> int:
         # The watermark is for running requests. Without this condition, a request that needs nearly
         # the whole pool would wait for ever.

@@ -8,9 +8,9 @@ room that is too small for the first, which ends by step a + 2 b, where without 
 
 A request that was preempted is not passed: blocks are short, and it comes back first.
 
-Steps are counted as if each advanced every running request. Where requests are preempted, or a
-step does not hold a token for each of them, the first may start later, and no request passes it
-after its step.
+Steps are counted as if each advanced every running request. Where requests are preempted, prompts
+share their steps, or a step does not hold a token for each of them, the first may start later, and
+no request passes it after its step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tpengine.scheduling.adapter_slots import AdapterSlots
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.sequence import Request
 
-_MAX_LOOKED = 256
+MAX_LOOKED = 256
 """Waiting requests that are looked at in a step; bounds its time."""
 
 
@@ -59,15 +59,12 @@ class Passing:
         """
         queue = iter(waiting)
         first = next(queue)
-        if first.metrics.num_preemptions:
-            return None
         if not num_free_slots or self._is_searched(first, num_free_slots, blocks):
             return None
-        room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
-        latest = room_at + self.num_steps(first)
-        latest = min(latest, self._latest_starts.get(first.request_id, latest))
-        self._latest_starts[first.request_id] = latest
-        for request in islice(queue, _MAX_LOOKED):
+        latest = self.latest_start(first, running, blocks, num_free_slots, step)
+        if latest is None:
+            return None
+        for request in islice(queue, MAX_LOOKED):
             if (
                 len(request.unfinished_sequences) <= num_free_slots
                 and step + self.num_steps(request) <= latest
@@ -77,6 +74,24 @@ class Passing:
                 return request
         self._searched_with = first, num_free_slots, blocks.num_free_blocks
         return None
+
+    def latest_start(
+        self,
+        first: Request,
+        running: Sequence[Request],
+        blocks: BlockManager,
+        num_free_slots: int,
+        step: int,
+    ) -> int | None:
+        """The step by which `first`, which has no room, starts; a request that passes it will have
+        ended by then. None: no request passes it. See `choose`."""
+        if first.metrics.num_preemptions:
+            return None
+        room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
+        latest = room_at + self.num_steps(first)
+        latest = min(latest, self._latest_starts.get(first.request_id, latest))
+        self._latest_starts[first.request_id] = latest
+        return latest
 
     def note_arrival(self) -> None:
         """Notes that there is one more waiting request."""

@@ -168,6 +168,12 @@ class RequestQueues:
         num_free = self.slots.num_free
         return self.passing.choose(self.waiting, self.running, self._blocks, num_free, step)
 
+    def may_pass(self, request: Request, step: int) -> bool:
+        """Whether a waiting request may start before the first one, which has no room."""
+        num_free, first = self.slots.num_free, self.waiting.head()
+        latest = self.passing.latest_start(first, self.running, self._blocks, num_free, step)
+        return latest is not None and step + self.passing.num_steps(request) <= latest
+
     def tell_changes(self, message: StepInput) -> None:
         """See `BatchSlots.tell_changes` and `AdapterSlots.take_loads`."""
         self.slots.tell_changes(message)

@@ -6,7 +6,8 @@ after a sampled one, and a sequence that starts again after preemption.
 
 Where each decision stands:
     admission: `_admit` and `_admit_swapped`; which requests pass the first one: `passing.py`.
-    shares of owners: `fairness.py`; `_admit_owed` and `_chunk_size` apply them.
+    how prompts divide a step: `prompt_shares.py`; `_chunk_size` applies it.
+    shares of owners: `fairness.py`; `_admit_owed` applies them.
     preemption: `_make_room` (which request, and whether by swap or recompute).
     refusal of requests that can never run: `hopeless_requests.py`.
     the effects of an answered step: `update`.
@@ -25,6 +26,7 @@ from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.hopeless_requests import outgrown, why_never, why_no_more, why_too_long
 from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
+from tpengine.scheduling.prompt_shares import PromptShares
 from tpengine.scheduling.queues import RequestQueues
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import SchedulerOutput, StepBuilder, StepDecisions
@@ -58,6 +60,7 @@ class Scheduler:
             make_policy = POLICIES[config.policy]
             policy = make_policy() if config.fairness == "none" else FairShares(make_policy)
         self._queues = RequestQueues(block_manager, policy, config)
+        self._prompt_shares = PromptShares(self._queues, config, self._start)
         self._num_steps = 0
         self._num_admitted_since_decode = 0
 
@@ -254,9 +257,9 @@ class Scheduler:
             if lacking:
                 self._make_room(request, lacking, step)
             if sequence.status is running:
-                size = min(len(sequence.token_ids) - sequence.num_computed_tokens, step.tokens_left)
-                if size > 1:
-                    size = self._chunk_size(size, step)
+                size = len(sequence.token_ids) - sequence.num_computed_tokens
+                if size > 1 and not (size := self._chunk_size(request, size, step)):
+                    continue
                 self._add_row(sequence, size, step, lacking > 0)
 
     def _continue_group(self, request: Request, step: StepBuilder) -> None:
@@ -264,7 +267,8 @@ class Scheduler:
         if not self._queues.is_running(request):  # preempted earlier in this step
             return
         is_forked = request.request_id not in self._queues.unforked
-        if is_forked and not steps.choose_rows(request, step.tokens_left):
+        rows = steps.choose_rows(request, step.tokens_left) if is_forked else []
+        if is_forked and not rows:
             return
         lacking = self._blocks.num_lacking_blocks(request)
         if lacking:
@@ -275,7 +279,10 @@ class Scheduler:
         if not is_forked:
             self._compute_common(request, step, lacking > 0)
             return
-        for sequence, size in steps.choose_rows(request, step.tokens_left):
+        if any(size > 1 for _, size in rows):
+            num_left = sum(sequence.num_behind for sequence, _ in rows)
+            rows = steps.choose_rows(request, self._chunk_size(request, num_left, step))
+        for sequence, size in rows:
             self._add_row(sequence, size, step, lacking > 0)
 
     def _compute_common(self, request: Request, step: StepBuilder, grow: bool) -> None:
@@ -283,7 +290,9 @@ class Scheduler:
         its own tokens, the other sequences are sampled from its row."""
         first, *others = request.unfinished_sequences
         num_common = self._queues.unforked[request.request_id]
-        size = self._chunk_size(num_common - first.num_computed_tokens, step)
+        size = self._chunk_size(request, num_common - first.num_computed_tokens, step)
+        if not size:
+            return
         num_changes = len(step.message.new_block_ids)
         self._add_row(first, size, step, grow)
         growths = step.message.new_block_ids[num_changes:]
@@ -323,14 +332,15 @@ class Scheduler:
             step.enter(request, sequence, self._blocks.block_ids(sequence), adapter_slot)
         step.add(sequence, size)
 
-    def _chunk_size(self, num_left: int, step: StepBuilder) -> int:
-        """Tokens of a row that has `num_left` to compute. With fair shares, it leaves one for each
-        sequence that has no row yet, up to half of the step's."""
-        size, left = min(num_left, step.tokens_left), step.tokens_left
-        if self._queues.shares is None:
-            return size
-        num_others = self._num_without_row(step) - 1
-        return min(size, max(left - num_others, left - left // 2))
+    def _chunk_size(self, request: Request, num_left: int, step: StepBuilder) -> int:
+        """Tokens of a request that has `num_left` to compute; 0: it has its turn in a later step.
+        If they do not fit beside a token of each other sequence, the step is divided."""
+        if self._config.enable_chunked_prefill and request not in step.parts:
+            shares, at = self._prompt_shares, (step, self._num_steps + 1, self._blocks)
+            shares.start_earlier(request, *at)
+            if num_left + self._num_without_row(step) - 1 > step.tokens_left:
+                shares.divide(request, num_left, *at)
+        return min(num_left, step.tokens_left, step.parts.get(request, num_left))
 
     def _num_without_row(self, step: StepBuilder) -> int:
         return len(self._queues.request_of) - len(step.singles) - len(step.chunks)
@@ -403,13 +413,13 @@ class Scheduler:
             if not chunked and is_decode_due and queues.running:
                 return
             first = queues.waiting.head()
-            if (reason := why_never(first, self._config, self._blocks)) is not None:
-                self._ignore(first, reason, step)
-                continue
-            has_room = queues.has_room(first)
-            request = first if has_room else queues.choose_passing(self._num_steps + 1)
+            is_next = queues.has_room(first) or why_never(first, self._config, self._blocks)
+            request = first if is_next else queues.choose_passing(self._num_steps + 1)
             if request is None:
                 return
+            if (reason := why_never(request, self._config, self._blocks)) is not None:
+                self._ignore(request, reason, step)
+                continue
             # Cached tokens count too: whether they are in the cache depends on other requests.
             num_tokens = request.num_common_tokens
             if not chunked and num_tokens > step.tokens_left and not step.is_empty:
@@ -455,7 +465,7 @@ class Scheduler:
         if others:
             self._compute_common(request, step, grow=False)
         else:
-            size = self._chunk_size(first.num_behind, step)
+            size = self._chunk_size(request, first.num_behind, step)
             self._add_row(first, size, step, grow=False)
 
     def _look_ahead(self, step: StepBuilder) -> list[Sequence]:

@@ -88,6 +88,8 @@ class StepBuilder:
     """What workers are told; `build` adds the rows."""
     forks: list[SequencePair] = field(default_factory=list)
     ignored: list[Request] = field(default_factory=list)
+    parts: dict[Request, int] = field(default_factory=dict)
+    """Most tokens of each prompt, if the step cannot hold all of them."""
     owed: list[Request] = field(default_factory=list)
     """Requests that start before the running ones continue; the step has their rows."""
     preempted: list[Request] = field(default_factory=list)

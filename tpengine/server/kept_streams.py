@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -110,6 +111,8 @@ class KeptStream:
         while not self._table.make_room(self, size):
             count = (self._num_sent - self._num_dropped + 1) // 2
             if not count:
+                if self._table.may_pass(self, size):
+                    break
                 raise errors.NotKeptError(
                     f"the stream was ended: {self.num_bytes} bytes of it wait for a reader, and "
                     "there is no room for more (max_resume_bytes, max_all_resume_bytes); resume "
@@ -125,7 +128,7 @@ class KeptStream:
 
     def _grow(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        self._table.num_bytes += num_bytes
+        self._table.count(self.asked.account, num_bytes)
 
     def end(self, error: Exception | None = None) -> None:
         """Ends the stream after its last message; only the first call counts.
@@ -143,7 +146,8 @@ class KeptStream:
 
     def stop(self) -> None:
         """Ends the stream, and its request if that runs; the table has dropped it."""
-        self.end(errors.NotKeptError("the stream was not read in time; begin a new one"))
+        why = "the stream was not read in time, or gave way to those of other clients"
+        self.end(errors.NotKeptError(f"{why} (max_all_resume_bytes); begin a new one"))
         for work in (self._window, self._task):
             if work is not None:
                 work.cancel()
@@ -225,6 +229,7 @@ class KeptStreams:
     def __init__(self, limits: Limits, calls: OpenCalls) -> None:
         self.num_bytes = 0
         self._limits, self._calls = limits, calls
+        self._held: Counter[str] = Counter()  # bytes by account
         self._streams: dict[tuple[str, str], KeptStream] = {}
 
     def __len__(self) -> int:
@@ -265,7 +270,8 @@ class KeptStreams:
         if stream is None and asked.after:
             raise errors.NotKeptError(
                 f"no stream of yours with this key is kept, and you have it to {asked.after}: its "
-                "window has passed, it was aborted, or the server began anew; take another key"
+                "window has passed, it was aborted or gave way, or the server began anew; take "
+                "another key"
             )
         if stream is not None and stream.asked.digest != asked.digest:
             raise errors.DuplicateRequestError(
@@ -275,8 +281,9 @@ class KeptStreams:
 
     def open(
         self, asked: Resumption, request_id: str, engine_ids: Sequence[str], produce: Produce
-    ) -> KeptStream:
-        """The stream of a call: begins it, or finds it if a call has begun it in the meantime.
+    ) -> KeptStream | None:
+        """The stream of a call: begins it, or finds it if a call has begun it meanwhile; None:
+        there is no room to keep it, and the call is served like one that does not ask for that.
 
         Args:
             see `KeptStream`.
@@ -292,8 +299,10 @@ class KeptStreams:
         num_detached = sum(stream.reader is None and not stream.is_over for stream in own)
         self._calls.check_detached(asked.account, num_detached)
         stream = KeptStream(self, asked, request_id, engine_ids)
+        if not self.make_room(stream, stream.num_bytes):
+            return None
         self._streams[asked.account, asked.key] = stream
-        self.num_bytes += stream.num_bytes
+        self.count(asked.account, stream.num_bytes)
         stream.begin(produce)
         return stream
 
@@ -312,20 +321,43 @@ class KeptStreams:
         """Forgets a stream, and ends its request."""
         if self.holds(stream):
             del self._streams[stream.asked.account, stream.asked.key]
-            self.num_bytes -= stream.num_bytes
+            self.count(stream.asked.account, -stream.num_bytes)
             stream.stop()
 
+    def count(self, account: str, num_bytes: int) -> None:
+        """Counts bytes that a client's streams take, or give back."""
+        self.num_bytes += num_bytes
+        self._held[account] += num_bytes
+        if not self._held[account]:
+            del self._held[account]
+
     def make_room(self, stream: KeptStream, size: int) -> bool:
-        """Whether a stream may grow by some bytes. Streams that have ended and that no client reads
-        are dropped for it, the oldest first."""
+        """Whether a stream may grow by some bytes. Streams that no client reads are dropped for it,
+        the oldest first: those that have ended, then, if its client holds no more than its share,
+        those of clients that hold more. A share is an equal part of all bytes."""
         if stream.num_bytes + size > self._limits.max_resume_bytes:
             return False
-        for other in list(self._streams.values()) if self._lacks(size) else ():
-            if other.is_over and other.reader is None:
-                self.drop(other)
+        if self._lacks(size):
+            account = stream.asked.account
+            share = self._limits.max_all_resume_bytes / len({*self._held, account})
+            self._drop_unread(size, lambda other: other.is_over)
+            if self._held[account] + size <= share:
+                self._drop_unread(size, lambda other: self._held[other.asked.account] > share)
+        return not self._lacks(size)
+
+    def may_pass(self, stream: KeptStream, size: int) -> bool:
+        """Whether a stream without room goes on unkept: a client reads it, so its messages leave at
+        once, and a later call does not find them."""
+        is_short = stream.num_bytes + size <= self._limits.max_resume_bytes
+        return stream.reader is not None and is_short
+
+    def _drop_unread(self, size: int, may_go: Callable[[KeptStream], bool]) -> None:
+        """Drops streams that no client reads, the oldest first, until there is room."""
+        for stream in list(self._streams.values()) if self._lacks(size) else ():
+            if stream.reader is None and may_go(stream):
+                self.drop(stream)
             if not self._lacks(size):
                 break  # there may be tens of thousands
-        return not self._lacks(size)
 
     def _lacks(self, size: int) -> bool:
         return self.num_bytes + size > self._limits.max_all_resume_bytes

@@ -163,7 +163,7 @@ class RankProcess:
         try:
             name, ticks = socket.gethostname(), host.start_ticks(self.pid) or 0
             self.place = RankPlace("", host.LOOPBACK, name, (), self.pid, ticks, str(self.pid))
-            self._copier.start()
+            host.start_thread(self._copier)
         except BaseException as error:
             self.end()
             if isinstance(error, OSError | RuntimeError):  # no descriptor or no thread is left

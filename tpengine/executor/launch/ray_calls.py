@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import ray
 
 from tpengine.errors import TemporaryError
+from tpengine.host import start_thread
 
 Answer = TypeVar("Answer")
 
@@ -65,7 +66,7 @@ def bounded(
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=run, name="tpengine-ray-call", daemon=True).start()
+    start_thread(threading.Thread(target=run, name="tpengine-ray-call", daemon=True))
     is_done = False
     try:
         is_done = bool(wait([answer], limit_s).done)

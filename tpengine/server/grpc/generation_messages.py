@@ -59,11 +59,14 @@ def read_generate_request(
     )
 
 
-def read_resumption(message: Message, account: str, kept: KeptStreams) -> Resumption | None:
-    """What a call of GenerateStream asks of kept streams; None: nothing, or the server keeps none.
+def read_resumption(
+    message: Message, account: str, kept: KeptStreams, method: str
+) -> Resumption | None:
+    """What a call asks of kept streams; None: nothing, or the server keeps none.
 
     Args:
         account: of the client.
+        method: that is called; the answer of another one is another stream.
 
     Raises:
         RequestError: a field cannot be used.
@@ -82,7 +85,8 @@ def read_resumption(message: Message, account: str, kept: KeptStreams) -> Resump
     plain.CopyFrom(message)
     plain.ClearField("resume_window_s")
     plain.ClearField("resume_from")
-    digest = hashlib.sha256(plain.SerializeToString(deterministic=True)).digest()
+    request = method.encode() + plain.SerializeToString(deterministic=True)
+    digest = hashlib.sha256(request).digest()
     key = f"gRPC {message.request_id}"
     return Resumption(account, key, digest, window_s, message.resume_from)
 

@@ -61,7 +61,7 @@ from tpengine.server.grpc.guard import CALL, Call
 from tpengine.server.kept_streams import KeptStream, Resumption
 from tpengine.server.limits import check_num_ids, check_request_id
 from tpengine.server.state import ServerState, State
-from tpengine.server.stream_sender import send_stream, write_within
+from tpengine.server.stream_sender import Write, send_stream, write_within
 
 _DELTA, _FINAL = Kind.DELTA, Kind.FINAL_ONLY
 Message = pb.GenerateRequest
@@ -81,40 +81,59 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Completes one prompt; one answer."""
-        for name in ("resume_window_s", "resume_from"):
-            if request.HasField(name):
-                text = "is for GenerateStream; leave it out, or stream"
-                raise InvalidPromptError.of_field(name, text)
+        if request.HasField("resume_from"):
+            text = "is for GenerateStream; leave it out, or stream"
+            raise InvalidPromptError.of_field("resume_from", text)
+        answers: list[Any] = []
+
+        async def take(answer: pb.GenerateResponse) -> None:
+            answers.append(answer)
+
+        asked = self._read_resumption(request, "Generate")
+        if asked is not None and await self._send_kept(request, context, asked, _FINAL, take):
+            return answers[-1]
         async with self._open(request, context, _FINAL) as mailbox:
             return await ResponseWriter().write(await mailbox.take())
 
     async def GenerateStream(self, request: Any, context: Any) -> None:  # noqa: N802
         """Completes one prompt; each message has what is new."""
-        asked = convert.read_resumption(request, CALL.get().client.account, self._state.kept)
-        if asked is not None:
-            await self._send_kept(request, context, asked)
-            return
-        async with self._open(request, context, _DELTA) as mailbox:
-            await send_stream(mailbox, ResponseWriter(), context.write, self._state.limits.write_s)
+        asked = self._read_resumption(request, "GenerateStream")
+        write_s = self._state.limits.write_s
 
-    async def _send_kept(self, message: Message, context: Any, asked: Resumption) -> None:
-        """Begins a kept stream or finds it, and sends what its client does not have."""
+        async def write(response: pb.GenerateResponse) -> None:
+            await write_within(write_s, context.write(response))
+
+        if asked is None or not await self._send_kept(request, context, asked, _DELTA, write):
+            async with self._open(request, context, _DELTA) as mailbox:
+                await send_stream(mailbox, ResponseWriter(), context.write, write_s)
+
+    def _read_resumption(self, message: Message, method: str) -> Resumption | None:
+        account, kept = CALL.get().client.account, self._state.kept
+        return convert.read_resumption(message, account, kept, method)
+
+    async def _send_kept(
+        self, message: Message, context: Any, asked: Resumption, kind: Kind, write: Write[Any]
+    ) -> bool:
+        """Begins or finds a kept stream, and sends what its client does not have; returns whether
+        there was room to keep it."""
         stream = self._state.kept.find(asked)
         if stream is None:
             call, own_id = CALL.get(), message.request_id
             engine_id = asked.engine_id(own_id)
-            request = _of_call(self._read(message, _DELTA), call, engine_id)
+            request = _of_call(self._read(message, kind), call, engine_id)
             produce = partial(self._produce, request)
             stream = self._state.kept.open(asked, own_id, [engine_id], produce)
+        if stream is None:
+            return False
         window_s = f"{stream.asked.window_s:g}"
         metadata = ((REQUEST_ID_KEY, stream.request_id), (RESUME_WINDOW_KEY, window_s))
         await context.send_initial_metadata(metadata)
 
-        async def write(message: bytes) -> None:
-            response = pb.GenerateResponse.FromString(message)
-            await write_within(self._state.limits.write_s, context.write(response))
+        async def send(response: bytes) -> None:
+            await write(pb.GenerateResponse.FromString(response))
 
-        await stream.send(asked.after, write)
+        await stream.send(asked.after, send)
+        return True
 
     async def _produce(self, request: GenerateRequest, stream: KeptStream) -> None:
         """Serves the request of a kept stream. Its position is the number of output tokens."""

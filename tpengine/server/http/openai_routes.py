@@ -84,7 +84,7 @@ def openai_routes(state: ServerState) -> list[Route]:
             return answer
         ids = [str(item.request_id) for item in requests]
         stream = state.kept.open(asked, call.request_id, ids, answer.produce)
-        return resumed(request, stream, 0)
+        return answer if stream is None else resumed(request, stream, 0)
 
     def resumed(request: Request, stream: KeptStream, after: int) -> KeptAnswer:
         request.state.request_id = stream.request_id

@@ -1,0 +1,158 @@
+"""How prompts divide a step that cannot hold all that they have to compute.
+
+Each running sequence that has computed its prompt gets its one token. Of what is left, the first
+prompt, in the policy's order, gets at least half: whatever comes while it is computed, or waits, it
+needs at most twice the steps. The other half goes to shorter prompts, the one with the
+least left to compute first, also to those that wait: if slots and blocks are free, they begin in
+this step. A prompt does not begin before others have computed blocks that it would find in the
+prefix cache. What these do not need goes to all prompts in their order, so a step is as full as
+without them.
+
+A prompt gives way to none of a lower priority, and with fair shares only to those of its own owner:
+the counters say when the others have their turn. A waiting prompt that begins leaves slots and
+blocks for the first waiting request, if that has room; else it passes by the rule of `passing.py`.
+
+Without chunked prefill a prompt is computed whole, and these rules do not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from operator import itemgetter
+
+from tpengine.config import SchedulerConfig
+from tpengine.scheduling.block_manager import BlockManager
+from tpengine.scheduling.hopeless_requests import why_never
+from tpengine.scheduling.passing import MAX_LOOKED
+from tpengine.scheduling.queues import RequestQueues
+from tpengine.scheduling.sequence import Request
+from tpengine.scheduling.step import StepBuilder
+
+Part = tuple[int, Request]
+"""(tokens that it has to compute, request)"""
+
+
+class PromptShares:
+    """Divides the steps of one scheduler.
+
+    Args:
+        start: lets a waiting request run, and adds its row.
+    """
+
+    def __init__(
+        self,
+        queues: RequestQueues,
+        config: SchedulerConfig,
+        start: Callable[[Request, StepBuilder], None],
+    ) -> None:
+        self._queues, self._config, self._start = queues, config, start
+
+    def start_earlier(
+        self, request: Request, step: StepBuilder, number: int, blocks: BlockManager
+    ) -> None:
+        """Starts waiting requests that come before a running one, whose prompt continues now: it
+        has begun as a shorter one. With fair shares, `Scheduler._admit_owed` has started these."""
+        queues = self._queues
+        is_open = queues.shares is None and not (step.preempted or queues.swapped)
+        while is_open and queues.waiting and step.tokens_left:
+            head = queues.waiting.head()
+            if queues.waiting.rank(head) > queues.waiting.rank(request):
+                return
+            lacking = sum(map(blocks.num_lacking_blocks, self._without_row(step)))
+            if not self._may_begin(head, (), blocks, lacking, number):
+                return
+            step.owed.append(head)
+            self._start(head, step)
+
+    def divide(
+        self, first: Request, num_left: int, step: StepBuilder, number: int, blocks: BlockManager
+    ) -> None:
+        """Notes in `step` how many tokens it may hold of each prompt, and starts waiting ones.
+
+        Args:
+            first: the running request that continues now, with `num_left` tokens to compute.
+            number: of the step.
+        """
+        others = [(self._num_behind(r), r) for r in self._without_row(step) if r is not first]
+        lacking = sum(blocks.num_lacking_blocks(request) for _, request in others)
+        prompts = [(num, r) for num, r in others if num > len(r.running_sequences)]
+        num_decodes = sum(num for num, _ in others) - sum(num for num, _ in prompts)
+        left = max(step.tokens_left - num_decodes, step.tokens_left - step.tokens_left // 2)
+        prompts = [(num, r) for num, r in prompts if r not in step.parts]
+        computing = [first, *(request for _, request in prompts)]
+        spare = half = left // 2
+        for num, request in sorted([*prompts, *self._waiting(first, step)], key=itemgetter(0)):
+            if not spare:
+                break
+            waits = not self._queues.is_running(request)
+            if waits:
+                num -= blocks.num_cached_tokens(request)
+            if num >= num_left or not self._gives_way(first, request):
+                continue
+            if waits and not self._may_begin(request, computing, blocks, lacking, number):
+                continue
+            step.parts[request] = size = min(num, spare)
+            spare -= size
+            if waits:
+                computing.append(request)
+                step.owed.append(request)
+                self._start(request, step)
+        left += spare - half
+        for num, request in [(num_left, first), *prompts]:
+            size = step.parts.get(request, 0)
+            step.parts[request] = size + min(num - size, left)
+            left -= step.parts[request] - size
+
+    def _without_row(self, step: StepBuilder) -> list[Request]:
+        """Running requests of which no sequence has a row yet."""
+        rows = {row.seq_id for row in (*step.singles, *step.chunks)}
+        running = self._queues.running
+        return [r for r in running if not any(s.seq_id in rows for s in r.sequences)]
+
+    def _num_behind(self, request: Request) -> int:
+        """Tokens that a running request has to compute; before its fork, only the common ones."""
+        num_common = self._queues.unforked.get(request.request_id)
+        if num_common is not None:
+            return num_common - request.unfinished_sequences[0].num_computed_tokens
+        return sum(sequence.num_behind for sequence in request.running_sequences)
+
+    def _waiting(self, first: Request, step: StepBuilder) -> list[Part]:
+        """The waiting requests that may begin in a step; with fair shares those of one owner."""
+        queues, shares = self._queues, self._queues.shares
+        if step.preempted or queues.swapped or not queues.slots.num_free:
+            return []
+        waiting = queues.waiting if shares is None else shares.account(first).waiting
+        return [(request.num_common_tokens, request) for request in islice(waiting, MAX_LOOKED)]
+
+    def _gives_way(self, first: Request, other: Request) -> bool:
+        """Whether a prompt may get less because of another one."""
+        shares = self._queues.shares
+        is_own = shares is None or shares.account(other) is shares.account(first)
+        return is_own and other.priority <= first.priority
+
+    def _may_begin(
+        self,
+        request: Request,
+        computing: Iterable[Request],
+        blocks: BlockManager,
+        lacking: int,
+        number: int,
+    ) -> bool:
+        """Whether there is room for a waiting request beside the first one and beside the `lacking`
+        blocks of running ones, and the `computing` prompts compute nothing for it."""
+        queues, head = self._queues, self._queues.waiting.head()
+        num_slots = len(request.unfinished_sequences)
+        num_blocks = lacking + blocks.num_missing_blocks(request)
+        keeps_room = head is not request and queues.has_room(head)
+        if keeps_room:
+            num_slots += len(head.unfinished_sequences)
+            num_blocks += blocks.num_missing_blocks(head) + blocks.num_free_blocks
+        return (
+            num_slots <= queues.slots.num_free
+            and num_blocks <= 0
+            and (keeps_room or head is request or queues.may_pass(request, number))
+            and queues.adapters.has_room(request, queues.running)
+            and why_never(request, self._config, blocks) is None
+            and not blocks.is_coming(request, computing)
+        )
