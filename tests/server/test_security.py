@@ -331,14 +331,14 @@ def test_dates_of_certificates(
     shutil.copy(long.key, live.key)
     served = load(live, 10)
     before = Path(long.certificate).read_bytes()
-    assert served.contents[0] != install(short)
+    assert install(short) != served.contents[0]
     assert served.contents[0] == before
     assert len(lines) == 1
     assert "the old ones stay in use" in lines[0]
     clock.time = lambda: now + 31 * 86_400
     served.reload()
     assert served.contents[0] == Path(short.certificate).read_bytes(), "both have expired"
-    assert served.contents[0] == install(long)
+    assert install(long) == served.contents[0]
 
 
 def test_unusable_certificates_are_refused(files: TlsFiles, authority: Authority) -> None:

@@ -151,7 +151,7 @@ class CertificateReloader:
 
 def _term(path: str) -> tuple[str, float, float]:
     """The term of the first certificate in a file."""
-    fields = _ssl._test_decode_cert(path)  # the ssl module has no public function for it
+    fields = _ssl._test_decode_cert(path)  # type: ignore[attr-defined]  # nothing public does it
     begin, end = (ssl.cert_time_to_seconds(fields[name]) for name in ("notBefore", "notAfter"))
     return path, begin, end
 

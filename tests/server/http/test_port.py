@@ -477,7 +477,8 @@ def test_another_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (answer.status, answer.error["code"]) == (403, "host_not_allowed")
             assert "--allowed-hosts" in answer.error["message"]
         assert port.send(HEALTH).status == 200
-    number, close = open_metrics_port(0, SimpleNamespace(collect=tuple), ["127.0.0.1"])
+    state = ServerState(["none"], 1.0)
+    number, close = open_metrics_port(0, state, ["127.0.0.1"])
     for host, status in (("evil.example", 403), ("localhost", 200)):
         page = http.client.HTTPConnection(LOCAL, number, timeout=WAIT_S)
         page.request("GET", "/metrics", headers={"host": host})
