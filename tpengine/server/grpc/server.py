@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 import socket
+import stat
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Set
 from typing import Any
@@ -199,15 +200,18 @@ def end_excess(port: int, most: int, known: Set[int]) -> set[int]:
     if len(numbers) <= most:
         return kept
     for number in sorted(numbers, key=lambda number: (number not in known, number)):
-        with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, 0) as connection:
-            if connection.getsockname()[1:2] != (port,):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            host = address_key(connection.getpeername()[0])
-            of_host[host] += 1
-            if of_host[host] <= most:
-                kept.add(number)
-            else:
-                connection.shutdown(socket.SHUT_RDWR)
+            with socket.fromfd(number, socket.AF_INET6, 0) as connection:
+                if connection.getsockname()[1:2] != (port,):
+                    continue
+                host = address_key(connection.getpeername()[0])
+                of_host[host] += 1
+                if of_host[host] <= most:
+                    kept.add(number)
+                else:
+                    connection.shutdown(socket.SHUT_RDWR)
     for host, count in of_host.items():
         if count > most:
             logger.warning("ended %d of %d gRPC connections of %s", count - most, count, host)
