@@ -19,7 +19,9 @@ from support.server_process import ServerProcess, serving
 from support.system_packages import require
 from support.waiting import wait_until
 
+from server.calls import as_client
 from server.http.openai_door import TIMEOUT_S, Door
+from tpengine.proto import tpengine_pb2 as pb
 
 pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
@@ -34,12 +36,20 @@ SCHEMA = {
 }
 WEATHER = {"type": "function", "function": {"name": "Weather", "parameters": SCHEMA}}
 CALL: dict[str, Any] = {
-    "model": MODEL, "temperature": 1, "seed": 3, "max_tokens": 300, "tools": [WEATHER],
+    "model": MODEL,
+    "temperature": 1,
+    "seed": 3,
+    "max_tokens": 300,
+    "tools": [WEATHER],
     "messages": [{"role": "user", "content": "Do I need an umbrella?"}],
     "tool_choice": {"type": "function", "function": {"name": "Weather"}},
 }
 LATE: dict[str, Any] = {
-    "model": MODEL, "temperature": 0, "seed": LATE_SEED, "max_tokens": 20, "stream": True,
+    "model": MODEL,
+    "temperature": 0,
+    "seed": LATE_SEED,
+    "max_tokens": 20,
+    "stream": True,
     "messages": [{"role": "user", "content": "Once upon a time"}],
 }
 LONG = {**LATE, "seed": 1, "max_tokens": 3000, "ignore_eos": True}
@@ -144,7 +154,7 @@ def test_nginx_passes_events_on_and_tells_a_cut(server: ServerProcess, nginx: st
     """It holds no event back; a client learns that the server was killed in the middle."""
     with Door(nginx, KEY).open("chat/completions", LONG) as answer:
         assert answer.readline().startswith(b"data: ")
-        assert server.loads().num_running == 1
+        assert server.stub.GetLoads(pb.GetLoadsRequest(), **as_client(KEY)).num_running == 1
         server.process.kill()
         with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
             answer.read()
