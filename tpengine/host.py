@@ -10,25 +10,25 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import os
 import re
 import resource
+import select
 import signal
 import stat
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from tpengine import envs
 from tpengine.errors import error_number
 from tpengine.logger import init_logger
-
-if TYPE_CHECKING:
-    import asyncio
 
 logger = init_logger(__name__)
 
@@ -150,13 +150,16 @@ def kept_sigterm_handler() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 @contextlib.contextmanager
 def kept_end_handlers() -> Iterator[None]:
-    """Context that puts the handlers of SIGTERM and SIGINT back at its end.
+    """Context that puts the handlers of the signals that end a process back at its end.
 
     For event loops: uvloop leaves the handlers of a closed loop, which drop every signal.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in _END_SIGNALS}
     try:
         yield
     finally:
@@ -165,10 +168,38 @@ def kept_end_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def call_on_end_signals(loop: asyncio.AbstractEventLoop, callback: Callable[[int], None]) -> None:
-    """Lets an event loop call `callback` with the number of each SIGTERM and SIGINT that comes."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, callback, number)
+class EndSignals(threading.Thread):
+    """Passes on SIGTERM, SIGINT and SIGHUP, by a thread of its own: if something holds the main
+    thread up, Python runs no handler and an event loop no callback. An ignored SIGHUP, as under
+    nohup, stays so.
+
+    Args:
+        callback: gets the number of each signal; returns seconds until `late` at the latest.
+        late: ends the process, whose number of a signal it gets.
+    """
+
+    def __init__(self, callback: Callable[[int], float], late: Callable[[int], NoReturn]) -> None:
+        super().__init__(name="tpengine-signals", daemon=True)
+        self._callback, self._late = callback, late
+        self._source, self._sink = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.start()
+
+    def catch(self) -> None:
+        """Installs the handlers, in the main thread; again after others have replaced them."""
+        for number in _END_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
+        # Python's own handler in C writes each signal's number there, whatever the threads do.
+        signal.set_wakeup_fd(self._sink, warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        poll, end, number = select.poll(), math.inf, 0
+        poll.register(self._source, select.POLLIN)
+        while poll.poll(None if end == math.inf else max(0.0, 1e3 * (end - time.monotonic()))):
+            if (sent := os.read(self._source, 1)[0]) in _END_SIGNALS:
+                number = sent
+                end = min(end, time.monotonic() + self._callback(number))
+        self._late(number)
 
 
 def allow_open_files(count: int) -> int:

@@ -173,6 +173,6 @@ def _over_http(prompt: list[int], num_output: int) -> bytes:
     """A call whose connection ends with its answer."""
     body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True}
     data = json.dumps({**body, "stream": True}, separators=(",", ":")).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data

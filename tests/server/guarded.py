@@ -13,16 +13,17 @@ from typing import Any
 
 from support.system_packages import require
 
-from tpengine.server.auth import Authenticator, TlsFiles
+from tpengine.server.auth import Authenticator, CertificateReloader, TlsFiles
 from tpengine.server.grpc.server import GrpcServer
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 
 WAIT_S = 60.0
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @contextmanager
-def loop_on_a_thread() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+def loop_on_a_thread() -> Iterator[Run]:
     """A function that runs a coroutine on the loop of another thread, and waits for its result."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -37,6 +38,28 @@ def loop_on_a_thread() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
 
 
 @contextmanager
+def following(run: Run, files: TlsFiles | None) -> Iterator[CertificateReloader | None]:
+    """The certificates in these files, which the loop follows meanwhile."""
+    if files is None:
+        yield None
+        return
+    certificates = CertificateReloader(files)
+
+    async def begin() -> asyncio.Task[Any]:
+        return asyncio.create_task(certificates.follow())
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.wait([task])
+
+    task = run(begin())
+    try:
+        yield certificates
+    finally:
+        run(end())
+
+
+@contextmanager
 def guarded_server(
     authenticator: Authenticator | None = None,
     tls: TlsFiles | None = None,
@@ -45,13 +68,13 @@ def guarded_server(
 ) -> Iterator[str]:
     """A server that never leaves loading, on a loop of its own; yields HOST:PORT."""
 
-    async def start() -> tuple[GrpcServer, int]:
+    async def start(certificates: CertificateReloader | None) -> tuple[GrpcServer, int]:
         state = ServerState(["none"], 1.0, limits=limits)
         server = GrpcServer(state, authenticator or Authenticator())
-        return server, await server.start(address, tls)
+        return server, await server.start(address, certificates)
 
-    with loop_on_a_thread() as run:
-        server, port = run(start())
+    with loop_on_a_thread() as run, following(run, tls) as certificates:
+        server, port = run(start(certificates))
         try:
             yield f"127.0.0.1:{port}"
         finally:
@@ -79,7 +102,7 @@ class Authority:
         )
         return cls(folder)
 
-    def sign(self, name: str, target: Path) -> TlsFiles:
+    def sign(self, name: str, target: Path, days: int = 2) -> TlsFiles:
         """A new key and certificate for a name and for 127.0.0.1."""
         target.mkdir(parents=True, exist_ok=True)
         key, request, certificate = (target / f"{name}.{end}" for end in ("key", "csr", "pem"))
@@ -91,7 +114,7 @@ class Authority:
         names.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
         _openssl(
             *("x509", "-req", "-in", str(request), "-CA", str(self.certificate)),
-            *("-CAkey", str(self.folder / "ca.key"), "-CAcreateserial", "-days", "2"),
+            *("-CAkey", str(self.folder / "ca.key"), "-CAcreateserial", "-days", str(days)),
             *("-extfile", str(names), "-out", str(certificate)),
         )
         return TlsFiles(str(certificate), str(key))

@@ -59,14 +59,18 @@ def own_ray() -> Iterator[None]:
 
 @contextmanager
 def dying_server(
-    log: Path, when: str, *options: str
+    log: Path, when: str, *options: str, stderr: int = subprocess.STDOUT
 ) -> Iterator[tuple[subprocess.Popen[bytes], grpc.Channel]]:
-    """A process of `dying_server.py` and a channel to it; it is killed at the end."""
+    """A process of `dying_server.py` and a channel to it; it is killed at the end.
+
+    Args:
+        stderr: see `Popen`; by default the log.
+    """
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-P", str(DYING), when, "--port", "0", *options],
             stdout=out,
-            stderr=subprocess.STDOUT,
+            stderr=stderr,
             start_new_session=True,
         )
     try:

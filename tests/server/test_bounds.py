@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,7 @@ from tpengine.errors import MalformedRequestError, QueueFullError
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto import tpengine_pb2_grpc
 from tpengine.server.auth import Authenticator
+from tpengine.server.grpc import server
 from tpengine.server.grpc.guard import address_of
 from tpengine.server.grpc.server import MAX_WATCHERS, HealthServicer
 from tpengine.server.grpc.wire import check_fields
@@ -243,6 +244,40 @@ def test_a_connection_gets_its_limit_of_calls() -> None:
         kind, _, payload = next(_frames(connection))
     assert kind == http2.SETTINGS
     assert dict(struct.iter_unpack(">HL", payload))[http2.MAX_CONCURRENT_STREAMS] == 9
+
+
+def test_connections_of_an_address_are_bounded_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those above the bound end; older ones and those of other addresses go on."""
+    looks: list[int] = []
+    end_excess = server.end_excess
+    monkeypatch.setattr(server, "_HOSTS_POLL_S", 0.01)
+    monkeypatch.setattr(server, "end_excess", lambda *a: looks.append(1) or end_excess(*a))
+    with guarded_server(limits=Limits(max_host_connections=3)) as target, ExitStack() as stack:
+        held = [stack.enter_context(_connect(target, OTHER)) for _ in range(3)]
+        frames = [_frames(client) for client in held]
+        for client, its in zip(held, frames, strict=True):
+            client.sendall(http2.greeting())
+            next(its)  # the server has accepted it
+        count = len(looks) + 2
+        wait_until(lambda: len(looks) >= count, TIMEOUT_S)
+        for _ in range(3):
+            with _connect(target, OTHER) as more, suppress(ConnectionError):
+                while more.recv(4096):
+                    pass
+        with grpc.insecure_channel(target) as channel:
+            assert check(channel, "liveness") == SERVING
+        for client, its in zip(held, frames, strict=True):
+            client.sendall(http2.frame(http2.PING, 0, 0, bytes(8)))
+            assert any((kind, flags) == (http2.PING, http2.ACK) for kind, flags, _ in its)
+
+
+def test_an_open_call_is_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ping goes over it, so that no proxy takes it for dead."""
+    monkeypatch.setattr(server, "_PING_MS", 50)
+    with guarded_server() as target, _connect(target) as client:
+        watch = http2.call(target, HEALTH + "Watch", b"")
+        client.sendall(http2.greeting() + watch)
+        assert any(kind == http2.PING and not flags for kind, flags, _ in _frames(client))
 
 
 @pytest.mark.parametrize(

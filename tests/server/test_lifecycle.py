@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -82,8 +83,8 @@ class Guarded:
     """A server with TLS, tokens and two doors."""
 
     def __init__(self, folder: Path) -> None:
-        authority = Authority.make(folder)
-        files = authority.sign("server", folder)
+        self.authority = authority = Authority.make(folder)
+        self.files = files = authority.sign("server", folder)
         options = ["--host", "127.0.0.1", "--tls-cert", files.certificate, "--tls-key", files.key]
         options += ["--http-port", "0", "--drain-timeout", "300"]
         options += token_files(folder, TOKEN, admin=ADMIN)
@@ -112,6 +113,21 @@ def test_start_up_reports_its_phases(guarded: Guarded) -> None:
     ready = next(line for line in log.splitlines() if line.startswith("tpengine is ready on "))
     for word in (guarded.process.target, "'embedded'", "TLS and tokens", "import", "engine"):
         assert word in ready
+
+
+def test_a_reload_is_told_once(guarded: Guarded) -> None:
+    files = guarded.authority.sign("next", guarded.authority.folder / "next")
+    shutil.copy(files.key, guarded.files.key)
+    shutil.copy(files.certificate, guarded.files.certificate)
+    expected = Path(files.certificate).read_text().strip()
+    for address in (guarded.process.target, guarded.door.host):
+        host, _, port = address.partition(":")
+        place = (host, int(port))
+        wait_until(lambda place=place: ssl.get_server_certificate(place).strip() in expected, END_S)
+    assert guarded.process.log.read_text().count("new connections get") == 1
+    assert guarded.process.log.read_text().count("is valid from") == 2, (
+        "soon not; told at each load"
+    )
 
 
 def test_who_may_abort_whose_request(guarded: Guarded) -> None:
@@ -205,7 +221,32 @@ def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> Non
                 assert outcome.code is Code.UNAVAILABLE
                 assert outcome.text == "the server was told to stop at once; ask another"
         assert "told to stop at once" in last_event(http_stream)["error"]["message"]
-        assert "ending at once" in log.read_text()
+        assert log.read_text().count("ending at once") == 1
+
+
+def test_a_server_whose_log_nothing_reads(tmp_path: Path) -> None:
+    """Not a line of it can be written. The server serves, and a closed terminal drains it."""
+    log = tmp_path / "log"
+    source, sink = os.pipe()
+    os.set_blocking(sink, False)
+    os.write(sink, bytes(1 << 20))
+    os.set_blocking(sink, True)
+    options = [*SMALL, "--http-port", "0", "--isolate"]
+    with dying_server(log, "1000000", *options, stderr=sink) as (process, channel):
+        os.close(sink)
+        wait_for(log, "tpengine is ready")
+        stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
+        door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")
+        for _ in range(3):
+            assert stub.Generate(long_request(1), timeout=TIMEOUT_S).finished
+        with running(stub, long_request(300)) as stream:
+            http_stream = door.open("completions", {**LONG, "max_tokens": 300, "stream": True})
+            assert door.open("/health").status == 200
+            process.send_signal(signal.SIGHUP)
+            assert list(stream)[-1].finished
+            assert last_event(http_stream) is None
+        assert process.wait(END_S) == 0
+    os.close(source)
 
 
 def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:

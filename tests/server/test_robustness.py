@@ -173,7 +173,7 @@ def test_bytes_that_are_no_message(server: ServerProcess, name: str) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"POST /tpengine.v1.GenerationService/Generate HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc",
         random.Random(1).randbytes(4096),
         b"\x00" * 100_000,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import ssl
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.waiting import wait_until
 
 from server.calls import NOT_SERVING, TIMEOUT_S, bearer, check, refused
 from server.guarded import Authority, guarded_server
@@ -19,6 +22,7 @@ from tpengine.cli import serve
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto import tpengine_pb2_grpc
+from tpengine.server import auth
 from tpengine.server.auth import Authenticator, Client, TlsFiles, read_tokens
 from tpengine.server.grpc.guard import identify_call
 from tpengine.server.server_args import ServerArgs
@@ -259,7 +263,10 @@ def served_serial(target: str) -> str:
     return ssl.get_server_certificate((host, int(port)), timeout=TIMEOUT_S)
 
 
-def test_certificates_are_reloaded(authority: Authority, files: TlsFiles, tmp_path: Path) -> None:
+def test_certificates_are_reloaded(
+    authority: Authority, files: TlsFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "_POLL_S", 0.01)
     certificate, key = tmp_path / "live.pem", tmp_path / "live.key"
     shutil.copy(files.certificate, certificate)
     shutil.copy(files.key, key)
@@ -276,12 +283,62 @@ def test_certificates_are_reloaded(authority: Authority, files: TlsFiles, tmp_pa
         shutil.copy(fresh.key, key)
         assert is_served(files.certificate)
         shutil.copy(fresh.certificate, certificate)
-        assert is_served(fresh.certificate)
+        wait_until(lambda: is_served(fresh.certificate), TIMEOUT_S)
         assert check(channel) == NOT_SERVING, "an open connection goes on"
         certificate.write_text("no certificate")
         assert is_served(fresh.certificate)
         certificate.unlink()
         assert is_served(fresh.certificate)
+
+
+def test_dates_of_certificates(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning before they count no more, and after; valid ones are not replaced by others."""
+    lines: list[str] = []
+    now = time.time()
+    clock = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
+    monkeypatch.setattr(auth, "time", clock)
+    monkeypatch.setattr(auth.logger, "warning", lambda text, *args: lines.append(text % args))
+    long = authority.sign("long", tmp_path, days=30)
+    short = authority.sign("short", tmp_path, days=9)
+
+    def load(files: TlsFiles, day: float) -> auth.CertificateReloader:
+        lines.clear()
+        clock.time = lambda: now + day * 86_400
+        return auth.CertificateReloader(files)
+
+    for day in (0.0, 22.9):
+        load(long, day)
+        assert lines == []
+    for day in (-1, 23.1, 29.9, 31):
+        load(long, day)
+        assert len(lines) == 1
+        assert re.search(r"long.pem is valid from \d{4}-\d\d-\d\d [\d:]+ to \d", lines[0])
+    load(TlsFiles(long.certificate, long.key, str(authority.certificate)), 3)
+    assert str(authority.certificate) in lines[0], "that of the authority counts for two days"
+
+    live = TlsFiles(str(tmp_path / "c"), str(tmp_path / "k"))
+
+    def install(files: TlsFiles) -> bytes:
+        shutil.copy(files.certificate, live.certificate)
+        shutil.copy(files.key, live.key)
+        for _ in range(3):
+            served.reload()
+        return Path(files.certificate).read_bytes()
+
+    shutil.copy(long.certificate, live.certificate)
+    shutil.copy(long.key, live.key)
+    served = load(live, 10)
+    before = Path(long.certificate).read_bytes()
+    assert install(short) != served.contents[0]
+    assert served.contents[0] == before
+    assert len(lines) == 1
+    assert "the old ones stay in use" in lines[0]
+    clock.time = lambda: now + 31 * 86_400
+    served.reload()
+    assert served.contents[0] == Path(short.certificate).read_bytes(), "both have expired"
+    assert install(long) == served.contents[0]
 
 
 def test_unusable_certificates_are_refused(files: TlsFiles, authority: Authority) -> None:

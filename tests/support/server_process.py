@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class ServerProcess:
     Args:
         options: of the command line.
         log: file for what it prints.
+        program: words for Python before the options; another one serves as `tpengine serve` does.
         max_files: files that the server may open; None: as many as this process.
 
     Attributes:
@@ -44,12 +45,13 @@ class ServerProcess:
         self,
         *options: str,
         log: Path,
+        program: Sequence[str] = ("-m", "tpengine", "serve"),
         start_timeout_s: float = START_TIMEOUT_S,
         max_files: int | None = None,
     ) -> None:
         self.log = log
         ports = ["--port", "0", "--metrics-port", "0"]
-        command = [sys.executable, "-m", "tpengine", "serve", *ports, *options]
+        command = [sys.executable, *program, *ports, *options]
         if max_files is not None:
             command = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]
         with log.open("wb") as out:

@@ -22,6 +22,7 @@ from support.system_packages import require
 
 CACHE = Path(__file__).parent.parent.parent / ".cache" / "clients"
 _BUF = "@bufbuild/buf@1"
+_AI_SDK = "ai@5 @ai-sdk/openai-compatible@1 zod@4"
 _RAY_DATA = "pandas pyarrow python-dateutil pytz tzdata six"
 _LLAMA_CPP = "llama-cpp-python==0.3.36"
 _QUANTIZER = "ik-llama-cpp-python==0.1.5"
@@ -57,10 +58,19 @@ def _installing(*words: str, python: str = sys.executable) -> list[str]:
 
 def buf() -> str:
     """Path of `buf`, whose `buf curl` is a gRPC client in Go."""
-    npm = require("npm", "npm")
-    folder = CACHE / "buf"
-    _install(folder, _BUF, [[npm, "install", "--no-audit", "--no-fund", "--prefix", ".", _BUF]])
-    return str(folder / "node_modules" / ".bin" / "buf")
+    return str(_node_packages("buf", _BUF) / "node_modules" / ".bin" / "buf")
+
+
+def ai_sdk() -> Path:
+    """A folder whose scripts of Node find the package `ai` and its provider for other servers."""
+    return _node_packages("ai-sdk", _AI_SDK)
+
+
+def _node_packages(name: str, wanted: str) -> Path:
+    folder, npm = CACHE / name, require("npm", "npm")
+    words = [npm, "install", "--no-audit", "--no-fund", "--prefix", ".", *wanted.split()]
+    _install(folder, wanted, [words])
+    return folder
 
 
 def programs(name: str, packages: str, beside_ours: bool = False) -> Path:

@@ -34,15 +34,16 @@ Status codes:
   INTERNAL             a fault of the server; its log has more under the request id in the text
 
 Status of HTTP:
-  400 a field is wrong   401 no key   404 another model or path   408 too late
-  409 key of another stream   410 stream to resume is not kept   413 body too large
+  400 a field is wrong   401 no key   403 not permitted, or another name in Host
+  404 another model or path   408 too late   409 key of another stream
+  410 stream to resume is not kept   413 body too large
   429 queue is full, or one client has too many calls (Retry-After)
   499 aborted   500 a fault of the server   503 loading, draining, or the engine has died
 
-Ending: at SIGTERM, SIGINT or Drain readiness ends, new requests are refused, and running ones have
---drain-timeout seconds; then the exit code is 0. A second signal ends the server within a second,
-with exit code 128 + its number, and open calls end with UNAVAILABLE. If the engine dies, the server
-ends with exit code 1.
+Ending: at SIGTERM, SIGINT, SIGHUP or Drain readiness ends, new requests are refused, and running
+ones have --drain-timeout seconds; then the exit code is 0. A second signal ends the server within a
+second, with exit code 128 + its number, and open calls end with UNAVAILABLE. If the engine dies,
+the server ends with exit code 1.
 """
 
 from __future__ import annotations

@@ -5,14 +5,21 @@ The server's own certificates are read again when their files change.
 
 from __future__ import annotations
 
+import _ssl
+import asyncio
+import contextlib
 import hashlib
 import hmac
+import ipaddress
 import math
 import ssl
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from tpengine.inputs import Owner
@@ -44,13 +51,17 @@ class TlsFiles:
 
 TlsContents = tuple[bytes, bytes, bytes | None]
 """Contents of the certificate, the key and the client authority, in PEM."""
+Terms = Sequence[tuple[str, float, float]]
+"""Certificate files, each with the seconds since 1970 from and to which it is valid."""
+_POLL_S, _DAY_S, _WEEK_S = 1.0, 86_400.0, 7 * 86_400.0
 
 
 class CertificateReloader:
     """The contents of certificate files, checked, and read again when a file changes.
 
     New files that cannot be used, for example while they are being written, change nothing: the
-    old contents stay in use until the files are right.
+    old contents stay in use until the files are right. So do they if clients accept them and would
+    not accept the new ones, because of their dates.
 
     Attributes:
         contents: what is in use now.
@@ -59,41 +70,64 @@ class CertificateReloader:
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Reads the files.
+        """Reads the files, and warns of dates in the past or soon.
 
         Raises:
             ConfigError: a file cannot be read, or key and certificate do not belong together.
         """
         self._files = files
-        self._seen = self._stamps()
-        self.contents = self._load()
+        self._stamps_in_use = self._stamps()
+        self._refusal = ""
+        self._take(*self._load())
 
-    def reload(self) -> TlsContents | None:
-        """The new contents if the files have changed since the last call and can be used; else
-        None. Safe to call from any one thread at a time."""
+    async def follow(self) -> NoReturn:
+        """Looks at the files again and again, on a thread: their disk may not answer."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            await asyncio.to_thread(self.reload)
+
+    def reload(self) -> None:
+        """Takes new contents if the files have changed and can be used; warns once a day."""
+        stamps = self._stamps()
+        if stamps == self._stamps_in_use:
+            if time.monotonic() > self._warned_at + _DAY_S:
+                self._warn()
+            return
         try:
-            stamps = self._stamps()
-            if stamps == self._seen:
-                return None
-            self._seen = stamps
-            self.contents = self._load()
+            contents, context, terms = self._load()
+            problem = _date_problem(terms)
+            if problem and not _date_problem(self._terms):
+                raise ConfigError(problem)
         except ConfigError as error:
-            logger.warning("the certificates changed and the old ones stay in use: %s", error)
-            return None
+            if str(error) != self._refusal:
+                self._refusal = str(error)
+                logger.warning("the certificates changed; the old ones stay in use: %s", error)
+            return
+        self._stamps_in_use, self._refusal = stamps, ""
+        self._take(contents, context, terms)
         logger.info("the certificates changed; new connections get %s", self._files.certificate)
-        return self.contents
 
-    def _stamps(self) -> list[tuple[int, int, int]]:
-        stamps = []
+    def _take(self, contents: TlsContents, context: ssl.SSLContext, terms: Terms) -> None:
+        self.contents, self.context, self._terms = contents, context, terms
+        self._warn()
+
+    def _warn(self) -> None:
+        self._warned_at = time.monotonic()
+        problem = _date_problem(self._terms, ahead_s=_WEEK_S)
+        if problem:
+            logger.warning("%s, and clients refuse it at other times: renew it", problem)
+
+    def _stamps(self) -> list[object]:
+        stamps: list[object] = []
         for path in self._files.paths():
             try:
                 status = path.stat()
+                stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
             except OSError as error:
-                raise ConfigError(f"{path} cannot be read: {error}") from error
-            stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
+                stamps.append(error.errno)
         return stamps
 
-    def _load(self) -> TlsContents:
+    def _load(self) -> tuple[TlsContents, ssl.SSLContext, Terms]:
         files = self._files
         try:
             # The ssl module checks what gRPC would accept silently and fail on at each handshake.
@@ -105,14 +139,31 @@ class CertificateReloader:
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(files.client_authority)
             certificate, key, *authority = [path.read_bytes() for path in files.paths()]
+            terms = [_term(name) for name in (files.certificate, files.client_authority) if name]
         except (OSError, ssl.SSLError, ValueError) as error:
             names = ", ".join(str(path) for path in files.paths())
             raise ConfigError(
                 f"{names} cannot be used for TLS: {error}; certificate and key must be PEM files "
                 "that belong together, the key without a passphrase"
             ) from error
-        self.context = context
-        return certificate, key, authority[0] if authority else None
+        return (certificate, key, authority[0] if authority else None), context, terms
+
+
+def _term(path: str) -> tuple[str, float, float]:
+    """The term of the first certificate in a file."""
+    fields = _ssl._test_decode_cert(path)  # type: ignore[attr-defined]  # nothing public does it
+    begin, end = (ssl.cert_time_to_seconds(fields[name]) for name in ("notBefore", "notAfter"))
+    return path, begin, end
+
+
+def _date_problem(terms: Terms, ahead_s: float = 0.0) -> str:
+    """What is wrong with the dates of certificates, now or some seconds later; empty: nothing."""
+    now = time.time()
+    for path, begin, end in terms:
+        if not begin <= now <= end - ahead_s:
+            first, last = (datetime.fromtimestamp(moment, UTC) for moment in (begin, end))
+            return f"{path} is valid from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"
+    return ""
 
 
 def _no_passphrase() -> str:
@@ -146,6 +197,25 @@ def name_of(common: Sequence[str], others: Sequence[str], pem: bytes) -> str | N
         if nonempty:
             return label + ", ".join(nonempty)
     return f"sha256 {hashlib.sha256(pem).hexdigest()[:32]}" if pem else None
+
+
+def is_own_host(host: str, names: Collection[str]) -> bool:
+    """Whether the header Host of a call names this server: by an address, by localhost, or by one
+    of these names; "*": all.
+
+    A browser sends the name under which it has loaded a page. The owner of that name can let it
+    lead to 127.0.0.1 afterwards (DNS rebinding): then the page may read what servers there answer.
+    """
+    if "*" in names:
+        return True
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return f".{name}".endswith((".", ".localhost")) or name in names
 
 
 MIN_TOKEN_LENGTH = 16

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,10 +20,10 @@ from tpengine.checkpoint.model_files import read_generation_config
 from tpengine.engine.requests import GenerateRequest
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
-from tpengine.host import allow_open_files, call_on_end_signals, kept_end_handlers
-from tpengine.logger import init_logger
+from tpengine.host import EndSignals, allow_open_files, kept_end_handlers
+from tpengine.logger import STDOUT, flush_lines, init_logger, write_line, write_on_threads
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.auth import Authenticator
+from tpengine.server.auth import Authenticator, CertificateReloader, is_own_host
 from tpengine.server.grpc.server import GrpcServer, batch_wake_ups
 from tpengine.server.limits import default_message_bytes
 from tpengine.server.server_args import ServerArgs, join_address
@@ -45,8 +43,12 @@ _STEP_S = 5.0
 """Time for the running step after the drain; a longer step counts as hanging."""
 _RANKS_S = 8.0
 """Time for the ranks of an engine that is given up to end in order."""
-_AT_ONCE_S = 1.0
-"""Time for everything after a second signal."""
+_AT_ONCE_S = 0.6
+"""Time for everything after a second signal; the system needs some more to end the process."""
+_AFTER_DRAIN_S = 30.0
+"""Time for everything after the drain; then the process ends, whatever holds its loop up."""
+_LINES_S = 0.1
+"""Time for the last lines to be written."""
 _EXIT_S = 10.0
 Phases = dict[str, float]
 _MAX_OPEN_FILES, _FEW_FILES = 1 << 20, 256
@@ -67,9 +69,10 @@ def run_server(
     async def serve() -> int:  # grpc must be created in the loop that serves it
         return await _Server(args, auth, engine_args, phases).run()
 
+    write_on_threads()
     with kept_end_handlers(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(serve())
-    _exit_within(_EXIT_S, code)
+        _exit_within(_EXIT_S, code)  # also if a thread of the loop hangs
     return code
 
 
@@ -105,16 +108,18 @@ class _Server:
         self._state.salts_prefixes = args.salts_prefixes(auth)
         self._phases = phases
         self._phase = ""
-        self._first_signal: signal.Signals | None = None
+        self._signals: list[str] = []
+        self._catching = EndSignals(self._on_signal, lambda number: _exit_now(128 + number))
         self._closing_at_once: asyncio.Task[NoReturn] | None = None  # since the second signal
         self._authenticator = auth
-        batch_wake_ups(asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
+        batch_wake_ups(self._loop)
         self._grpc = GrpcServer(self._state, auth)
         self._http = self._make_http()
 
     async def run(self) -> int:
         """Starts, serves and ends the server."""
-        self._catch_signals()
+        self._catching.catch()
         with contextlib.ExitStack() as stack:
             with self._timed("listen"):
                 addresses = await self._listen(stack)
@@ -125,7 +130,10 @@ class _Server:
 
     async def _listen(self, stack: contextlib.ExitStack) -> list[str]:
         """Opens all ports; returns the texts of the ready line about them, that of gRPC first."""
-        args, tls = self._args, self._args.tls_files()
+        args, files = self._args, self._args.tls_files()
+        tls = None if files is None else CertificateReloader(files)
+        if tls is not None:
+            stack.callback(asyncio.create_task(tls.follow()).cancel)
         port = await self._grpc.start(args.address(), tls)
         addresses = [join_address(args.host, port)]
         if self._http is not None and args.http_port is not None:
@@ -133,7 +141,9 @@ class _Server:
             scheme = "http" if tls is None else "https"
             addresses.append(f"; OpenAI on {scheme}://{join_address(args.host, http_port)}/v1")
         if args.metrics_port is not None:
-            port, close = open_metrics_port(args.metrics_port, self._state)
+            # On a thread, since it looks up a name.
+            place = args.metrics_port, self._state, args.names()
+            port, close = await asyncio.to_thread(open_metrics_port, *place)
             stack.callback(close)
             addresses.append(f"; metrics on http://127.0.0.1:{port}/metrics")
         return addresses
@@ -143,16 +153,12 @@ class _Server:
             return None
         from tpengine.server.http.http_server import HttpServer
 
-        return HttpServer(self._state, self._authenticator, self._args.cors_origins())
+        hosts = self._args.hosts(self._authenticator)
+        return HttpServer(self._state, self._authenticator, self._args.cors_origins(), hosts)
 
     async def _close_doors(self, grace_s: float) -> None:
         doors = (self._grpc, self._http)
         await asyncio.gather(*(door.close(grace_s) for door in doors if door is not None))
-
-    def _catch_signals(self) -> None:
-        """Installs the signal handlers. Called repeatedly while the engine is built: when Ray is
-        initialised, it replaces them by its own, which end the process without a drain."""
-        call_on_end_signals(asyncio.get_running_loop(), self._on_signal)
 
     async def _serve(self, addresses: list[str]) -> int:
         # From here on health answers: alive, and not ready.
@@ -191,7 +197,7 @@ class _Server:
                 await self._exit_without_engine(EXIT_FAILED, why)
             wait_s, first = min(left_s, _POLL_S), asyncio.FIRST_COMPLETED
             await asyncio.wait({starting, asked_to_close}, timeout=wait_s, return_when=first)
-            self._catch_signals()
+            self._catching.catch()  # Ray, when it is initialised, replaces the handlers
         asked_to_close.cancel()
 
     async def _start_engine(self) -> AsyncLLMEngine:
@@ -240,31 +246,38 @@ class _Server:
             if args.tls_cert is None:
                 logger.warning("tokens travel unencrypted; give --tls-cert and --tls-key")
         phases = ", ".join(f"{name} {took:.2f} s" for name, took in self._phases.items())
-        print(
+        write_line(
+            STDOUT,
             f"tpengine is ready on {addresses[0]}: model {self._state.model!r}, "
             f"{' and '.join(guards) or 'no TLS, no tokens'}{''.join(addresses[1:])}; started in "
             f"{sum(self._phases.values()):.2f} s ({phases})",
-            flush=True,
         )
 
-    def _on_signal(self, number: int) -> None:
-        """The first signal drains the server, the second ends it within a second, the third now."""
-        name = signal.Signals(number).name
-        if self._first_signal is None:
-            self._first_signal = signal.Signals(number)
-            if self._state.state is State.DRAINING:
-                logger.info("%s: the server ends already; another signal ends it at once", name)
-            self._state.ask_to_close(name)
-        elif self._closing_at_once is None:
-            logger.warning("%s after %s: ending at once", name, self._first_signal.name)
-            self._closing_at_once = asyncio.create_task(self._close_at_once(128 + number))
-        else:
+    def _on_signal(self, number: int) -> float:
+        """The first signal drains the server, the second ends it within a second, the third now.
+        Runs on the thread of signals; returns the seconds until the process ends in any case."""
+        self._signals.append(signal.Signals(number).name)
+        if len(self._signals) > 2:
             _exit_now(128 + number)
+        is_first = len(self._signals) == 1
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            act = self._drain if is_first else self._begin_close_at_once
+            self._loop.call_soon_threadsafe(act, number)
+        return self._state.drain_timeout_s + _AFTER_DRAIN_S if is_first else _AT_ONCE_S
+
+    def _drain(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._state.state is State.DRAINING:
+            logger.info("%s: the server ends already; another signal ends it at once", name)
+        self._state.ask_to_close(name)
+
+    def _begin_close_at_once(self, number: int) -> None:
+        logger.warning("%s after %s: ending at once", self._signals[1], self._signals[0])
+        self._closing_at_once = asyncio.create_task(self._close_at_once(128 + number))
 
     async def _close_at_once(self, code: int) -> NoReturn:
         """Ends the process within a second, whatever the engine does. The clients of open calls are
         told why first; else they would see only a closed connection."""
-        _exit_within(_AT_ONCE_S, code)
         self._state.last_words = "the server was told to stop at once; ask another"
         engine = self._state.engine
         if engine is not None:  # readers get their error at once; the rest of drain awaits a step
@@ -329,8 +342,7 @@ class _Server:
 
 
 def _exit_now(code: int) -> NoReturn:
-    logging.shutdown()
-    sys.stdout.flush()
+    flush_lines(_LINES_S)
     os._exit(code)
 
 
@@ -345,12 +357,15 @@ def _exit_within(seconds: float, code: int) -> None:
 _METRICS_END_S = 5.0
 
 
-def open_metrics_port(port: int, collector: Any) -> tuple[int, Callable[[], None]]:
+def open_metrics_port(
+    port: int, collector: Any, hosts: Sequence[str]
+) -> tuple[int, Callable[[], None]]:
     """Serves metrics to Prometheus, over HTTP on loopback and on threads of their own.
 
     Args:
         port: 0: any free one.
         collector: its `collect` has the metrics at that moment; called on these threads.
+        hosts: see `is_own_host`.
 
     Returns:
         The port on 127.0.0.1, and a function that closes it.
@@ -368,8 +383,15 @@ def open_metrics_port(port: int, collector: Any) -> tuple[int, Callable[[], None
         text = f"metrics_port = {port} cannot be had: {error}; choose another"
         raise ConfigError(text) from error
     answer: Any = server.get_app()
-    # The plain text format for all: in OpenMetrics names would lose their colon.
-    server.set_app(lambda environ, start: answer(environ | {"HTTP_ACCEPT": ""}, start))
+
+    def answer_own(environ: dict[str, Any], start: Any) -> Any:
+        if not is_own_host(environ.get("HTTP_HOST", ""), hosts):
+            start("403 Forbidden", [])
+            return []
+        # The plain text format for all: in OpenMetrics names would lose their colon.
+        return answer(environ | {"HTTP_ACCEPT": ""}, start)
+
+    server.set_app(answer_own)
 
     def close() -> None:
         server.shutdown()

@@ -67,13 +67,14 @@ class Limits:
         max_host_health_calls: calls of health of one address that wait for their message; these
             calls need no token. So many more calls of the address may watch.
         max_connections: open connections of each door.
-        max_host_connections: the same, of one client address; over HTTP alone.
+        max_host_connections: the same, of one client address.
         message_s: longest time in seconds until the message of a call arrives.
         health_message_s: the same, of a call of health.
         write_s: longest time in seconds in which a client takes no message of its stream.
         head_s: longest time in seconds until the handshake of a connection is complete, or the head
             of a request over HTTP.
         idle_s: longest time in seconds without a call on a connection over HTTP.
+        sse_ping_s: longest silence in seconds of a stream over HTTP.
         resume_window_s: longest time in seconds for which a stream without a reader is kept.
         max_resume_bytes: of memory for the messages of a kept stream.
         max_all_resume_bytes: the same, of all kept streams.
@@ -101,7 +102,8 @@ class Limits:
     health_message_s: float = 1.0
     write_s: float = 60.0
     head_s: float = 10.0
-    idle_s: float = 60.0
+    idle_s: float = 75.0
+    sse_ping_s: float = 15.0
     resume_window_s: float = 0.0
     max_resume_bytes: int = 16 << 20
     max_all_resume_bytes: int = 256 << 20

@@ -49,6 +49,10 @@ class ServerArgs(Options):
     """Port for OpenAI's HTTP interface; 0 takes a free one; default: none."""
     cors_origin: str | None = option(None)
     """Origins whose web pages may call over HTTP, separated by commas, *: all; default: none."""
+    allowed_hosts: str | None = option(None)
+    """Names by which clients may call over HTTP, besides addresses, localhost and --host, separated
+    by commas, *: all. Default: none where the server listens on this machine alone, without key and
+    TLS, since a web page may have a name that leads here; else all."""
     api_key: str | None = option(None)
     """Bearer tokens of clients, separated by commas, over HTTP and gRPC; other users of this
     machine can see them in the list of processes: --token-file is safer."""
@@ -88,11 +92,19 @@ class ServerArgs(Options):
     places but 1024, so that one gateway can fill the engine and the queue, and others get in."""
     write_timeout: float = option(60.0, more_than=0, at_most=MAX_WRITE_S, unit=" seconds")
     """Seconds after which a stream ends whose client takes nothing of it."""
+    keep_alive: float = option(75.0, more_than=0, at_most=MAX_WRITE_S, unit=" seconds")
+    """Seconds without a call after which a connection over HTTP is closed. Give more than the proxy
+    in front has for its connections to this server (often 60), or it may send a call into a closing
+    one."""
+    sse_ping: float = option(15.0, more_than=0, at_most=MAX_WRITE_S, unit=" seconds")
+    """Seconds without a token after which a stream over HTTP gets a comment line, which clients
+    skip, so that no proxy ends it as dead; if it comes before the first token, a later error is an
+    event of the stream and has no status."""
     resume_window: float = option(0.0, at_least=0, at_most=MAX_RESUME_S, unit=" seconds")
     """Longest time in seconds for which a stream goes on and is kept without its client, so that
     the client can resume it. Only for clients that ask for it; 0: for none."""
     drain_timeout: float = option(30.0, at_least=0, unit=" seconds")
-    """Seconds that running requests get to finish after SIGTERM, SIGINT or Drain."""
+    """Seconds that running requests get to finish after SIGTERM, SIGINT, SIGHUP or Drain."""
     startup_timeout: float = option(1800.0, at_least=0, unit=" seconds")
     """Seconds until the server must be ready; later it ends with exit code 1."""
     metrics_port: int | None = option(None, at_least=0, at_most=MAX_PORT)
@@ -130,7 +142,7 @@ class ServerArgs(Options):
                 "--max-queued-requests"
             )
         self.adapters()
-        for name in ("cors_origin", "lora_folder"):
+        for name in ("allowed_hosts", "cors_origin", "lora_folder"):
             if getattr(self, name) is not None and self.http_port is None:
                 raise ConfigError(f"{name} needs http_port; give a port with --http-port")
         if self.lora_folder is not None and not Path(self.lora_folder).is_dir():
@@ -216,7 +228,12 @@ class ServerArgs(Options):
         Raises:
             ConfigError: a limit of the queue is below 1.
         """
-        limits = Limits(write_s=self.write_timeout, resume_window_s=self.resume_window)
+        limits = Limits(
+            write_s=self.write_timeout,
+            idle_s=self.keep_alive,
+            sse_ping_s=self.sse_ping,
+            resume_window_s=self.resume_window,
+        )
         if self.max_message_mib is not None:
             limits = replace(limits, max_message_bytes=int(self.max_message_mib * (1 << 20)))
         most = self.max_client_requests or self._places() - _PLACES_OF_OTHERS
@@ -243,11 +260,24 @@ class ServerArgs(Options):
 
     def cors_origins(self) -> list[str]:
         """The origins of `cors_origin`."""
-        return [origin.strip() for origin in (self.cors_origin or "").split(",") if origin.strip()]
+        return _parts(self.cors_origin)
+
+    def hosts(self, authenticator: Authenticator) -> list[str]:
+        """Names by which clients may call over HTTP, besides those of `is_own_host`; "*": all."""
+        is_open = self.tls_cert is None and not authenticator.wants_token and is_loopback(self.host)
+        return self.names() if is_open or self.allowed_hosts is not None else ["*"]
+
+    def names(self) -> list[str]:
+        """Names of this server."""
+        return [self.host.lower(), *(name.lower() for name in _parts(self.allowed_hosts))]
 
     def address(self) -> str:
         """HOST:PORT."""
         return join_address(self.host, self.port)
+
+
+def _parts(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def join_address(host: str, port: int) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from server.guarded import WAIT_S, loop_on_a_thread
-from tpengine.server.auth import Authenticator, TlsFiles
+from server.guarded import WAIT_S, Run, following, loop_on_a_thread
+from tpengine.server.auth import Authenticator, CertificateReloader, TlsFiles
 from tpengine.server.http.http_server import HttpServer
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
@@ -29,32 +29,34 @@ class OpenPort:
 
     def __init__(
         self,
-        run: Callable[[Any], Any],
+        run: Run,
         authenticator: Authenticator | None = None,
         limits: Limits | None = None,
-        tls: TlsFiles | None = None,
+        tls: CertificateReloader | None = None,
         host: str = LOCAL,
         cors: tuple[str, ...] = (),
+        hosts: tuple[str, ...] = ("*",),
         app: Callable[..., Any] | None = None,
     ) -> None:
         self.run, self._host = run, host
         self.state = ServerState(["none"], 1.0, limits=limits)
 
         async def start() -> tuple[HttpServer, int]:
-            server = HttpServer(self.state, authenticator or Authenticator(), cors)
+            server = HttpServer(self.state, authenticator or Authenticator(), cors, hosts)
             if app is not None:
                 server._config.loaded_app = app
             return server, await server.start(host, 0, tls)
 
         self.server, self.port = run(start())
+        self._own_tasks = run(_tasks())
 
     async def _held(self) -> tuple[int, int, int]:
         connections = self.server._connections
-        tasks = len(asyncio.all_tasks()) - 1
-        return len(connections.connections), sum(connections.hosts.values()), tasks
+        tasks = (await _tasks()) - self._own_tasks
+        return len(connections.connections), sum(connections.hosts.values()), len(tasks)
 
     def held(self) -> tuple[int, int, int]:
-        """Open connections, by two counts, and tasks of the loop."""
+        """Open connections, by two counts, and tasks of the loop besides the server's own."""
         return self.run(self._held())  # type: ignore[no-any-return]
 
     def connect(self, tls: ssl.SSLContext | None = None, buffer: int = 0) -> socket.socket:
@@ -72,11 +74,15 @@ class OpenPort:
             return read_answer(connection.makefile("rb"))
 
 
+async def _tasks() -> set[asyncio.Task[Any]]:
+    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+
+
 @contextmanager
-def open_port(**options: Any) -> Iterator[OpenPort]:
+def open_port(tls: TlsFiles | None = None, **options: Any) -> Iterator[OpenPort]:
     """A server; when it has ended, nothing may be left."""
-    with loop_on_a_thread() as run:
-        port = OpenPort(run, **options)
+    with loop_on_a_thread() as run, following(run, tls) as certificates:
+        port = OpenPort(run, tls=certificates, **options)
         try:
             yield port
         finally:
@@ -119,7 +125,7 @@ def read_answer(stream: Any, has_body: bool = True) -> Answer:
 
 def request(path: str, *headers: str, method: str = "GET", body: bytes = b"") -> bytes:
     """The bytes of a request; its length is declared if it has a body."""
-    lines = [f"{method} {path} HTTP/1.1", "host: x", *headers]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", *headers]
     if body:
         lines.append(f"content-length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode() + body

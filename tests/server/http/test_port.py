@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import http.client
 import itertools
+import json
 import os
 import shutil
 import socket
@@ -19,11 +22,14 @@ import pytest
 from support.waiting import wait_until
 
 from server.guarded import WAIT_S, Authority
-from server.http.open_port import OpenPort, open_port, posted, read_answer, request
+from server.http.open_port import LOCAL, OpenPort, open_port, posted, read_answer, request
 from tpengine.async_engine.admission import QueueLimits
-from tpengine.errors import ConfigError
-from tpengine.server.auth import Authenticator, TlsFiles
-from tpengine.server.http import calls, http_server, protocol
+from tpengine.errors import ConfigError, QueueFullError
+from tpengine.server import auth
+from tpengine.server.auth import Authenticator, TlsFiles, is_own_host
+from tpengine.server.http import calls, http_server, openai_routes, protocol, tls
+from tpengine.server.http.openai_routes import _EventStream
+from tpengine.server.lifecycle import open_metrics_port
 from tpengine.server.limits import Limits
 from tpengine.server.server_args import ServerArgs
 from tpengine.server.state import ServerState
@@ -129,8 +135,28 @@ def test_health_while_the_model_loads(port: OpenPort) -> None:
         sent = request("/health", f"x-request-id: {own_id}")
         answer = port.send(sent.decode().encode("latin-1"))
         assert (answer.status, answer.headers["x-request-id"]) == (200, own_id)
-    answer = port.send(request("/health", "connection: upgrade", "upgrade: h2c"))
-    assert (answer.status, answer.headers["connection"]) == (200, "close")
+
+
+@pytest.mark.parametrize("offer", ["h2c", "websocket", "TLS/1.0", "HTTP/3.0, x"])
+def test_an_offer_of_another_protocol_changes_nothing(port: OpenPort, offer: str) -> None:
+    """In one piece or in several; the same connection serves what follows."""
+    headers = (
+        "connection: Upgrade, HTTP2-Settings",
+        f"upgrade: {offer}",
+        "http2-settings: AAMAAABk",
+    )
+    whole, more = posted(b"{}", *headers), "transfer-encoding: chunked"
+    chunked = request("/tokenize", JSON, *headers, more, method="POST") + b"2\r\n[]\r\n0\r\n\r\n"
+    with port.connect() as client, client.makefile("rb") as stream:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for cut in (20, whole.index(b"{}"), whole.index(b"{}") + 1, len(whole)):
+            client.sendall(whole[:cut])
+            client.sendall(whole[cut:])
+            assert read_answer(stream).error["code"] == "loading", "it has read the body"
+        client.sendall(chunked + whole + request("/health", *headers) + HEALTH)
+        assert [read_answer(stream).status for _ in range(4)] == [400, 503, 200, 200]
+        client.sendall(request("/x" * 9000, *headers))
+        assert read_answer(stream).status == 431
 
 
 def test_a_client_that_asks_first_need_not_send_its_body(port: OpenPort) -> None:
@@ -256,10 +282,13 @@ def test_keys_and_cors() -> None:
         assert port.send(request("/version")).status == 200
         for origin, allowed in (("a.example", True), ("b.example", False)):
             asks = ("access-control-request-method: POST", f"origin: https://{origin}")
+            asks += ("access-control-request-private-network: true",)
             with port.connect() as client:  # its answer has no request id, as no route is asked
                 client.sendall(request("/v1/x", "connection: close", *asks, method="OPTIONS"))
                 head = client.makefile("rb").read().decode()
             assert ("access-control-allow-origin" in head) == allowed
+            assert head.startswith("HTTP/1.1 200") == allowed
+            assert "access-control-allow-private-network: true" in head
     with open_port() as port:
         answer = port.send(request("/health", "origin: https://a.example"))
         assert "access-control-allow-origin" not in answer.headers
@@ -316,7 +345,9 @@ def test_a_client_leaves_that_has_sent_two_requests(size: int) -> None:
         wait_until(lambda: port.held() == (0, 0, 0), WAIT_S)
 
 
-def test_certificates(authority: Authority, tmp_path: Path) -> None:
+def test_certificates(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client's certificate names it; new files count for new connections."""
     live = TlsFiles(str(tmp_path / "c"), str(tmp_path / "k"), str(tmp_path / "ca"))
     other = Authority.make(tmp_path / "other", "other")
@@ -342,12 +373,49 @@ def test_certificates(authority: Authority, tmp_path: Path) -> None:
 
     alice, bob = authority.sign("alice", tmp_path / "a"), other.sign("bob", tmp_path / "b")
     install(authority, "first")
+    monkeypatch.setattr(auth, "_POLL_S", 0.01)
     with open_port(app=endless, tls=live) as port:
         assert [owner(authority, client) for client in (alice, None, bob)] == ["alice", "", ""]
         install(other, "second")
-        assert [owner(other, client) for client in (bob, alice)] == ["bob", ""]
+        wait_until(lambda: owner(other, bob) == "bob", WAIT_S)
+        assert owner(other, alice) == ""
         Path(live.key).write_text("not a key")
         assert owner(other, bob) == "bob"
+
+
+def test_a_handshake_that_fails_is_told(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the client by an alert, and to the operator by a line, of which there are few."""
+    lines: list[str] = []
+    monkeypatch.setattr(tls.logger, "warning", lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(tls, "_told_at", collections.deque(maxlen=4))
+    monkeypatch.setattr(tls, "_LINES", 4)
+    server = authority.sign("server", tmp_path)
+    files = TlsFiles(server.certificate, server.key, str(authority.certificate))
+    stranger = Authority.make(tmp_path / "other", "other").sign("bob", tmp_path / "b")
+    newest, older = ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2
+    with open_port(app=endless, tls=files) as port:
+        for client, version, alert in (
+            (None, newest, "TLSV13_ALERT_CERTIFICATE_REQUIRED"),
+            (None, older, "SSLV3_ALERT_HANDSHAKE_FAILURE"),
+            (stranger, newest, "TLSV1_ALERT_UNKNOWN_CA"),
+            (stranger, older, "TLSV1_ALERT_UNKNOWN_CA"),
+            (None, newest, "TLSV13_ALERT_CERTIFICATE_REQUIRED"),
+        ):
+            context = ssl.create_default_context(cafile=authority.certificate)
+            context.maximum_version = version
+            if client is not None:
+                context.load_cert_chain(client.certificate, client.key)
+            with pytest.raises(ssl.SSLError) as raised:
+                port.send(HEALTH, context)
+            assert raised.value.reason == alert
+        with port.connect() as plain:
+            plain.sendall(HEALTH)
+            assert plain.recv(1) == b"", "OpenSSL has no alert for it"
+    assert [line.count(f"at {LOCAL} failed") for line in lines] == [1] * 4
+    for line, cause in zip(lines, ["did not return"] * 2 + ["verify failed"] * 2, strict=True):
+        assert cause in line
 
 
 def test_broken_connections_leave_nothing(port: OpenPort) -> None:
@@ -398,3 +466,124 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = r"starlette, uvicorn, httptools, orjson; .* its extra http"
     with pytest.raises(ConfigError, match=missing):
         args.check()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        *(("localhost:8000", True), ("LocalHost.", True), ("a.localhost", True), ("", True)),
+        *(("127.0.0.1:1", True), ("[::1]:80", True), ("10.1.2.3", True), ("Box.example:1", True)),
+        *(("evil.example", False), ("127.0.0.1.nip.example", False), ("localhost.evil", False)),
+        *(("xlocalhost:8000", False), ("[evil", False), ("sub.box.example", False)),
+    ],
+)
+def test_names_of_a_server_that_every_page_reaches(host: str, is_own: bool) -> None:
+    assert is_own_host(host, ["box.example"]) == is_own
+    assert is_own_host(host, ["*"])
+
+
+def test_another_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Authenticator([ONE])
+    for args, hosts in (
+        (ServerArgs(), ["127.0.0.1"]),
+        (
+            ServerArgs(host="localhost", allowed_hosts="A.example, b"),
+            ["localhost", "a.example", "b"],
+        ),
+        (ServerArgs(host="0.0.0.0", insecure=True), ["*"]),
+        (ServerArgs(tls_cert="a", tls_key="b"), ["*"]),
+    ):
+        assert args.hosts(Authenticator()) == hosts
+    assert ServerArgs().hosts(known) == ["*"]
+    assert ServerArgs(allowed_hosts="b").hosts(known) == ["127.0.0.1", "b"]
+    evil = [b"host: evil.example", b"host: localhost\r\nhost: evil.example"]
+    with open_port(hosts=("127.0.0.1",)) as port:
+        for path, host in itertools.product(("/", "/health", "/v1/models", "/none"), evil):
+            answer = port.send(request(path).replace(b"host: localhost", host))
+            assert (answer.status, answer.error["code"]) == (403, "host_not_allowed")
+            assert "--allowed-hosts" in answer.error["message"]
+        assert port.send(HEALTH).status == 200
+    state = ServerState(["none"], 1.0)
+    number, close = open_metrics_port(0, state, ["127.0.0.1"])
+    for host, status in (("evil.example", 403), ("localhost", 200)):
+        page = http.client.HTTPConnection(LOCAL, number, timeout=WAIT_S)
+        page.request("GET", "/metrics", headers={"host": host})
+        assert page.getresponse().status == status
+        page.close()
+    close()
+
+
+async def in_parts(scope: Any, receive: Any, send: Any) -> None:
+    """Sends two parts; then another path than / ends too early, or with an error."""
+    length = [(b"content-length", b"6")] if scope["path"] == "/long" else []
+    await send({"type": "http.response.start", "status": 200, "headers": length})
+    for part in (b"one", b"two"):
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    if scope["path"] == "/error":
+        raise ZeroDivisionError
+    if scope["path"] == "/never":
+        await asyncio.sleep(WAIT_S)
+    if scope["path"] in ("/", "/long"):
+        await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("path", ["/", "/long", "/short", "/error", "/never"])
+def test_a_reader_of_http_1_0_can_tell_a_body_that_is_cut(path: str) -> None:
+    with open_port(app=in_parts) as port, port.connect() as client:
+        client.sendall(request(path).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        said = b""
+        while b"two" not in said:
+            said += client.recv(4096)
+        if path == "/never":
+            port.run(port.server.close(0))
+        if path in ("/", "/long"):
+            assert client.recv(4096) == b""
+        else:
+            with pytest.raises(ConnectionResetError):
+                client.recv(4096)
+        head, _, body = said.partition(b"\r\n\r\n")
+        assert (body, b"connection: close" in head) == (b"onetwo", True)
+        assert b"transfer-encoding" not in head
+
+
+DATA = b"data: 1\n\n"
+
+
+class Late(_EventStream):
+    """A stream of one part, which is silent before and after it, and then fails."""
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        async with self._breaking_silence(send):
+            for event in scope["events"]:
+                await event.wait()
+                await self._send_part(send, DATA)
+            raise QueueFullError("the queue is full")
+
+
+def test_a_silent_stream_gets_comments() -> None:
+    """Before its first token and later. An error after a comment is an event."""
+    events = [asyncio.Event(), asyncio.Event()]
+
+    async def late(scope: Any, receive: Any, send: Any) -> None:
+        limits = Limits(sse_ping_s=0.01)
+        stream = Late(request_id="it", send_body=send, limits=limits)
+        await stream({**scope, "events": events}, receive, send)
+
+    async def go_on(event: asyncio.Event) -> None:
+        event.set()
+
+    with open_port(app=late) as port, port.connect() as client, client.makefile("rb") as stream:
+
+        def chunk() -> bytes:
+            size = int(stream.readline(), 16)
+            return stream.read(size + 2)[:size]  # type: ignore[no-any-return]
+
+        client.sendall(HEALTH)
+        head = set(iter(stream.readline, b"\r\n"))
+        assert {b"x-accel-buffering: no\r\n", b"transfer-encoding: chunked\r\n"} <= head
+        for event in events:
+            assert {chunk() for _ in range(3)} == {openai_routes._COMMENT}
+            port.run(go_on(event))
+            assert next(part for part in iter(chunk, b"") if part != openai_routes._COMMENT) == DATA
+        *_, last = iter(chunk, b"")
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "rate_limit_exceeded"

@@ -30,7 +30,7 @@ from tpengine.executor.diagnosis import ANSWER_S, STOPPED, RankPlace
 from tpengine.executor.home import Home, Started
 from tpengine.executor.launch import node_agent, rank_process
 from tpengine.executor.spares import Spares
-from tpengine.logger import init_logger
+from tpengine.logger import STDERR, init_logger, write_line
 
 logger = init_logger(__name__)
 
@@ -177,8 +177,7 @@ class RankProcess:
         with self._process.stdout as output:
             for line in output:
                 self._lines.append(line)
-                with contextlib.suppress(OSError):  # it may be closed
-                    os.write(2, f"({self.name}) {line}".encode())
+                write_line(STDERR, f"({self.name}) {line}".rstrip("\n"))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_S)
 

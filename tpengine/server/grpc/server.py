@@ -9,10 +9,13 @@ shared; medians of 5 and 9 pairs, measured on 2026-11-22).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import os
 import socket
+import stat
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
 from typing import Any
 
 import grpc
@@ -21,19 +24,24 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 
 from tpengine.errors import ConfigError, ModelNotFoundError, QueueFullError
+from tpengine.logger import init_logger
 from tpengine.proto import LIVENESS, READINESS, SERVICE, tpengine_pb2_grpc
-from tpengine.server.auth import Authenticator, CertificateReloader, TlsContents, TlsFiles
+from tpengine.server.auth import Authenticator, CertificateReloader, TlsContents
 from tpengine.server.grpc.guard import Guard, address_of
 from tpengine.server.grpc.service import GenerationServicer
 from tpengine.server.grpc.vllm import VLLM_SERVICE, VllmServicer
-from tpengine.server.limits import Limits
+from tpengine.server.limits import Limits, address_key
 from tpengine.server.state import ServerState
+
+logger = init_logger(__name__)
 
 _POLL_S = 10.0
 _IDLE_S = 300.0
 """Longest time without a call on a connection. A client with gRPC's C-core that is idle for longer
 prints a line about it; ours closes its connection before."""
 _UNTAKEN_S = 600
+_PING_MS = 15_000
+_HOSTS_POLL_S = 1.0
 MAX_WATCHERS = 1024
 """Calls of Watch that may be open; health needs no token."""
 _HEALTH = "grpc.health.v1.Health"
@@ -58,6 +66,8 @@ class GrpcServer:
 
     def __init__(self, state: ServerState, authenticator: Authenticator) -> None:
         self.health = HealthServicer(state.limits.max_host_health_calls)
+        self._max_host_connections = state.limits.max_host_connections
+        self._bounding: asyncio.Task[None] | None = None
         guard = Guard(authenticator, state)
         self._server = grpc.aio.server(interceptors=[guard], options=_options(state.limits))
         servicer = GenerationServicer(state)
@@ -67,12 +77,11 @@ class GrpcServer:
         names = (SERVICE, VLLM_SERVICE, _HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, address: str, tls: TlsFiles | None) -> int:
+    async def start(self, address: str, tls: CertificateReloader | None) -> int:
         """Binds the port, answers from now on, and returns the port.
 
         Raises:
-            ConfigError: the port is taken, the address is not one of this machine, or the
-                certificates cannot be used.
+            ConfigError: the port is taken, or the address is not one of this machine.
         """
         credentials = None if tls is None else _credentials(tls)
         try:
@@ -86,11 +95,20 @@ class GrpcServer:
                 "machine; choose another with --host and --port"
             ) from error
         await self._server.start()
+        self._bounding = asyncio.create_task(self._bound_hosts(int(port)))
         return int(port)
+
+    async def _bound_hosts(self, port: int) -> None:
+        known: set[int] = set()
+        while True:
+            await asyncio.sleep(_HOSTS_POLL_S)
+            known = await asyncio.to_thread(end_excess, port, self._max_host_connections, known)
 
     async def close(self, grace_s: float) -> None:
         """Ends all watches of health, then within this time all other calls, and the server."""
         self.health.close()
+        if self._bounding is not None:
+            self._bounding.cancel()
         await self._server.stop(grace_s)
 
 
@@ -147,12 +165,14 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         # Silent clients would else hold descriptors, which are few. C-core counts connections in
-        # total alone, not per address. Streams last as long as their clients like: no age limit.
+        # total alone; `end_excess` counts those of an address. Streams last as long as their
+        # clients like: no age limit.
         ("grpc.max_allowed_incoming_connections", min(limits.max_connections, _MAX_OPTION)),
         ("grpc.server_handshake_timeout_ms", in_ms(limits.head_s)),
         ("grpc.max_connection_idle_ms", in_ms(_IDLE_S)),
         # A client whose machine has died sends no end of its connection.
-        ("grpc.keepalive_time_ms", 15_000),
+        # It also breaks the silence of a stream that waits, before a proxy takes it for dead.
+        ("grpc.keepalive_time_ms", _PING_MS),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # Clients may ping often to notice a frozen server, but not flood it.
@@ -162,24 +182,58 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
     ]
 
 
-def _credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials that follow their files.
+def end_excess(port: int, most: int, known: Set[int]) -> set[int]:
+    """Ends connections to a port of this process of each address that has more than so many.
 
-    Raises:
-        ConfigError: the files cannot be used.
+    gRPC counts no addresses. But its connections are descriptors of this process, and gRPC closes
+    one that is shut down here.
+
+    Args:
+        known: descriptors of connections that the last call has let be; others go first.
+
+    Returns:
+        The same of this call.
     """
-    reloader = CertificateReloader(files)
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    of_host: Counter[str] = Counter()
+    kept: set[int] = set()
+    if len(numbers) <= most:
+        return kept
+    for number in sorted(numbers, key=lambda number: (number not in known, number)):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.fromfd(number, socket.AF_INET6, 0) as connection:
+                if connection.getsockname()[1:2] != (port,):
+                    continue
+                host = address_key(connection.getpeername()[0])
+                of_host[host] += 1
+                if of_host[host] <= most:
+                    kept.add(number)
+                else:
+                    connection.shutdown(socket.SHUT_RDWR)
+    for host, count in of_host.items():
+        if count > most:
+            logger.warning("ended %d of %d gRPC connections of %s", count - most, count, host)
+    return kept
+
+
+def _credentials(certificates: CertificateReloader) -> grpc.ServerCredentials:
+    """Credentials that follow the files."""
+    sent = certificates.contents
 
     def configuration(contents: TlsContents) -> Any:
         certificate, key, client_authority = contents
         return grpc.ssl_server_certificate_configuration([(key, certificate)], client_authority)
 
     def fetch() -> Any:  # grpc calls it at every handshake, on a thread of its own
-        changed = reloader.reload()
-        return None if changed is None else configuration(changed)
+        nonlocal sent
+        if certificates.contents is sent:
+            return None
+        sent = certificates.contents
+        return configuration(sent)
 
-    first, is_mutual = configuration(reloader.contents), files.client_authority is not None
-    return grpc.dynamic_ssl_server_credentials(first, fetch, is_mutual)
+    return grpc.dynamic_ssl_server_credentials(configuration(sent), fetch, sent[2] is not None)
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,11 +24,12 @@ import tpengine
 from tpengine.engine.requests import check_token_ids
 from tpengine.errors import UnreadError, did_you_mean
 from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY
-from tpengine.server.auth import Authenticator
+from tpengine.server.auth import Authenticator, is_own_host
 from tpengine.server.http.calls import ParseTurns, read_call
 from tpengine.server.http.error_answers import HttpError, refusal
 from tpengine.server.http.fields import FieldError, Fields, whole
-from tpengine.server.http.openai_routes import openai_routes
+from tpengine.server.http.json_text import JsonAnswer
+from tpengine.server.http.openai_routes import PATHS, openai_routes
 from tpengine.server.http.page import FILES, page_routes
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.limits import OpenCalls, check_num_ids
@@ -39,7 +40,12 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", *FILES})
 _post = partial(Route, methods=["POST"])
 
 
-def make_app(state: ServerState, auth: Authenticator, origins: Sequence[str] = ()) -> Starlette:
+def make_app(
+    state: ServerState,
+    auth: Authenticator,
+    origins: Sequence[str] = (),
+    hosts: Sequence[str] = ("*",),
+) -> Starlette:
     """The application; the arguments are those of `HttpServer`."""
     routes = [*_server_routes(state), *_text_routes(state)]
     if state.adapter_folder is not None:
@@ -49,13 +55,14 @@ def make_app(state: ServerState, auth: Authenticator, origins: Sequence[str] = (
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.state.server, app.state.turns = state, ParseTurns()
-    app.add_middleware(_Entrance, authenticator=auth, calls=state.calls)
+    app.add_middleware(_Entrance, authenticator=auth, calls=state.calls, hosts=hosts)
     if origins:  # outermost: a browser's question has no token, and a page reads refusals too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(origins),
             allow_methods=["*"],
             allow_headers=["*"],
+            allow_private_network=True,  # a browser asks whether a page may call this network
             expose_headers=[REQUEST_ID_KEY, RESUME_WINDOW_KEY, "retry-after"],
         )
     return app
@@ -67,10 +74,13 @@ class _Entrance:
     Starlette's own handling of unknown errors logs their text, which may hold a prompt.
     """
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator, calls: OpenCalls) -> None:
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, calls: OpenCalls, hosts: Sequence[str]
+    ) -> None:
         self._app = app
         self._authenticator = authenticator
         self._calls = calls
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, headers = scope["state"], Headers(scope=scope)
@@ -88,6 +98,7 @@ class _Entrance:
             await send(message)
 
         try:
+            self._check_hosts(headers.getlist("host"))
             if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, answer)
                 return
@@ -104,6 +115,13 @@ class _Entrance:
             response = refusal(error, state["request_id"])
             if not has_begun:  # else the connection is closed, and the client sees a cut answer
                 await response(scope, receive, answer)
+
+    def _check_hosts(self, hosts: Sequence[str]) -> None:
+        for host in hosts:
+            if not is_own_host(host, self._hosts):
+                text = f"this server is not called {host[:200]!r}"
+                hint = "call it by its address, or start it with --allowed-hosts"
+                raise HttpError(f"{text}; {hint}", 403, "host_not_allowed")
 
 
 async def _refuse(request: Request, error: HTTPException) -> NoReturn:
@@ -139,19 +157,19 @@ def _server_routes(state: ServerState) -> list[Route]:
         return Response(why, 200 if why is None else 503, media_type="text/plain")
 
     async def version(request: Request) -> Response:
-        return JSONResponse({"version": tpengine.__version__})
+        return JsonAnswer({"version": tpengine.__version__})
 
     async def metrics(request: Request) -> Response:
         return Response(state.metrics_text(), media_type=METRICS_TYPE)
 
     async def models(request: Request) -> Response:
         cards = [card(name) for name in (*state.names, *state.adapters)]
-        return JSONResponse({"object": "list", "data": cards})
+        return JsonAnswer({"object": "list", "data": cards})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         state.check_open(name)
-        return JSONResponse(card(name))
+        return JsonAnswer(card(name))
 
     routes = [Route(f"/{answer.__name__}", answer) for answer in (health, ready, version, metrics)]
     return [*routes, Route("/v1/models", models), Route("/v1/models/{name:path}", model)]
@@ -194,7 +212,7 @@ def _text_routes(state: ServerState) -> list[Route]:
             token_ids = await BodyReader(call, is_chat, state).tokenize()
         length = state.loaded_engine().model_config.max_model_len
         fields = {"count": len(token_ids), "max_model_len": length}
-        return JSONResponse({**fields, "tokens": token_ids, "token_strs": None})
+        return JsonAnswer({**fields, "tokens": token_ids, "token_strs": None})
 
     async def detokenize(request: Request) -> Response:
         fields, engine = Fields((await read_call(request)).body), state.loaded_engine()
@@ -206,6 +224,6 @@ def _text_routes(state: ServerState) -> list[Route]:
         check_num_ids("tokens", len(token_ids), engine.model_config.max_model_len)
         token_ids = whole(token_ids)
         check_token_ids("tokens", token_ids, engine.model_config.vocab_size)
-        return JSONResponse({"prompt": await engine.detokenize(token_ids, False)})
+        return JsonAnswer({"prompt": await engine.detokenize(token_ids, False)})
 
     return [_post("/tokenize", tokenize), _post("/detokenize", detokenize)]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from starlette.responses import JSONResponse
-
 from tpengine import errors
 from tpengine.server.error_texts import log_internal_error, text_for_client
+from tpengine.server.http.json_text import JsonAnswer
 
 
 class HttpError(errors.MalformedRequestError):
@@ -32,7 +31,7 @@ class HttpError(errors.MalformedRequestError):
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
-def refusal(error: Exception, request_id: str) -> JSONResponse:
+def refusal(error: Exception, request_id: str) -> JsonAnswer:
     """OpenAI's answer for an error: `error` with `message`, `type`, `param`, `code`. Logs a fault
     of the server."""
     known = errors.status_of(type(error))
@@ -55,4 +54,4 @@ def refusal(error: Exception, request_id: str) -> JSONResponse:
         "param": getattr(error, "field", None),
         "code": code,
     }
-    return JSONResponse({"error": body}, status, headers)
+    return JsonAnswer({"error": body}, status, headers)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 from collections.abc import Sequence
 from functools import partial
 
 import uvicorn
 
 from tpengine.errors import ConfigError
-from tpengine.server.auth import Authenticator, CertificateReloader, TlsFiles
+from tpengine.server.auth import Authenticator, CertificateReloader
 from tpengine.server.http.app import make_app
 from tpengine.server.http.protocol import Connections, HttpProtocol
+from tpengine.server.http.tls import TlsListener
 from tpengine.server.server_args import check_port
 from tpengine.server.state import ServerState
 
@@ -42,13 +42,18 @@ class HttpServer:
         state: of the server; has the engine once it is loaded, and the limits.
         authenticator: identifies clients.
         cors_origins: origins whose pages may call; "*": all.
+        hosts: see `is_own_host`.
     """
 
     def __init__(
-        self, state: ServerState, authenticator: Authenticator, cors_origins: Sequence[str] = ()
+        self,
+        state: ServerState,
+        authenticator: Authenticator,
+        cors_origins: Sequence[str] = (),
+        hosts: Sequence[str] = ("*",),
     ) -> None:
         self._config = uvicorn.Config(
-            make_app(state, authenticator, cors_origins),
+            make_app(state, authenticator, cors_origins, hosts),
             http=HttpProtocol,
             ws="none",
             lifespan="off",
@@ -63,27 +68,29 @@ class HttpServer:
         self._config.load()
         self._limits = state.limits
         self._connections = Connections(state.limits)
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[asyncio.Server | TlsListener] = []
 
-    async def start(self, host: str, port: int, tls: TlsFiles | None) -> int:
+    async def start(self, host: str, port: int, tls: CertificateReloader | None) -> int:
         """Binds the port, answers from now on, and returns the port.
 
         Raises:
-            ConfigError: the port is taken, the address is not one of this machine, or the
-                certificates cannot be used.
+            ConfigError: the port is taken, or the address is not one of this machine.
         """
-        seconds = {} if tls is None else {"ssl_handshake_timeout": self._limits.head_s}
-        context = None if tls is None else _tls_context(tls)
         make_protocol = partial(HttpProtocol, self._config, self._connections, {})
-        create = partial(asyncio.get_running_loop().create_server, make_protocol, ssl=context)
         try:
-            sockets = _bind(host, port, self._limits.write_s)
+            sockets = await asyncio.to_thread(_bind, host, port, self._limits.write_s)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {host}, port {port}: {error}; choose another with --http-port"
             ) from error
         for sock in sockets:
-            self._listeners.append(await create(sock=sock, backlog=_BACKLOG, **seconds))
+            listener: asyncio.Server | TlsListener
+            if tls is None:
+                create = asyncio.get_running_loop().create_server
+                listener = await create(make_protocol, sock=sock, backlog=_BACKLOG)
+            else:
+                listener = TlsListener(sock, make_protocol, tls, self._limits.head_s, _BACKLOG)
+            self._listeners.append(listener)
         return int(sockets[0].getsockname()[1])
 
     async def close(self, grace_s: float) -> None:
@@ -117,20 +124,3 @@ def _bind(host: str, port: int, write_s: float) -> list[socket.socket]:
         sock.bind((address[0], own_port, *address[2:]))
         sockets.append(sock)
     return sockets
-
-
-def _tls_context(files: TlsFiles) -> ssl.SSLContext:
-    """A context that follows its files.
-
-    Raises:
-        ConfigError: the files cannot be used.
-    """
-    reloader = CertificateReloader(files)
-
-    def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        reloader.reload()
-        connection.context = reloader.context
-
-    # OpenSSL calls it at every handshake, with and without a name.
-    reloader.context.sni_callback = renew
-    return reloader.context

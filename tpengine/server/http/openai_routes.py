@@ -23,9 +23,9 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,9 +41,11 @@ from tpengine.errors import UnreadError
 from tpengine.proto import RESUME_WINDOW_KEY
 from tpengine.server.http.calls import read_call, read_resumption
 from tpengine.server.http.error_answers import refusal
+from tpengine.server.http.json_text import json_bytes
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.http.write import AnswerWriter, Style, usage
 from tpengine.server.kept_streams import KeptStream
+from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import Write, send_stream, write_within
 
@@ -52,6 +54,7 @@ Writers = list[AnswerWriter]
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
 _STREAM_HEADERS = [_STREAM_TYPE, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+_COMMENT = b": the answer is not complete yet\n\n"
 
 
 def openai_routes(state: ServerState) -> list[Route]:
@@ -64,8 +67,7 @@ def openai_routes(state: ServerState) -> list[Route]:
     def common(request: Request) -> dict[str, Any]:
         # The parts of a stream go without the layers that Starlette puts around `send`.
         call = request.state
-        write_s = state.limits.write_s
-        return {"request_id": call.request_id, "send_body": call.send, "write_s": write_s}
+        return {"request_id": call.request_id, "send_body": call.send, "limits": state.limits}
 
     async def answer(request: Request, is_chat: bool) -> Any:
         call = await read_call(request)
@@ -88,7 +90,8 @@ def openai_routes(state: ServerState) -> list[Route]:
 
     def resumed(request: Request, stream: KeptStream, after: int) -> KeptAnswer:
         request.state.request_id = stream.request_id
-        return KeptAnswer(**common(request), stream=stream, after=after)
+        granted = (RESUME_WINDOW_KEY.encode(), b"%g" % stream.asked.window_s)
+        return KeptAnswer(**common(request), headers=[granted], stream=stream, after=after)
 
     kinds = zip(PATHS, (False, True), strict=True)
     return [Route(path, partial(answer, is_chat=kind), methods=["POST"]) for path, kind in kinds]
@@ -101,14 +104,20 @@ class _EventStream(ABC):
     Attributes:
         request_id: of the call, for the texts of errors.
         send_body: sends a part of a stream's body, after its head.
-        write_s: longest time that a part of a stream may take to be sent.
+        limits: of the server.
+        headers: of a stream, in addition to those of all streams.
         has_begun: whether the head of a stream was sent.
+        sent_at: moment of `time.monotonic` at which a part was sent, or the call began.
+        beginning: held while the head is sent.
     """
 
     request_id: str
     send_body: Send
-    write_s: float
+    limits: Limits
+    headers: Sequence[tuple[bytes, bytes]] = ()
     has_begun: bool = False
+    sent_at: float = field(default_factory=time.monotonic)
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the requests.
@@ -128,14 +137,35 @@ class _EventStream(ABC):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the call; see `__call__`."""
 
-    async def _begin(self, send: Send, *headers: tuple[bytes, bytes]) -> None:
-        start = {"type": "http.response.start", "status": 200}
-        await send({**start, "headers": [*_STREAM_HEADERS, *headers]})
-        self.has_begun = True
+    @asynccontextmanager
+    async def _breaking_silence(self, send: Send) -> AsyncIterator[None]:
+        """Context in which a comment is sent whenever nothing was sent for `sse_ping_s`: proxies
+        end a connection that is silent. An error after the first comment is an event."""
+        pings = asyncio.create_task(self._ping(send))
+        try:
+            yield
+        finally:
+            pings.cancel()
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            left_s = self.sent_at + self.limits.sse_ping_s - time.monotonic()
+            await (asyncio.sleep(left_s) if left_s > 0 else self._send_part(send, _COMMENT))
+
+    async def _send_part(self, send: Send, part: bytes) -> None:
+        """Sends a part of a stream, and before the first one its head."""
+        if not self.has_begun:
+            async with self.beginning:  # several prompts may have their first tokens at once
+                if not self.has_begun:
+                    headers = [*_STREAM_HEADERS, *self.headers]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    self.has_begun = True
+        self.sent_at = time.monotonic()
+        await self.send_body(_part(part))
 
     async def _send_last(self, text: str) -> None:
-        last = _part(text.encode(), more_body=False)
-        await write_within(self.write_s, self.send_body(last))
+        last = _part(json_bytes(text), more_body=False)
+        await write_within(self.limits.write_s, self.send_body(last))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,17 +180,13 @@ class KeptAnswer(_EventStream):
     after: int
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        granted = f"{self.stream.asked.window_s:g}".encode()
-
         async def write(event: bytes) -> None:
-            if not self.has_begun:
-                await self._begin(send, (RESUME_WINDOW_KEY.encode(), granted))
-            if event:
-                await write_within(self.write_s, self.send_body(_part(event)))
+            await write_within(self.limits.write_s, self._send_part(send, event))
 
-        await self.stream.send(self.after, write)
-        await write(b"")  # the client may have had all
-        await self._send_last("")
+        async with self._breaking_silence(send):
+            await self.stream.send(self.after, write)
+            await write(b"")  # the client may have had all
+            await self._send_last("")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,31 +231,21 @@ class Answer(_EventStream):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
+            if self.style.streams:
+                await stack.enter_async_context(self._breaking_silence(send))
             boxes, writers = await self._open(stack)
             if self.style.streams:
-                await self._send_stream(boxes, writers, send)
+                # The head waits for the first part, so that an error before it gets its status.
+                write = partial(self._send_part, send)
+                await self._send_last(await self._write_stream(boxes, writers, write))
             else:
                 answer = await self._whole(boxes, writers)
                 await answer(scope, receive, send)
 
-    async def _send_stream(self, boxes: Boxes, writers: Writers, send: Send) -> None:
-        """Sends the chunks of all requests as they come. The head of the answer waits for the first
-        one, so that an error before it gets its status."""
-        beginning = asyncio.Lock()
-
-        async def write(chunks: bytes) -> None:
-            if not self.has_begun:
-                async with beginning:
-                    if not self.has_begun:
-                        await self._begin(send)
-            await self.send_body(_part(chunks))
-
-        await self._send_last(await self._write_stream(boxes, writers, write))
-
     async def _write_stream(self, boxes: Boxes, writers: Writers, write: Write[bytes]) -> str:
         """Writes the chunks of all requests as they come; returns what follows them."""
-        pairs = zip(boxes, writers, strict=True)
-        await _run_all([send_stream(box, writer, write, self.write_s) for box, writer in pairs])
+        pairs, write_s = zip(boxes, writers, strict=True), self.limits.write_s
+        await _run_all([send_stream(box, writer, write, write_s) for box, writer in pairs])
         end = "data: [DONE]\n\n"
         if self.style.usage:
             end = f'data: {self.head}],"usage":{usage(writers)}}}\n\n{end}'
@@ -241,7 +257,7 @@ class Answer(_EventStream):
             some, extra = await writer.write_whole(await box.take())
             choices.append(some)
         text = f'{self.head}{",".join(choices)}]{extra},"usage":{usage(writers)}}}'
-        return Response(text, media_type="application/json")
+        return Response(json_bytes(text), media_type="application/json")
 
 
 def _part(body: bytes, more_body: bool = True) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 import tpengine
 from tpengine.engine.stats import EngineHealth, EngineStats
 from tpengine.errors import RankLoss
+from tpengine.server.http.json_text import JsonAnswer
 from tpengine.server.state import ServerState, State
 
 FEED = "/engine/state"
@@ -68,7 +69,7 @@ def page_routes(state: ServerState) -> list[Route]:
         return Response(status_code=304, headers={**_HEADERS, "etag": whole.headers["etag"]})
 
     async def feed(request: Request) -> Response:
-        return JSONResponse(describe(state), headers={"cache-control": "no-store"})
+        return JsonAnswer(describe(state), headers={"cache-control": "no-store"})
 
     files = [Route(path, partial(file, whole=whole)) for path, whole in FILES.items()]
     return [*files, Route(FEED, feed)]

@@ -16,6 +16,7 @@ from collections import Counter
 from email.utils import formatdate
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -94,10 +95,14 @@ class HttpProtocol(HttpToolsProtocol):
         """Resets the connection. After a plain close the system would still hold what the client
         has not read, and go on sending it."""
         if not self.transport.is_closing():
-            with_reset = struct.pack("ii", 1, 0)
-            connection = self.transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, with_reset)
+            self._end_by_reset(True)
             self.transport.abort()
+
+    def _end_by_reset(self, resets: bool) -> None:
+        """Whether the system ends the connection by a reset, and drops what it has not sent."""
+        linger = struct.pack("ii", resets, 0)
+        connection = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends what the connection holds."""
@@ -122,12 +127,40 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         if self._num_unanswered == 0 and self._timer is None:
             self._set_timer(self.server_state.limits.head_s)
-        super().data_received(data)
+        self._parse(data)
         if self._is_in_head:
             self._check_head(self._head_bytes)
 
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._parse_without_offer(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _parse_without_offer(self, rest: bytes) -> None:
+        """Reads a head that offers another protocol again, without the offer: a server may ignore
+        it (RFC 9110, 7.8). After an offer the parser takes the rest for the other protocol.
+
+        Args:
+            rest: what follows the head.
+        """
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        if method == b"CONNECT":
+            self.send_400_response("")
+            return
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version.encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+        self._parse(b"\r\n".join([*lines, b"", rest]))
+
     def on_headers_complete(self) -> None:
         """Begins to serve a request whose head is complete."""
+        if self.parser.should_upgrade():  # it is read again
+            return
         self._check_head(sum(len(name) + len(value) for name, value in self.headers))
         self._check_head(len(self.url))
         if self._num_unanswered > MAX_PIPELINED:
@@ -143,6 +176,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Waits for the next head."""
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         # uvicorn pauses at a large body and at a second request. That a client leaves is noticed
         # only by reading.
@@ -171,12 +206,25 @@ class HttpProtocol(HttpToolsProtocol):
         text = "the request is not HTTP/1.1: cut short, or with wrong characters or lengths"
         self._refuse(MalformedRequestError(text))
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Answers a request for another protocol as one of HTTP/1.1, and then closes the
-        connection: the parser reads no request after it."""
-        self.cycle.keep_alive = False
+    def _end_body_by_close(self, cycle: Any) -> None:
+        """Sends an answer without chunks, which HTTP/1.0 does not have: a body without a length
+        ends with the connection. Until the last part is sent, anything else that ends the
+        connection, this process's death too, resets it: a reader can tell a body that is cut."""
+        send = cycle.send
+
+        async def send_plain(message: Any) -> None:
+            if message["type"] == "http.response.start" and not self.transport.is_closing():
+                self._end_by_reset(True)
+            cycle.expected_content_length += len(message.get("body", b""))
+            await send(message)
+            if cycle.response_complete:  # the connection closes after this turn of the loop
+                self._end_by_reset(False)
+
+        cycle.chunked_encoding, cycle.send = False, send_plain
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            self._end_body_by_close(cycle)
         self._answering = cycle  # the request that the task answers
         self._task = self.loop.create_task(cycle.run_asgi(app))
         self._task.add_done_callback(self.tasks.discard)

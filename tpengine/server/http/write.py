@@ -15,6 +15,7 @@ from typing import Any
 
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
+from tpengine.server.http.json_text import json_bytes
 from tpengine.server.http.reasoning import THOUGHT_FIELDS, ReasoningSplitter
 from tpengine.server.http.tool_formats import ToolParser
 from tpengine.server.http.tools import Tools
@@ -115,7 +116,7 @@ class AnswerWriter:
             return None
         self.num_output_tokens = output.num_output_tokens
         choice = self._choice(completion, self._text(completion))
-        return f"{self._head}{choice}]{self._end}".encode()
+        return json_bytes(f"{self._head}{choice}]{self._end}")
 
     async def write(self, output: RequestOutput) -> bytes:
         """The chunks of a delta, one for each choice, and before its first one the chunk with the
@@ -132,7 +133,7 @@ class AnswerWriter:
                 chunks.append(self._chunk(self._choice(role, delta), extra))
                 extra = ""
             chunks.append(self._chunk(await self._whole_choice(output, completion, begins, extra)))
-        return "".join(chunks).encode()
+        return json_bytes("".join(chunks))
 
     async def write_whole(self, output: RequestOutput) -> tuple[str, str]:
         """The choices of a finished request, separated by commas; and what a chat completion has
