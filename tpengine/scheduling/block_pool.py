@@ -4,8 +4,8 @@ A block without a holder is free. If its content is known, it stays in a list in
 so that a later sequence with the same beginning finds it, until its place is needed (eviction).
 
 The name of a block's content is a SHA-256 digest of the block's tokens and of the digest of the
-block before it; before the first one stands the adapter and the request's salt (`root_of`). So equal
-digests mean equal beginnings, and contents are not compared any further.
+block before it; before the first one stands the adapter and the request's salt (`root_of`). So
+equal digests mean equal beginnings, and contents are not compared any further.
 """
 
 from __future__ import annotations

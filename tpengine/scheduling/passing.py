@@ -2,9 +2,10 @@
 
 When the first request finds no room (slots, blocks or a slot for its adapter), it gets a step by
 which it starts: a + b. In step a enough of the running requests have reached their `max_tokens`
-that the first has room; b is the number of steps that the first itself may run. If they end earlier,
-a becomes smaller. A later request passes only if it has ended by step a + b. So small requests use
-room that is too small for the first, which ends by step a + 2 b, where without them it ends by a + b.
+that the first has room; b is the number of steps that the first itself may run. If they end
+earlier, a becomes smaller. A later request passes only if it has ended by step a + b. So small
+requests use room that is too small for the first, which ends by step a + 2 b, where without them it
+ends by a + b.
 
 A request that was preempted is not passed: blocks are short, and it comes back first.
 

@@ -4,8 +4,8 @@ The request of a kept stream runs in a task of its own. That task adds messages 
 of the client reads them from here: the first one, and those that resume. All other streams are
 written directly, and do not pass this file. All of it runs on the event loop, so nothing is locked.
 
-A stream is dropped when no client has read it for the window (`KeptStream._await_reader`), or, ended
-and unread, to make room for another one (`KeptStreams.make_room`).
+A stream is dropped when no client has read it for the window (`KeptStream._await_reader`), or,
+unread, to make room for another one (`KeptStreams.make_room`).
 """
 
 from __future__ import annotations

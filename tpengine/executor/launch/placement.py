@@ -200,7 +200,7 @@ class Placement:
 
     def is_removed(self) -> bool:
         """Whether Ray has removed the group, as it does when the group's owner is lost."""
-        return _table_of(self._group).get("state", "REMOVED") == "REMOVED"
+        return bool(_table_of(self._group).get("state", "REMOVED") == "REMOVED")
 
     def strategy(self, index: int) -> PlacementGroupSchedulingStrategy:
         """The strategy that starts an actor in the bundle of this index."""

@@ -29,7 +29,7 @@ from tpengine.server.http.calls import ParseTurns, read_call
 from tpengine.server.http.error_answers import HttpError, refusal
 from tpengine.server.http.fields import FieldError, Fields, whole
 from tpengine.server.http.json_text import JsonAnswer
-from tpengine.server.http.openai_routes import PATHS, openai_routes
+from tpengine.server.http.openai_routes import openai_routes
 from tpengine.server.http.page import FILES, page_routes
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.limits import OpenCalls, check_num_ids
