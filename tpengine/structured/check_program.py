@@ -44,7 +44,7 @@ def main() -> None:
             for part in dict.fromkeys((Thinking.NONE, Thinking[thinking])):
                 grammar = to_grammar(constraint, part, special_tokens)
                 vocabulary.matcher(grammar)
-            vocabulary.compile((), [grammar])
+                vocabulary.compile((), [grammar])
         except InvalidSamplingParamsError as error:
             error_text = str(error)
         print(json.dumps([error_text, grammar]), flush=True)
