@@ -92,11 +92,11 @@ def test_an_engine_that_is_made_again(folder: Path) -> None:
     assert others.wait(PATIENCE_S)
     answers: list[Any] = []
     try:
-        for end in (ray.kill, lambda driver: driver.exit.remote(), ray.kill):
+        for end in (ray.kill, lambda driver: driver.exit.remote()):
             driver = ray.remote(Driver).options(num_cpus=0).remote()
             answers.append(ray.get(driver.generate.remote(str(folder)), timeout=PATIENCE_S))
             end(driver)
-        assert answers == answers[:1] * 3
+        assert answers[0] == answers[1]
         wait_until(lambda: free_cpus() == 2)
     finally:
         ray.util.remove_placement_group(others)
