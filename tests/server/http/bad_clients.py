@@ -84,13 +84,7 @@ def mutated_body(body: dict[str, Any], rng: random.Random) -> bytes:
 
 def framed(path: str, body: bytes, method: str = "POST", *headers: str) -> bytes:
     """A request as HTTP asks, unless the headers say otherwise."""
-    head = [
-        f"{method} {path} HTTP/1.1",
-        "Host: localhost",
-        f"Content-Length: {len(body)}",
-        _JSON,
-        *headers,
-    ]
+    head = [f"{method} {path} HTTP/1.1", "Host: ", f"Content-Length: {len(body)}", _JSON, *headers]
     return "\r\n".join([*head, "\r\n"]).encode("latin-1") + body
 
 
