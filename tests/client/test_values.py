@@ -35,7 +35,6 @@ async def _first(client: GenerationClient, **options: Any) -> Any:
         ("allowed_token_ids", SamplingParams(allowed_token_ids=[HUGE])),
         ("bad_words_token_ids", SamplingParams(bad_words_token_ids=[[5], [HUGE]])),
         ("logit_bias", SamplingParams(logit_bias={HUGE: 1.0})),
-        ("stop", SamplingParams(stop=["a", LONE])),
         ("bad_words", SamplingParams(bad_words=[LONE])),
     ],
 )
