@@ -1,12 +1,12 @@
 """How prompts divide a step that cannot hold all that they have to compute.
 
 Each running sequence that has computed its prompt gets its one token. Of what is left, the first
-prompt, in the policy's order, gets at least half: whatever comes while it is computed, or waits, it
-needs at most twice the steps. The other half goes to shorter prompts, the one with the
-least left to compute first, also to those that wait: if slots and blocks are free, they begin in
-this step. A prompt does not begin before others have computed blocks that it would find in the
-prefix cache. What these do not need goes to all prompts in their order, so a step is as full as
-without them.
+prompt that runs gets at least half: whatever comes while it is computed, it needs at most twice the
+steps. The other half goes to waiting requests that come before it in the policy's order, since it
+has begun as a shorter one; then to shorter prompts, the one with the least left to compute first,
+also to those that wait: if slots and blocks are free, they begin in this step. A prompt does not
+begin before others have computed blocks that it would find in the prefix cache. What these do not
+need goes to all prompts in their order, so a step is as full as without them.
 
 A prompt gives way to none of a lower priority, and with fair shares only to those of its own owner:
 the counters say when the others have their turn. A waiting prompt that begins leaves slots and
@@ -55,7 +55,8 @@ class PromptShares:
         has begun as a shorter one. With fair shares, `Scheduler._admit_owed` has started these."""
         queues = self._queues
         is_open = queues.shares is None and not (step.preempted or queues.swapped)
-        while is_open and queues.waiting and step.tokens_left:
+        spare = step.tokens_left // 2  # the running one goes on, too
+        while is_open and queues.waiting and spare:
             head = queues.waiting.head()
             if queues.waiting.rank(head) > queues.waiting.rank(request):
                 return
@@ -63,7 +64,9 @@ class PromptShares:
             if not self._may_begin(head, (), blocks, lacking, number):
                 return
             step.owed.append(head)
+            step.parts[head], before = spare, step.tokens_left
             self._start(head, step)
+            spare -= before - step.tokens_left
 
     def divide(
         self, first: Request, num_left: int, step: StepBuilder, number: int, blocks: BlockManager
