@@ -11,7 +11,8 @@ from tokenizers import AddedToken
 
 from support import engines
 from support.engines import serve
-from support.tiny_llama import TinyLlama, byte_level_tokenizer
+from support.small_llamas import write_llama
+from support.tiny_llama import byte_level_tokenizer
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 
 VOCAB_SIZE = 288
@@ -23,8 +24,7 @@ Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 def write(path: Path) -> Path:
     """A random Llama and its tokenizer."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "max_positions": 256}
-    TinyLlama(16, 4, 2, vocab_size=VOCAB_SIZE, seed=11, **sizes).write(path)
+    write_llama(path, 4, 2, 16, 2, VOCAB_SIZE, seed=11)
     write_tokenizer(path)
     return path
 

@@ -7,35 +7,63 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.engines import make_engine as new_engine
 from support.engines import serve
-from support.models import ModelShop
-from support.tiny_llama import TinyLlama
 from tpengine import LLMEngine
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 256
-_ALL = {"hidden_size": 64, "intermediate_size": 96, "max_positions": 256, "vocab_size": VOCAB_SIZE}
-SHAPES = {
-    "grouped": TinyLlama(16, 4, 2, seed=40, **_ALL),
-    "equal": TinyLlama(32, 2, 2, seed=41, **_ALL),
-    "single": TinyLlama(16, 4, 1, num_layers=3, seed=42, **_ALL),
+SHAPES = {  # heads, KV heads, head_dim, layers
+    "grouped": (4, 2, 16, 2),
+    "equal": (2, 2, 32, 2),
+    "single": (4, 1, 16, 3),
 }
 MakeEngine = Callable[..., LLMEngine]
 
 
+def write_llama(
+    folder: Path, heads: int, kv_heads: int, head_dim: int, layers: int, vocab_size: int, seed: int
+) -> None:
+    """Writes a random Llama whose weights are large enough that every part of a prompt matters."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).float().save_pretrained(folder)
+
+
 @pytest.fixture(scope="session")
-def folders(models: ModelShop) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A Llama of each shape."""
-    return {name: models.folder(spec) for name, spec in SHAPES.items()}
+    folders = {}
+    for seed, (name, shape) in enumerate(SHAPES.items(), start=40):
+        folders[name] = tmp_path_factory.mktemp(name)
+        write_llama(folders[name], *shape, VOCAB_SIZE, seed)
+    return folders
 
 
 @pytest.fixture(scope="session")
-def oracles(models: ModelShop, folders: dict[str, Path]) -> dict[str, Any]:
+def oracles(folders: dict[str, Path]) -> dict[str, Any]:
     """The same models in transformers."""
-    return {name: models.oracle(folder).model for name, folder in folders.items()}
+    return {
+        name: LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for name, folder in folders.items()
+    }
 
 
 @pytest.fixture

@@ -83,16 +83,8 @@ def main(base_folder: str, folder: str, num_steps: str, num_tokens: str) -> None
     base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     base.generation_config.eos_token_id = None
     layers = list(range(20, base.config.num_hidden_layers))  # the others need no gradients
-    model = get_peft_model(
-        base,
-        LoraConfig(
-            r=8,
-            lora_alpha=16,
-            target_modules=PROJECTIONS,
-            layers_to_transform=layers,
-            task_type="CAUSAL_LM",
-        ),
-    )
+    config = {"r": 8, "lora_alpha": 16, "target_modules": PROJECTIONS, "task_type": "CAUSAL_LM"}
+    model = get_peft_model(base, LoraConfig(layers_to_transform=layers, **config))
     train(model, lessons(tokenizer), int(num_steps))
     model.save_pretrained(folder)
     prompts = [prompt_ids(tokenizer, question) for question in QUESTIONS]
