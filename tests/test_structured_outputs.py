@@ -132,7 +132,7 @@ def test_detours_change_no_token(mode: str) -> None:
     with LLM(**args) as llm:
         calm = llm.generate(prompts, params, use_tqdm=False)
     args |= {"max_num_batched_tokens": 16, "preemption_mode": mode, "max_num_seqs": 16}
-    with log_steps() as log, LLM(**args, num_device_blocks_override=26) as llm:
+    with log_steps() as log, LLM(**args, num_device_blocks_override=24) as llm:
         tight = llm.generate(prompts, params, use_tqdm=False)
     log.assert_only(mode, at_least=3)
     for before, after in zip(calm, tight, strict=True):

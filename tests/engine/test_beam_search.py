@@ -206,7 +206,7 @@ def test_in_a_crowd_and_preempted(
     with log_steps() as log:
         outputs = run(engine, jobs_of("grouped", crowd=True))
     check(outputs, expected)
-    assert preemptions(outputs) >= 5
+    assert preemptions(outputs) >= 4
     assert (log.num_swapped > 0) == (mode == "swap")
 
 

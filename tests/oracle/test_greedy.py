@@ -20,7 +20,7 @@ MODES = ("chunks of 16", "chunks of 2048", "whole prompts")
 ENGINE_ARGS = {
     "chunks of 16": {"max_num_batched_tokens": 16},
     "chunks of 2048": {"max_num_batched_tokens": 2048},
-    "whole prompts": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": False},
+    "whole prompts": {"max_num_batched_tokens": 4096, "enable_chunked_prefill": False},
 }
 # Every model with every block size and every mode, and every pair of the two with some models.
 

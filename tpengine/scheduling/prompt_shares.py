@@ -77,8 +77,9 @@ class PromptShares:
             first: the running request that continues now, with `num_left` tokens to compute.
             number: of the step.
         """
-        others = [(self._num_behind(r), r) for r in self._without_row(step) if r is not first]
-        lacking = sum(blocks.num_lacking_blocks(request) for _, request in others)
+        open_requests = self._without_row(step)
+        others = [(self._num_behind(r), r) for r in open_requests if r is not first]
+        lacking = sum(map(blocks.num_lacking_blocks, open_requests))
         prompts = [(num, r) for num, r in others if num > len(r.running_sequences)]
         num_decodes = sum(num for num, _ in others) - sum(num for num, _ in prompts)
         left = max(step.tokens_left - num_decodes, step.tokens_left - step.tokens_left // 2)
