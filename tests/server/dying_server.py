@@ -10,6 +10,7 @@ tell its clients why it ends, as the machine may be loaded; it waits less for a 
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import time
 from typing import Any
@@ -65,6 +66,7 @@ def endless_start(config: object, executor: Executor) -> None:
     time.sleep(600)
 
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 lifecycle._AT_ONCE_S, lifecycle._STEP_S, lifecycle._WRITE_S = 20.0, 0.5, 0.5
 GrpcServer.start = told_start  # type: ignore[method-assign]
 HttpServer.start = told_http_start  # type: ignore[method-assign]
