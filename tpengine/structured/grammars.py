@@ -26,7 +26,7 @@ _MAX_BYTES, STACK_BYTES = 1 << 19, 512 << 20
 """Of a grammar, and of the stack on which it is compiled. The library compiles rules that refer to
 each other in a chain by recursion, and a stack that is too small ends the process. Chains of 300 kB
 need 64 to 128 MiB; what is not used takes no memory."""
-_COMPILE_S = 60.0
+_COMPILE_S = 300.0
 """Longest wait for a grammar. Its check bounds the work, so that only a hang takes longer."""
 _MAX_REASON = 300
 _LIMIT_OF = {
