@@ -43,6 +43,7 @@ LOOPBACK = "127.0.0.1"
 """Where what is ours listens if all ranks run on one machine, so that no other one can connect."""
 _MIB = 1 << 20
 _BEGIN_S = 10.0
+_LONGEST_POLL_S = 3600.0
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 
@@ -195,8 +196,9 @@ class EndSignals(threading.Thread):
     def run(self) -> None:
         poll, end, number = select.poll(), math.inf, 0
         poll.register(self._source, select.POLLIN)
-        while poll.poll(None if end == math.inf else max(0.0, 1e3 * (end - time.monotonic()))):
-            if (sent := os.read(self._source, 1)[0]) in _END_SIGNALS:
+        while (left_s := end - time.monotonic()) > 0:
+            ready = poll.poll(1e3 * min(left_s, _LONGEST_POLL_S))  # at most 24 days fit
+            if ready and (sent := os.read(self._source, 1)[0]) in _END_SIGNALS:
                 number = sent
                 end = min(end, time.monotonic() + self._callback(number))
         self._late(number)

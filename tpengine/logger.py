@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import threading
 
 from tpengine import envs
@@ -15,6 +16,7 @@ _FORMAT = logging.Formatter(
 )
 _MAX_LINES = 4096
 _FLUSH_S = 2.0
+_POLL_MS = 1000
 STDOUT, STDERR = 1, 2
 
 
@@ -44,17 +46,17 @@ class LineWriter(logging.Handler):
         self.setFormatter(_FORMAT)
         self._file = file
         self._lines: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
-        self._putting = threading.Lock()
+        self._putting = threading.RLock()  # an object that is freed meanwhile may log
         self._num_lost = 0
         threading.Thread(target=self._write_lines, name="tpengine-lines", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.put(self.format(record))
 
-    def put(self, line: str) -> None:
-        """Has a line written, and does not wait for that."""
+    def put(self, line: str | threading.Event) -> None:
+        """Has a line written, or an event set after the lines before it; does not wait for that."""
         with self._putting:
-            if self._lines.qsize() >= _MAX_LINES:
+            if isinstance(line, str) and self._lines.qsize() >= _MAX_LINES:
                 self._num_lost += 1
                 return
             if self._num_lost:
@@ -66,7 +68,7 @@ class LineWriter(logging.Handler):
     def flush(self, seconds: float = _FLUSH_S) -> None:
         """Waits until all lines are written, for so many seconds at most."""
         written = threading.Event()
-        self._lines.put(written)
+        self.put(written)
         written.wait(seconds)
 
     def _write_lines(self) -> None:
@@ -79,8 +81,15 @@ class LineWriter(logging.Handler):
 
 
 def _write(file: int, line: str) -> None:
+    left = f"{line}\n".encode(errors="replace")
+    ready = select.poll()
+    ready.register(file, select.POLLOUT)
     with contextlib.suppress(OSError):  # it may be closed
-        os.write(file, f"{line}\n".encode(errors="replace"))
+        while left:
+            try:
+                left = left[os.write(file, left) :]
+            except BlockingIOError:  # another process has made the pipe non-blocking
+                ready.poll(_POLL_MS)
 
 
 _writers: dict[int, LineWriter] = {}
