@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -247,11 +248,19 @@ def test_a_connection_gets_its_limit_of_calls() -> None:
 
 
 def test_connections_of_an_address_are_bounded_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those above the bound end; older ones and those of other addresses go on."""
+    """Those above the bound end, also after a look that failed; older ones and those of other
+    addresses go on."""
     looks: list[int] = []
     end_excess = server.end_excess
+
+    def look(*args: Any) -> Any:
+        looks.append(1)
+        if len(looks) == 1:
+            raise OSError(errno.EMFILE, "no descriptor is left")
+        return end_excess(*args)
+
     monkeypatch.setattr(server, "_HOSTS_POLL_S", 0.01)
-    monkeypatch.setattr(server, "end_excess", lambda *a: looks.append(1) or end_excess(*a))
+    monkeypatch.setattr(server, "end_excess", look)
     with guarded_server(limits=Limits(max_host_connections=3)) as target, ExitStack() as stack:
         held = [stack.enter_context(_connect(target, OTHER)) for _ in range(3)]
         frames = [_frames(client) for client in held]

@@ -102,7 +102,8 @@ class GrpcServer:
         known: set[int] = set()
         while True:
             await asyncio.sleep(_HOSTS_POLL_S)
-            known = await asyncio.to_thread(end_excess, port, self._max_host_connections, known)
+            with contextlib.suppress(OSError):  # no descriptor is left to list them with
+                known = await asyncio.to_thread(end_excess, port, self._max_host_connections, known)
 
     async def close(self, grace_s: float) -> None:
         """Ends all watches of health, then within this time all other calls, and the server."""

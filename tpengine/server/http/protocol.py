@@ -101,8 +101,9 @@ class HttpProtocol(HttpToolsProtocol):
     def _end_by_reset(self, resets: bool) -> None:
         """Whether the system ends the connection by a reset, and drops what it has not sent."""
         linger = struct.pack("ii", resets, 0)
-        connection = self.transport.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        if not self.transport.is_closing():
+            connection = self.transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends what the connection holds."""
@@ -208,17 +209,21 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _end_body_by_close(self, cycle: Any) -> None:
         """Sends an answer without chunks, which HTTP/1.0 does not have: a body without a length
-        ends with the connection. Until the last part is sent, anything else that ends the
+        ends with the connection. Until the system has the last part, anything else that ends the
         connection, this process's death too, resets it: a reader can tell a body that is cut."""
         send = cycle.send
 
         async def send_plain(message: Any) -> None:
-            if message["type"] == "http.response.start" and not self.transport.is_closing():
+            begins = message["type"] == "http.response.start"
+            if begins:
                 self._end_by_reset(True)
             cycle.expected_content_length += len(message.get("body", b""))
-            await send(message)
-            if cycle.response_complete:  # the connection closes after this turn of the loop
+            if not begins and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await self.flow.drain()
                 self._end_by_reset(False)
+                message = {"type": "http.response.body"}
+            await send(message)
 
         cycle.chunked_encoding, cycle.send = False, send_plain
 
