@@ -29,6 +29,8 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.inputs import Owner
 from tpengine.scheduling.sequence import CheckedRequest
 
+LONG = "long " * 20_000
+
 
 async def test_full_queue_refuses_then_serves_again(make: MakeEngine, gate: MakeGate) -> None:
     engine = make(QueueLimits(max_requests=4), max_num_seqs=2)
@@ -143,27 +145,10 @@ async def test_shutdown_ends_texts(make: MakeEngine, monkeypatch: pytest.MonkeyP
     await engine.shutdown()
     await asyncio.wait(waiting, timeout=TIMEOUT_S)
     assert [type(task.exception()) for task in waiting] == [errors.EngineDeadError] * 3
-    with pytest.raises(errors.EngineDeadError):
-        await engine.tokenize("later")
+    for text in ("later", LONG, LONG):
+        with pytest.raises(errors.EngineDeadError):
+            await asyncio.wait_for(engine.tokenize(text), TIMEOUT_S)
     held.go_on.set()
-
-
-async def test_a_grammar_is_compiled_beside_the_event_loop(make: MakeEngine) -> None:
-    """A large one takes seconds, also with a short prompt of ids."""
-    engine, threads = make(), []
-    check = engine.llm_engine.check_request
-
-    def note(request: GenerateRequest) -> CheckedRequest:
-        threads.append(threading.current_thread())
-        return check(request)
-
-    engine.llm_engine.check_request = note  # type: ignore[method-assign]
-    await read_ids(engine, [5], stream(2))
-    await read_ids(engine, [5], stream(2, structured_outputs={"regex": "a"}))
-    assert [thread is threading.current_thread() for thread in threads] == [True, False]
-
-
-LONG = "long " * 20_000
 
 
 @pytest.mark.parametrize(
@@ -200,7 +185,8 @@ async def test_slow_work_keeps_no_other_waiting(
 
 
 async def test_owners_take_turns_in_slow_work(make: MakeEngine) -> None:
-    """Of one owner one piece of work is done at a time, and in order."""
+    """Of one owner one piece of work is done at a time, and in order. A grammar is slow work, also
+    beside a short prompt of ids."""
     engine, go_on = make(), threading.Event()
     begun: list[str] = []
     check = engine.llm_engine.check_request
@@ -215,7 +201,9 @@ async def test_owners_take_turns_in_slow_work(make: MakeEngine) -> None:
     def begin(request_id: str) -> asyncio.Task[Any]:
         params = stream(2, structured_outputs={"regex": "a"})
         owner = Owner(account=request_id[0])
-        request = GenerateRequest("x", params=params, owner=owner, request_id=request_id)
+        request = GenerateRequest(
+            prompt_token_ids=[5], params=params, owner=owner, request_id=request_id
+        )
         return asyncio.create_task(collect(engine.serve(request)))
 
     slow = [begin(f"a{number}") for number in range(3)]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpengine.inputs import Owner
+from tpengine.scheduling.passing import Passing
 
 from .loop import Limits, Loop, make_request, plain, sizes
 
@@ -157,3 +158,23 @@ def test_steps_are_full_and_the_first_prompt_has_its_half(
                 assert used[first] >= min(behind[first], -(-(32 - num_decodes) // 2))
         loop.add(make_request(index, prompt, plain(max_tokens)))
     loop.run()
+
+
+def test_a_step_asks_once_how_long_the_first_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait behind it that run too long to pass it: the answer takes a look at all
+    running requests."""
+    asked: list[Any] = []
+    answer = Passing._steps_until_room
+    monkeypatch.setattr(
+        Passing, "_steps_until_room", lambda *args: asked.append(args) or answer(*args)
+    )
+    loop = Loop(LIMITS)
+    loop.add_plain(LONG, LONG * 3)
+    for index in range(2, 30):
+        loop.add(make_request(index, 5, plain(800)))
+    loop.step()
+    loop.step()
+    asked.clear()
+    loop.step()
+    assert loop.scheduler.num_waiting == 29
+    assert len(asked) == 1

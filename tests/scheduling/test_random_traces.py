@@ -264,7 +264,7 @@ OWNER = st.builds(Owner, account=st.sampled_from("abc"), weight=st.sampled_from(
 MIXES = {
     # name: traces, arguments of `play`, examples, events that are reached
     "singles": (traces(False, False), NO_FIELDS, 1000, [*COMMON, *OF_SINGLES]),
-    "groups": (traces(True, False), NO_FIELDS, 1200, [*COMMON, *OF_GROUPS]),
+    "groups": (traces(True, False), NO_FIELDS, 1800, [*COMMON, *OF_GROUPS]),
     "lost singles": (traces(False, True), NO_FIELDS, 250, [*COMMON, *OF_LOSSES]),
     "lost groups": (DISTURBED, NO_FIELDS, 200, [*COMMON, *OF_LOSSES, "lost forks", "swap ins"]),
     "adapters": (

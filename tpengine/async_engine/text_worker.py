@@ -100,6 +100,8 @@ class TextWorker:
         background."""
         for pool in (self._pool, self._slow_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+        with self._turns:
+            self._slow.clear()
         for answer in tuple(self._open):
             if not answer.done() and not answer.get_loop().is_closed():
                 answer.set_exception(_death())
@@ -130,11 +132,9 @@ class TextWorker:
     def _begin_slow(self, account: str, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
         answer = self._open_answer()
         with self._turns:
-            queue = self._slow.setdefault(account, deque())
-            queue.append((work, answer))
-            is_first = len(queue) == 1
-        if is_first:
-            self._submit(self._slow_pool, self._do_turn, account)
+            if account not in self._slow:
+                self._submit(self._slow_pool, self._do_turn, account)
+            self._slow.setdefault(account, deque()).append((work, answer))
         return answer
 
     def _open_answer(self) -> asyncio.Future[Any]:
@@ -157,15 +157,17 @@ class TextWorker:
     def _do_turn(self, account: str) -> None:
         """Runs on a thread for slow work: does an owner's next piece of it; then others have their
         turns."""
-        queue = self._slow[account]
+        with self._turns:
+            queue = self._slow.get(account)
+        if queue is None:  # `close` has failed what waits
+            return
         _do(*queue[0])
         with self._turns:
             queue.popleft()
-            if not queue:
-                del self._slow[account]
-                return
-        with contextlib.suppress(EngineDeadError):  # `close` has failed what waits
-            self._submit(self._slow_pool, self._do_turn, account)
+            if queue and account in self._slow:
+                self._submit(self._slow_pool, self._do_turn, account)
+            else:
+                self._slow.pop(account, None)
 
 
 def _do(work: Callable[[], Any], answer: asyncio.Future[Any]) -> None:

@@ -71,8 +71,8 @@ class RankGrammars:
         self._executor = executor
         self._model = model
         self._group: tuple[int, Vocabulary] | None = None
-        self._compiled: list[str] = []
-        self._compiling: list[str] = []
+        self._begun: list[str] = []
+        self._num_left = 0  # of these, the latest ones are not compiled yet
 
     def compile(
         self, requests: Iterable[Request], tokenizer: Tokenizer, wait_s: float
@@ -89,16 +89,13 @@ class RankGrammars:
         group = self._executor.epoch, tokenizer.vocabulary(self._model)
         if self._group != group:
             self._executor.load_vocabulary(group[1])
-            self._group, self._compiled, self._compiling = group, [], []
+            self._group, self._begun, self._num_left = group, [], 0
         needed = dict.fromkeys(r.rules.grammar for r in requests if r.rules.grammar is not None)
-        known = {*self._compiled, *self._compiling}
-        lacking = [grammar for grammar in needed if grammar not in known]
-        unused = [grammar for grammar in self._compiled if grammar not in needed]
-        dropped = set(unused[: max(0, len(known) + len(lacking) - _MAX_COMPILED)])
-        num_left = self._executor.compile_grammars(lacking, list(dropped), wait_s)
-        begun = self._compiling + lacking
-        num_compiled = len(begun) - num_left
-        kept = [grammar for grammar in self._compiled if grammar not in dropped]
-        self._compiled = kept + begun[:num_compiled]
-        self._compiling = begun[num_compiled:]
-        return frozenset(self._compiled)
+        begun = dict.fromkeys([*self._begun, *needed])
+        lacking = list(begun)[len(self._begun) :]
+        compiled = self._begun[: len(self._begun) - self._num_left]
+        unused = [grammar for grammar in compiled if grammar not in needed]
+        dropped = unused[: max(0, len(begun) - _MAX_COMPILED)]
+        self._num_left = self._executor.compile_grammars(lacking, dropped, wait_s)
+        self._begun = [grammar for grammar in begun if grammar not in dropped]
+        return frozenset(self._begun[: len(self._begun) - self._num_left])

@@ -39,7 +39,8 @@ class Passing:
     def __init__(self, config: SchedulerConfig, adapters: AdapterSlots) -> None:
         self._config = config
         self._adapters = adapters
-        self._latest_starts: dict[str, int] = {}  # by request id
+        # By the id of a first request: the step that has asked last, and what it was told.
+        self._latest_starts: dict[str, tuple[int, int]] = {}
         # The first request, free slots and blocks of a search that found no request. With the same
         # first and no more of them, another search finds none until a request comes or goes.
         self._searched_with: tuple[Request, int, int] | None = None
@@ -88,10 +89,13 @@ class Passing:
         ended by then. None: no request passes it. See `choose`."""
         if first.metrics.num_preemptions:
             return None
+        asked, before = self._latest_starts.get(first.request_id, (None, None))
+        if asked == step:  # many ask in one step, and what passes does not change the answer
+            return before
         room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
         latest = room_at + self.num_steps(first)
-        latest = min(latest, self._latest_starts.get(first.request_id, latest))
-        self._latest_starts[first.request_id] = latest
+        latest = latest if before is None else min(latest, before)
+        self._latest_starts[first.request_id] = step, latest
         return latest
 
     def note_arrival(self) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
-from operator import itemgetter
 
 from tpengine.config import SchedulerConfig
 from tpengine.scheduling.block_manager import BlockManager
@@ -48,26 +47,6 @@ class PromptShares:
     ) -> None:
         self._queues, self._config, self._start = queues, config, start
 
-    def start_earlier(
-        self, request: Request, step: StepBuilder, number: int, blocks: BlockManager
-    ) -> None:
-        """Starts waiting requests that come before a running one, whose prompt continues now: it
-        has begun as a shorter one. With fair shares, `Scheduler._admit_owed` has started these."""
-        queues = self._queues
-        is_open = queues.shares is None and not (step.preempted or queues.swapped)
-        spare = step.tokens_left // 2  # the running one goes on, too
-        while is_open and queues.waiting and spare:
-            head = queues.waiting.head()
-            if queues.waiting.rank(head) > queues.waiting.rank(request):
-                return
-            lacking = sum(map(blocks.num_lacking_blocks, self._without_row(step)))
-            if not self._may_begin(head, (), blocks, lacking, number):
-                return
-            step.owed.append(head)
-            step.parts[head], before = spare, step.tokens_left
-            self._start(head, step)
-            spare -= before - step.tokens_left
-
     def divide(
         self, first: Request, num_left: int, step: StepBuilder, number: int, blocks: BlockManager
     ) -> None:
@@ -77,22 +56,30 @@ class PromptShares:
             first: the running request that continues now, with `num_left` tokens to compute.
             number: of the step.
         """
-        open_requests = self._without_row(step)
-        others = [(self._num_behind(r), r) for r in open_requests if r is not first]
-        lacking = sum(map(blocks.num_lacking_blocks, open_requests))
+        queues, rank = self._queues, self._queues.waiting.rank
+        rows = {row.seq_id for row in (*step.singles, *step.chunks)}
+        others = [
+            (self._num_behind(request), request)
+            for request in queues.running
+            if request is not first and not any(s.seq_id in rows for s in request.sequences)
+        ]
+        lacking = blocks.num_lacking_blocks(first)
+        lacking += sum(blocks.num_lacking_blocks(request) for _, request in others)
         prompts = [(num, r) for num, r in others if num > len(r.running_sequences)]
         num_decodes = sum(num for num, _ in others) - sum(num for num, _ in prompts)
         left = max(step.tokens_left - num_decodes, step.tokens_left - step.tokens_left // 2)
-        prompts = [(num, r) for num, r in prompts if r not in step.parts]
         computing = [first, *(request for _, request in prompts)]
         spare = half = left // 2
-        for num, request in sorted([*prompts, *self._waiting(first, step)], key=itemgetter(0)):
+        candidates = [*prompts, *self._waiting(first, step)]
+        candidates.sort(key=lambda part: (rank(part[1]) > rank(first), part[0]))
+        for num, request in candidates:
             if not spare:
                 break
-            waits = not self._queues.is_running(request)
+            waits = not queues.is_running(request)
             if waits:
                 num -= blocks.num_cached_tokens(request)
-            if num >= num_left or not self._gives_way(first, request):
+            is_shorter = num < num_left and self._gives_way(first, request)
+            if not is_shorter and rank(request) > rank(first):
                 continue
             if waits and not self._may_begin(request, computing, blocks, lacking, number):
                 continue
@@ -107,12 +94,6 @@ class PromptShares:
             size = step.parts.get(request, 0)
             step.parts[request] = size + min(num - size, left)
             left -= step.parts[request] - size
-
-    def _without_row(self, step: StepBuilder) -> list[Request]:
-        """Running requests of which no sequence has a row yet."""
-        rows = {row.seq_id for row in (*step.singles, *step.chunks)}
-        running = self._queues.running
-        return [r for r in running if not any(s.seq_id in rows for s in r.sequences)]
 
     def _num_behind(self, request: Request) -> int:
         """Tokens that a running request has to compute; before its fork, only the common ones."""

@@ -335,11 +335,10 @@ class Scheduler:
     def _chunk_size(self, request: Request, num_left: int, step: StepBuilder) -> int:
         """Tokens of a request that has `num_left` to compute; 0: it has its turn in a later step.
         If they do not fit beside a token of each other sequence, the step is divided."""
-        if self._config.enable_chunked_prefill and request not in step.parts:
-            shares, at = self._prompt_shares, (step, self._num_steps + 1, self._blocks)
-            shares.start_earlier(request, *at)
-            if num_left + self._num_without_row(step) - 1 > step.tokens_left:
-                shares.divide(request, num_left, *at)
+        is_divided = request in step.parts or not self._config.enable_chunked_prefill
+        if not is_divided and num_left + self._num_without_row(step) - 1 > step.tokens_left:
+            number = self._num_steps + 1
+            self._prompt_shares.divide(request, num_left, step, number, self._blocks)
         return min(num_left, step.tokens_left, step.parts.get(request, num_left))
 
     def _num_without_row(self, step: StepBuilder) -> int:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from tpengine import envs
-from tpengine.errors import InvalidSamplingParamsError
+from tpengine.errors import InvalidSamplingParamsError, RequestFailedError
 from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.structured import check_program
 from tpengine.structured.constraints import Thinking
@@ -62,6 +62,7 @@ class GrammarChecks:
 
         Raises:
             InvalidSamplingParamsError: it is wrong, or beyond a limit of the library or of checks.
+            RequestFailedError: no process has checked it.
         """
         try:
             order = json.dumps([vars(constraint), thinking.name, list(special_tokens)])
@@ -105,7 +106,7 @@ class GrammarChecks:
             failure = f"the process that checks it has ended ({code})"
         except OSError as error:
             failure = f"no process checks it: {error}"
-        raise refusal(f"{failure}; try again later")
+        raise RequestFailedError(f"structured_outputs: {failure}; try again later")
 
     def _start(self, vocabulary: Vocabulary) -> _Process:
         self._own.process = process = _Process(vocabulary)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpengine.errors import InvalidSamplingParamsError
+from tpengine.host import start_thread
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -140,8 +141,8 @@ class Vocabulary:
             usual = threading.stack_size(STACK_BYTES)
             try:
                 name, run = "compile-grammar", self._compile_waiting
-                threading.Thread(target=run, name=name, daemon=True).start()
-            except RuntimeError as error:
+                start_thread(threading.Thread(target=run, name=name, daemon=True))
+            except (RuntimeError, MemoryError) as error:
                 self._waiting.clear()
                 compiled.set_exception(refusal(f"{error}; try again later"))
             finally:
