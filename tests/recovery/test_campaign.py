@@ -43,7 +43,7 @@ mount -t tmpfs -o size=300m,mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o size=100m tmpfs "$TMPDIR"
 exec "$@"
 """
-START_S, ROW_S, SETTLE_S = 120.0, 180.0, 30.0
+START_S, ROW_S, SETTLE_S = 300.0, 300.0, 30.0
 FROZEN_STORE_S = 12.0
 FULL_S = 9.0
 OUTLIVE_S = 70.0
