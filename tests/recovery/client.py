@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, settings
-
 from tpengine import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.engine.stats import EngineState
@@ -16,13 +14,6 @@ from tpengine.outputs import CompletionOutput
 from .mortal import FakeGroup, Fate, Group, mortal_engine
 
 MAX_CALLS = 4000
-SAME_EXAMPLES = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],  # shrinking a failure takes too long
-    suppress_health_check=list(HealthCheck),
-)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tpengine import SamplingParams
@@ -14,7 +14,7 @@ from tpengine.engine.poison_requests import PoisonSearch
 from tpengine.engine.stats import EngineState
 from tpengine.messages import StepInput
 
-from .client import SAME_EXAMPLES, Client, Job, open_client, serve, summary
+from .client import Client, Job, open_client, serve, summary
 from .conftest import MakeConfig
 from .mortal import Fate, MortalExecutor
 
@@ -222,7 +222,14 @@ def test_random_poisons(fake_config: MakeConfig) -> None:
     config = fake_config(max_num_seqs=8, max_num_batched_tokens=32)
     num_poisonous = accidents = 0
 
-    @settings(SAME_EXAMPLES, max_examples=60)
+    @settings(
+        max_examples=60,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(
         count=st.integers(1, 14),
         poisonous=st.dictionaries(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tpengine import RequestOutputKind, SamplingParams
@@ -18,7 +18,7 @@ from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import SequenceStatus
 from tpengine.scheduling.step import SchedulerOutput
 
-from .client import SAME_EXAMPLES, Answer, Job, open_client, serve, summary
+from .client import Answer, Job, open_client, serve, summary
 from .conftest import MakeConfig
 from .mortal import Fate
 
@@ -184,7 +184,14 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Scheduler, "restart", counting_restart)
     monkeypatch.setattr(Scheduler, "schedule", counting_schedule)
 
-    @settings(SAME_EXAMPLES, max_examples=100)
+    @settings(
+        max_examples=100,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],  # shrinking a failure takes too long
+        suppress_health_check=list(HealthCheck),
+    )
     @given(trace=traces)
     def run(trace: Trace) -> None:
         play(trace, configs[trace.engine], events)
