@@ -158,11 +158,7 @@ def generate(
     ids=str,
 )
 def test_greedy(
-    ranks: GroupExecutor,
-    mode: str,
-    family: str,
-    family_folders: dict[str, Path],
-    models: ModelShop,
+    ranks: GroupExecutor, mode: str, family: str, family_folders: dict[str, Path], models: ModelShop
 ) -> None:
     """Prompts that come again find their beginnings in the cache."""
     folder = family_folders[family]

@@ -17,18 +17,12 @@ GIB = 1 << 30
 
 
 def ledger(rank: int, num_blocks: int) -> MemoryLedger:
-    return MemoryLedger(
-        rank=rank,
-        device="cuda:0",
-        total_bytes=80 * GIB,
-        weights_bytes=7 * GIB,
-        activation_peak_bytes=GIB // 2,
-        kv_budget_bytes=num_blocks * (GIB // 512),
-        block_bytes=GIB // 512,
-        num_device_blocks=num_blocks,
-        communicator_bytes=GIB // 4,
-        held_by_others_bytes=3 * GIB,
-    )
+    block = GIB // 512
+    blocks = {"kv_budget_bytes": num_blocks * block, "block_bytes": block}
+    others = {"communicator_bytes": GIB // 4, "held_by_others_bytes": 3 * GIB}
+    sizes = {"total_bytes": 80 * GIB, "weights_bytes": 7 * GIB, "activation_peak_bytes": GIB // 2}
+    sizes |= {**blocks, **others, "num_device_blocks": num_blocks}
+    return MemoryLedger(rank=rank, device="cuda:0", **sizes)
 
 
 def test_limiting_rank_is_named_with_what_it_would_gain() -> None:

@@ -25,12 +25,11 @@ from tpengine.checkpoint.gguf_weights import read_tensors
 pytestmark = pytest.mark.timeout(3000)
 WIDE = {
     "vocab_size": 320,
-    "hidden_size": 256,
     "intermediate_size": 512,
-    "n_embd": 256,
     "n_inner": 1024,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 256,
+    "n_embd": 256,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256),
+    "hidden_size": 256,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 448),
 }
 """Rows of K types have blocks of 256 values."""
@@ -72,14 +71,8 @@ def test_types(model_type: str, tmp_path: Path) -> None:
 
 
 def run(command: list[str], packages: str = "") -> None:
-    done = subprocess.run(
-        command,
-        env={"PYTHONPATH": packages},
-        check=False,
-        timeout=300,
-        capture_output=True,
-        text=True,
-    )
+    options = {"check": False, "timeout": 300, "capture_output": True, "text": True}
+    done = subprocess.run(command, env={"PYTHONPATH": packages}, **options)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

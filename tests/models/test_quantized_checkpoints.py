@@ -39,21 +39,13 @@ from tpengine.ops.quantized_ops import QuantizedFormat, quantize_weight, quantiz
 
 ROOT = Path(__file__).parent.parent / "data" / "quantized"
 EIGHT_BITS = "rounded to 8 bits in groups of 32"
-FORMS = {
-    "awq": "4 bits as stored",
-    "fp8": EIGHT_BITS,
-    "fp8-block": EIGHT_BITS,
-    "gptq": "4 bits as stored",
-    "gptq-8": "8 bits as stored",
-    "gptq-8-zeros": "8 bits as stored",
-    "gptq-order": "4 bits as stored",
-    "gptq-v2-head": "4 and 8 bits as stored",
-    "gptq-zeros": "4 bits as stored",
-    "w4a16": "4 bits as stored",
-    "w4a16-zeros": "4 bits as stored",
-    "w8a8": "8 bits as stored",
-    "w8a8-fp8": EIGHT_BITS,
+SAID = {
+    "4 bits as stored": "awq gptq gptq-order gptq-zeros w4a16 w4a16-zeros",
+    "8 bits as stored": "gptq-8 gptq-8-zeros w8a8",
+    "4 and 8 bits as stored": "gptq-v2-head",
+    EIGHT_BITS: "fp8 fp8-block w8a8-fp8",
 }
+FORMS = {name: text for text, names in SAID.items() for name in names.split()}
 """By folder: what the line at the start says of it."""
 HIDDEN, MLP = 128, 192
 DOWN = "model.layers.0.mlp.down_proj"

@@ -35,14 +35,8 @@ CONVERSATIONS[1] += [
     {"role": "assistant", "content": "Seven."},
     {"role": "user", "content": "And in a year?"},
 ]
-SMALL_CACHE = {
-    "block_size": 16,
-    "num_device_blocks_override": 30,
-    "max_model_len": 256,
-    "max_num_batched_tokens": 32,
-    "max_num_seqs": 16,
-    "enable_prefix_caching": False,
-}
+SMALL_CACHE = {"block_size": 16, "num_device_blocks_override": 30, "max_model_len": 256}
+SMALL_CACHE |= {"max_num_batched_tokens": 32, "max_num_seqs": 16, "enable_prefix_caching": False}
 
 
 @pytest.fixture(name="file", scope="module")

@@ -17,10 +17,11 @@ from support.zoo import PLAIN, ZOO
 LENGTHS = (1, 7, 15, 16, 17, 33, 129, 500)
 BLOCK_SIZES = (8, 16, 32)
 MODES = ("chunks of 16", "chunks of 2048", "whole prompts")
+WHOLE = {"enable_chunked_prefill": False}
 ENGINE_ARGS = {
     "chunks of 16": {"max_num_batched_tokens": 16},
     "chunks of 2048": {"max_num_batched_tokens": 2048},
-    "whole prompts": {"max_num_batched_tokens": 4096, "enable_chunked_prefill": False},
+    "whole prompts": {"max_num_batched_tokens": 2048, "max_model_len": 600, **WHOLE},
 }
 # Every model with every block size and every mode, and every pair of the two with some models.
 
@@ -85,11 +86,7 @@ TIGHT: dict[str, dict[str, Any]] = {
     "blocks of 8, chunks of 16": {"block_size": 8, "max_num_batched_tokens": 16},
     "blocks of 8, chunks of 128": {"block_size": 8, "max_num_batched_tokens": 128},
     "blocks of 16, chunks of 2048": {"block_size": 16, "max_num_batched_tokens": 2048},
-    "blocks of 16, whole prompts": {
-        "block_size": 16,
-        "max_num_batched_tokens": 192,
-        "enable_chunked_prefill": False,
-    },
+    "blocks of 16, whole prompts": {"block_size": 16, "max_num_batched_tokens": 192} | WHOLE,
     "blocks of 32, chunks of 64": {"block_size": 32, "max_num_batched_tokens": 64},
 }
 

@@ -93,16 +93,9 @@ def test_beams_as_transformers(engine: LLMEngine, oracle: Any, kind: str, num_be
     outputs = run(engine, [(prompt, params) for prompt in prompts])
     changed = 0
     for prompt, output, without in zip(prompts, outputs, plain, strict=True):
-        expected = oracle.generate(
-            torch.tensor([prompt]),
-            num_beams=num_beams,
-            num_return_sequences=num_beams,
-            max_new_tokens=12,
-            do_sample=False,
-            early_stopping=False,
-            pad_token_id=0,
-            **in_transformers,
-        )
+        beams = {"num_beams": num_beams, "num_return_sequences": num_beams, "do_sample": False}
+        beams |= {"max_new_tokens": 12, "early_stopping": False, "pad_token_id": 0}
+        expected = oracle.generate(torch.tensor([prompt]), **beams, **in_transformers)
         answers = [list(completion.token_ids) for completion in output.outputs]
         assert answers == [_without_padding(row[len(prompt) :].tolist()) for row in expected]
         changed += answers != [list(completion.token_ids) for completion in without.outputs]

@@ -41,14 +41,8 @@ class FakeGroup:
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int) -> None:
         limits = self._config.scheduler
-        self.worker = FakeWorker(
-            num_blocks,
-            self._config.cache.block_size,
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-            num_host_blocks,
-            last_step=self._last_step,
-        )
+        sizes = self._config.cache.block_size, limits.max_num_seqs, limits.max_num_batched_tokens
+        self.worker = FakeWorker(num_blocks, *sizes, num_host_blocks, last_step=self._last_step)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         assert self.worker is not None
@@ -191,16 +185,9 @@ class MortalExecutor(Executor):
         """Loses the group."""
         self._group = None
         self._slots.clear()
-        self._loss = RankLoss(
-            rank=1,
-            place="10.0.0.7 (host seven), pid 4711",
-            epoch=self._epoch,
-            step=step,
-            phase=phase,
-            cause="killed by signal 9 (SIGKILL)",
-            last_lines="these were its last words",
-            stack="File worker.py, line 1",
-        )
+        place, cause = "10.0.0.7 (host seven), pid 4711", "killed by signal 9 (SIGKILL)"
+        words = "these were its last words", "File worker.py, line 1"
+        self._loss = RankLoss(1, place, self._epoch, step, phase, cause, *words)
         self.losses.append(self._loss)
         return self._loss
 

@@ -158,9 +158,7 @@ def read_adapter(path: str, targets: Targets, max_rank: int) -> AdapterFolder:
         reader = _Reader(json.loads(written), shapes, targets, max_rank)
         problems = [*reader.fields(), *reader.tensors(), *_unusable_numbers(tensors)]
     except TimeoutError as error:
-        raise InvalidAdapterError(
-            f"the adapter in {path!r:.300} cannot be served: {error}"
-        ) from None
+        problems = [str(error)]
     except OSError as error:
         raise _unreadable(path, error) from error
     except _DAMAGED as error:

@@ -145,7 +145,7 @@ class Tokenizer:
             raise errors.InvalidSamplingParamsError.of_field("structured_outputs", text)
         with self._making:
             if self._vocabulary is None:
-                backend = copy.copy(self.fast_backend)
+                backend = copy.copy(self.fast_backend)  # a caller may have set them since
                 backend.no_padding()
                 backend.no_truncation()
                 self._vocabulary = Vocabulary(backend.to_str(), model.vocab_size, sorted(end_ids))
@@ -340,7 +340,8 @@ def _load_hf(config: ModelConfig, folder: Path) -> Any:
 def _certain_class(folder: Path) -> str | None:
     """Name of the class that `AutoTokenizer` would take for the files in `folder`; None: that
     depends on more than the files say, such as the version of transformers."""
-    model, own = (_read_object(folder / f"{kind}.json") for kind in ("config", "tokenizer_config"))
+    files = (folder / f"{kind}.json" for kind in ("config", "tokenizer_config"))
+    model, own = (read_json(path) if path.is_file() else {} for path in files)
     name, file = str(own.get("tokenizer_class")).removesuffix("Fast"), folder / "tokenizer.json"
     is_plain_folder = file.is_file() and not (folder / "tekken.json").exists()
     known = _CERTAIN_CLASSES.get(str(model.get("model_type")), ())
@@ -351,11 +352,6 @@ def _certain_class(folder: Path) -> str | None:
     if name == "LlamaTokenizer" and '"ByteLevel"' in file.read_text(encoding="utf-8"):
         return None  # a wrong name in many folders
     return f"{name}Fast"  # a second name of the class since version 5
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Content of a JSON file; empty if there is no such file."""
-    return read_json(path) if path.is_file() else {}
 
 
 def _load_gguf_tokenizer(path: str) -> Tokenizer:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,18 @@ NUM_TOKENS = 8
 class Driver:
     """Places two ranks, or makes an engine of two; and ends by itself."""
 
-    def place(self) -> None:
+    def place(self, check: Callable[[], None] = lambda: None) -> None:
         config = RayConfig(placement_timeout_s=600.0)
-        Placer({"CPU": 1.0}, 2, config, lambda _: set(), lambda: None).place(set())
+        Placer({"CPU": 1.0}, 2, config, lambda _: set(), check).place(set())
+
+    def cancel(self) -> None:
+        """Stops to place them while the group's owner starts, or waits for room."""
+
+        def check() -> None:
+            raise KeyError("cancelled")
+
+        with pytest.raises(KeyError, match="cancelled"):
+            self.place(check)
 
     def generate(self, folder: str) -> list[int]:
         self.engine = engine = ray_engine(folder, 2)
@@ -39,10 +47,6 @@ class Driver:
 
     def exit(self) -> None:
         os._exit(1)
-
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60.0)
 
 
 def place_and_exit() -> None:
@@ -57,26 +61,27 @@ def groups() -> set[str]:
     return {name for name in living if name.startswith("tpengine-")}
 
 
-@pytest.mark.parametrize("way", ["killed", "exit", "die", "restarted", "waiting", "task"])
+@pytest.mark.parametrize("way", ["killed", "exit", "restarted", "waiting", "cancelled", "task"])
 def test_its_group_ends_with_it(ray_address: str, way: str) -> None:
     """Also if no rank lives that could remove it; and so does the actor that owns the group."""
     before, running = groups(), actors().keys()
-    others = ray.util.placement_group([{"CPU": 7 if way == "waiting" else 1}])
+    others = ray.util.placement_group([{"CPU": 7 if way in ("waiting", "cancelled") else 1}])
     assert others.wait(PATIENCE_S)
-    restarts = int(way == "restarted")
-    driver = ray.remote(Driver).options(num_cpus=0, max_restarts=restarts).remote()
+    options = {"num_cpus": 0, "max_restarts": int(way == "restarted")}
+    driver = ray.remote(Driver).options(**options).remote()
     try:
-        if way == "task":
-            ray.wait(
-                [ray.remote(place_and_exit).options(max_retries=0).remote()], timeout=PATIENCE_S
-            )
+        if way == "cancelled":
+            ray.get(driver.cancel.remote(), timeout=PATIENCE_S)
+        elif way == "task":
+            placed = ray.remote(place_and_exit).options(max_retries=0).remote()
+            ray.wait([placed], timeout=PATIENCE_S)
         else:
             placed = driver.place.remote()
             wait_until(lambda: len(groups() - before) == 1)
-        if way in ("exit", "die", "restarted"):
+        if way in ("exit", "restarted"):
             ray.get(placed, timeout=PATIENCE_S)
-            getattr(driver, "exit" if way == "restarted" else way).remote()
-        elif way != "task":
+            driver.exit.remote()
+        elif way in ("killed", "waiting"):
             ray.kill(driver)
         wait_until(lambda: groups() == before)
     finally:

@@ -6,13 +6,7 @@ import os
 
 from support.namespaces import namespace, process_table
 
-OURS = (
-    "ray::RayWorker",
-    "ray::SabotagedW",
-    "ray::NodeAgent",
-    "ray::GroupOwner",
-    "tpengine-rank",
-)
+OURS = ("ray::RayWorker", "ray::SabotagedW", "ray::NodeAgent", "ray::GroupOwner", "tpengine-rank")
 """As Linux shows them, which is the first 15 letters."""
 
 

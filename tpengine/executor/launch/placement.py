@@ -309,8 +309,9 @@ class Placer:
             )
         selector = {_NODE_LABEL: f"!in({', '.join(sorted(excluded))})"}
         selectors = [selector] * self.size if excluded else None
-        bundles = [dict(self.bundle)] * self.size
-        own = make_group(bundles=bundles, strategy=strategy, bundle_label_selector=selectors)
+        options = {"strategy": strategy, "bundle_label_selector": selectors}
+        options["bundles"] = [dict(self.bundle)] * self.size
+        own = make_group(self.check, self.config.placement_timeout_s, **options)
         try:
             self._wait(own.group)
             return Placement.of(own.group, list(range(self.size)), own)

@@ -13,6 +13,8 @@ import re
 import secrets
 import select
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,10 +32,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tpengine import host
 from tpengine.errors import PlacementError, counted
 from tpengine.executor.launch.node_agent import Process
-from tpengine.executor.launch.ray_calls import RAY_CALL_S, bounded
+from tpengine.executor.launch.ray_calls import bounded, check_answers
 
 _NAME = re.compile(r"tpengine-(?P<address>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 """Of a group, and of its owner: it tells people which process is the driver."""
+_END = "the end of a placement group"
+_CHECK_S = 0.5
+"""Between two looks at whether the wait for an owner still makes sense."""
 
 
 class GroupOwner:
@@ -75,51 +80,53 @@ class OwnGroup:
     def remove(self) -> None:
         """Gives the bundles back. A second call does nothing."""
         with contextlib.suppress(Exception):  # the cluster may have gone
-            bounded(self._remove, "the end of a placement group")
-
-    def _remove(self) -> None:
-        remove_placement_group(self.group)
-        if self.owner is not None:
-            ray.kill(self.owner)
+            bounded(partial(remove_placement_group, self.group), _END)
+            if self.owner is not None:
+                bounded(partial(ray.kill, self.owner), _END)
 
 
-def make_group(**options: Any) -> OwnGroup:
+def make_group(check: Callable[[], None], timeout_s: float, **options: Any) -> OwnGroup:
     """Makes a group, without waiting for its room.
 
     Args:
+        check: called repeatedly while the group's owner starts; an exception of it ends the wait.
+        timeout_s: for the owner to start: Ray may have to start a process for it.
         options: of Ray's `placement_group`.
 
     Raises:
         PlacementError: Ray does not start the group's owner.
     """
-    code = secrets.token_hex(4)
-    options["name"] = f"tpengine-{ray.util.get_node_ip_address()}-{os.getpid()}-{code}"
-    is_job = ray.get_runtime_context().worker.mode != ray.WORKER_MODE
-    make = partial(_of_job if is_job else _of_owner, options)
-    return bounded(make, "a placement group", OwnGroup.remove)
-
-
-def _of_job(options: dict[str, Any]) -> OwnGroup:
-    return OwnGroup(placement_group(**options))
-
-
-def _of_owner(options: dict[str, Any]) -> OwnGroup:
+    code, what = secrets.token_hex(4), "a placement group"
+    name = f"tpengine-{ray.util.get_node_ip_address()}-{os.getpid()}-{code}"
+    options["name"] = name
+    if ray.get_runtime_context().worker.mode != ray.WORKER_MODE:
+        make = partial(placement_group, **options)
+        return OwnGroup(bounded(make, what, remove_placement_group))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    remote = ray.remote(GroupOwner).options(
-        name=options["name"],
-        namespace="tpengine",  # of an anonymous one Ray warns
-        lifetime="detached",
-        num_cpus=0,
-        max_restarts=0,
-        scheduling_strategy=here,
-    )
-    owner = remote.remote((os.getpid(), host.start_ticks(os.getpid())))
+    place = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
+    # Of an actor in an anonymous namespace Ray warns.
+    place |= {"lifetime": "detached", "name": name, "namespace": "tpengine"}
+    driver = os.getpid(), host.start_ticks(os.getpid())
+    start = partial(ray.remote(GroupOwner).options(**place).remote, driver)
+    owner = bounded(start, what, ray.kill)
     try:
-        return OwnGroup(ray.get(owner.make.remote(options), timeout=RAY_CALL_S), owner)
-    except RayError as error:
-        ray.kill(owner)
-        text = f"Ray does not start the owner of a placement group: {error}"
+        return OwnGroup(_answer_of(owner.make.remote(options), check, timeout_s), owner)
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # its death is the error, or the cluster has gone
+            bounded(partial(ray.kill, owner), _END)
+        if not isinstance(error, RayError):
+            raise
+        text = f"Ray does not start the owner of a placement group within {timeout_s:g} s: {error}"
         raise PlacementError(text) from error
+
+
+def _answer_of(call: Any, check: Callable[[], None], timeout_s: float) -> Any:
+    """The answer of an actor; raises RayError if there is none in time."""
+    deadline = time.monotonic() + timeout_s
+    while not ray.wait([call], timeout=_CHECK_S)[0] and time.monotonic() < deadline:
+        check()
+        check_answers()
+    return ray.get(call, timeout=_CHECK_S)
 
 
 def describe_groups() -> str:
