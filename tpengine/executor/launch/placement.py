@@ -309,8 +309,11 @@ class Placer:
             )
         selector = {_NODE_LABEL: f"!in({', '.join(sorted(excluded))})"}
         selectors = [selector] * self.size if excluded else None
-        options = {"strategy": strategy, "bundle_label_selector": selectors}
-        options["bundles"] = [dict(self.bundle)] * self.size
+        options = {
+            "strategy": strategy,
+            "bundle_label_selector": selectors,
+            "bundles": [dict(self.bundle)] * self.size,
+        }
         own = make_group(self.check, self.config.placement_timeout_s, **options)
         try:
             self._wait(own.group)
