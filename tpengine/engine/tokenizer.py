@@ -392,6 +392,10 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
     return conversation
 
 
+_TEXT_PARTS = ("text", "refusal")
+"""Types of parts that are text, in a field of the type's name."""
+
+
 def _join_parts(parts: Sequence[Any], place: str) -> str:
     """Returns the content of a message that is given as parts.
 
@@ -400,11 +404,11 @@ def _join_parts(parts: Sequence[Any], place: str) -> str:
     """
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind not in _TEXT_PARTS or not isinstance(part.get(kind), str):
             text = f'must be {{"type": "text", "text": ...}}, got {part!r:.80}'
             text = f"{text}; this engine reads text alone"
             raise errors.InvalidPromptError.of_field(f"{place}[{i}]", text)
-    return "\n".join(part["text"] for part in parts)
+    return "\n".join(part[part["type"]] for part in parts)
 
 
 def _special_token_ids(hf: Any, backend: Any) -> frozenset[int]:

@@ -199,6 +199,7 @@ EXTRAS: list[dict[str, Any]] = [
     {"id": "msg_1", "reasoning_details": [{"type": "reasoning.text"}], "finish_reason": "stop"},
     {"provider_specific_fields": {"a": [1]}, "x" * 200: {}, "tool_call_id": 5, "m": "m" * 100_000},
     {"content": [{"type": "text", "text": "b", "cache_control": {}, "annotations": []}]},
+    {"content": [{"type": "refusal", "refusal": "b"}]},
 ]
 
 
