@@ -85,6 +85,10 @@ class TlsListener:
             task.exception()  # the client has left, or its handshake has failed
 
 
+_WITHOUT_ALERT = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
+"""Clients that do not speak TLS get no alert, and are not waited for."""
+
+
 class _ServerTls(ssl.SSLObject):
     """TLS of one connection. A handshake that fails looks like one that waits for the client, until
     the client sends more or leaves: so the event loop sends the alert."""
@@ -101,6 +105,8 @@ class _ServerTls(ssl.SSLObject):
         except ssl.SSLError as error:
             self._failure = error
             _tell(error)
+            if error.reason in _WITHOUT_ALERT:
+                raise
             raise ssl.SSLWantReadError from None
 
 
