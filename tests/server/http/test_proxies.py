@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("proxies")
     options = ["--model", str(tool_models.write(folder, "llama3")), "--dtype", "float32"]
     options += ["--http-port", "0", "--cpu-kv-cache-space", "0.05", "--api-key", KEY]
-    program = (str(HERE.parent / "slow_server.py"), str(LATE_SEED), str(LATE_S))
+    program = ("-P", str(HERE.parent / "slow_server.py"), str(LATE_SEED), str(LATE_S))
     named = ["--served-model-name", MODEL]
     with serving(folder, *options, *named, program=program) as process:
         yield process
