@@ -1,4 +1,4 @@
-"""Rank 0 compiles a grammar beside the steps, and its request waits for that alone."""
+"""Rank 0 compiles a grammar on a thread. Its request waits for it; other requests go on."""
 
 from __future__ import annotations
 

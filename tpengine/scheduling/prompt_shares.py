@@ -2,11 +2,11 @@
 
 Each running sequence that has computed its prompt gets its one token. Of what is left, the first
 prompt that runs gets at least half: whatever comes while it is computed, it needs at most twice the
-steps. The other half goes to waiting requests that come before it in the policy's order, since it
-has begun as a shorter one; then to shorter prompts, the one with the least left to compute first,
-also to those that wait: if slots and blocks are free, they begin in this step. A prompt does not
-begin before others have computed blocks that it would find in the prefix cache. What these do not
-need goes to all prompts in their order, so a step is as full as without them.
+steps. The other half goes first to waiting requests that come before it in the policy's order: it
+began earlier only because it was shorter. Then it goes to shorter prompts, the one with the least
+left to compute first. Those that wait begin in this step if slots and blocks are free. A prompt
+does not begin before others have computed blocks that it would find in the prefix cache. What these
+do not need goes to all prompts in their order, so a step is as full as without them.
 
 A prompt gives way to none of a lower priority, and with fair shares only to those of its own owner:
 the counters say when the others have their turn. A waiting prompt that begins leaves slots and

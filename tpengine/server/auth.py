@@ -218,6 +218,12 @@ def is_own_host(host: str, names: Collection[str]) -> bool:
     return f".{name}".endswith((".", ".localhost")) or name in names
 
 
+def wrong_host(host: str) -> str:
+    """The text for a client whose header Host does not name this server."""
+    hint = "call it by its address, or start it with --allowed-hosts"
+    return f"this server is not called {host[:200]!r}; {hint}"
+
+
 MIN_TOKEN_LENGTH = 16
 """Minimum length in characters; a shorter token can be guessed."""
 MAX_WEIGHT = 1000.0

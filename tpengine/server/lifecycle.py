@@ -23,7 +23,7 @@ from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
 from tpengine.host import EndSignals, allow_open_files, kept_end_handlers
 from tpengine.logger import STDOUT, flush_lines, init_logger, write_line, write_on_threads
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.auth import Authenticator, CertificateReloader, is_own_host
+from tpengine.server.auth import Authenticator, CertificateReloader, is_own_host, wrong_host
 from tpengine.server.grpc.server import GrpcServer, batch_wake_ups
 from tpengine.server.limits import default_message_bytes
 from tpengine.server.server_args import ServerArgs, join_address
@@ -385,9 +385,9 @@ def open_metrics_port(
     answer: Any = server.get_app()
 
     def answer_own(environ: dict[str, Any], start: Any) -> Any:
-        if not is_own_host(environ.get("HTTP_HOST", ""), hosts):
-            start("403 Forbidden", [])
-            return []
+        if not is_own_host(host := environ.get("HTTP_HOST", ""), hosts):
+            start("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+            return [wrong_host(host).encode()]
         # The plain text format for all: in OpenMetrics names would lose their colon.
         return answer(environ | {"HTTP_ACCEPT": ""}, start)
 

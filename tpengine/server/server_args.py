@@ -142,7 +142,9 @@ class ServerArgs(Options):
                 "--max-queued-requests"
             )
         self.adapters()
-        for name in ("allowed_hosts", "cors_origin", "lora_folder"):
+        if self.allowed_hosts is not None and self.http_port is None and self.metrics_port is None:
+            raise ConfigError("allowed_hosts needs http_port or metrics_port; give --http-port")
+        for name in ("cors_origin", "lora_folder"):
             if getattr(self, name) is not None and self.http_port is None:
                 raise ConfigError(f"{name} needs http_port; give a port with --http-port")
         if self.lora_folder is not None and not Path(self.lora_folder).is_dir():

@@ -509,7 +509,9 @@ def test_another_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for host, status in (("evil.example", 403), ("localhost", 200)):
         page = http.client.HTTPConnection(LOCAL, number, timeout=WAIT_S)
         page.request("GET", "/metrics", headers={"host": host})
-        assert page.getresponse().status == status
+        answer = page.getresponse()
+        assert answer.status == status
+        assert (b"start it with --allowed-hosts" in answer.read()) == (status == 403)
         page.close()
     close()
 

@@ -24,7 +24,7 @@ import tpengine
 from tpengine.engine.requests import check_token_ids
 from tpengine.errors import UnreadError, did_you_mean
 from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY
-from tpengine.server.auth import Authenticator, is_own_host
+from tpengine.server.auth import Authenticator, is_own_host, wrong_host
 from tpengine.server.http.calls import ParseTurns, read_call
 from tpengine.server.http.error_answers import HttpError, refusal
 from tpengine.server.http.fields import FieldError, Fields, whole
@@ -119,9 +119,7 @@ class _Entrance:
     def _check_hosts(self, hosts: Sequence[str]) -> None:
         for host in hosts:
             if not is_own_host(host, self._hosts):
-                text = f"this server is not called {host[:200]!r}"
-                hint = "call it by its address, or start it with --allowed-hosts"
-                raise HttpError(f"{text}; {hint}", 403, "host_not_allowed")
+                raise HttpError(wrong_host(host), 403, "host_not_allowed")
 
 
 async def _refuse(request: Request, error: HTTPException) -> NoReturn:
