@@ -296,12 +296,12 @@ def test_dates_of_certificates(
 ) -> None:
     """A warning before they count no more, and after; valid ones are not replaced by others."""
     lines: list[str] = []
-    now = time.time()
+    long = authority.sign("long", tmp_path, days=30)
+    short = authority.sign("short", tmp_path, days=9)
+    now = time.time()  # after they were signed: they count from that second on
     clock = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
     monkeypatch.setattr(auth, "time", clock)
     monkeypatch.setattr(auth.logger, "warning", lambda text, *args: lines.append(text % args))
-    long = authority.sign("long", tmp_path, days=30)
-    short = authority.sign("short", tmp_path, days=9)
 
     def load(files: TlsFiles, day: float) -> auth.CertificateReloader:
         lines.clear()
