@@ -28,7 +28,8 @@ OTHER_PHASES = ("create", "open_rendezvous", "connect", "init_device", "init_cac
 MAX_COUNTDOWN = 5
 """Steps of the phase that may pass before one is hit."""
 MAX_DELAY_S = 4e-3
-"""A step or a call of the tiny model takes about that."""
+"""A step or a call of the tiny model takes about that; some take less, so after each miss the kill
+comes sooner."""
 
 
 def kind_of(step: StepInput) -> str:
@@ -100,7 +101,7 @@ class Killer:
                 return
             self._countdown -= 1
             if self._countdown < 0:
-                self._fire(self._rng.uniform(0.0, MAX_DELAY_S))
+                self._fire(self._rng.uniform(0.0, self._max_delay_s))
 
     def on_call(self, group: Group, phase: str) -> None:
         """Before each call of a group's start; in the thread that rebuilds."""
@@ -112,7 +113,7 @@ class Killer:
                 return
             wanted = {"loading": "load_model", "recovery": self._phase}.get(self._targets[0])
             if phase == wanted:
-                self._fire(self._rng.uniform(0.0, MAX_DELAY_S))
+                self._fire(self._rng.uniform(0.0, self._max_delay_s))
 
     @property
     def _is_flying(self) -> bool:
@@ -123,13 +124,16 @@ class Killer:
         if self._targets and not self._is_flying and self._targets[0] in self.hits[self._known :]:
             self._targets.popleft()
             self._next()
-        elif not self._is_flying:
+        elif not self._is_flying and len(self.losses) > self._known:
             self._known = len(self.losses)
+            self._max_delay_s /= 4
+            self._phase = self._rng.choice(OTHER_PHASES)
 
     def _next(self) -> None:
         self._known = len(self.losses)
         self._countdown = self._rng.randint(0, MAX_COUNTDOWN)
         self._phase = self._rng.choice(OTHER_PHASES)
+        self._max_delay_s = MAX_DELAY_S
 
     def _fire(self, delay_s: float) -> None:
         place = self._rng.choice(self.groups[-1].places)
