@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from tpengine.layers import gpu_quantized
 from tpengine.layers.weights import Weights
 from tpengine.ops.huge_pages import HugePageArena
-from tpengine.ops.library import cpu_isa
+from tpengine.ops.library import has_cpu_kernels
 from tpengine.ops.linear_ops import pack_linear_weight, packed_linear
 from tpengine.ops.linear_reference import LINEAR_PANEL
 from tpengine.ops.quantized_ops import (
@@ -34,9 +34,6 @@ from tpengine.ops.quantized_ops import (
     quantized_embedding,
     quantized_linear,
 )
-
-PACKED_ISAS = {torch.float32: ("avx512", "avx512bf16"), torch.bfloat16: ("avx512bf16",)}
-"""Instruction sets on which the packed kernels are faster than torch's, by dtype."""
 
 _GROUP_SIZES = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
 """Inputs with one scale, by quantization."""
@@ -54,9 +51,14 @@ class LinearForm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """Numbers of the model's dtype, see `ops.linear_ops.pack_linear_weight`."""
+    """Numbers of the model's dtype on a CPU, see `ops.linear_ops.pack_linear_weight`.
+
+    Attributes:
+        padding: zeros after the inputs of each row: 1 if there is an odd number of bfloat16.
+    """
 
     packed: torch.Tensor
+    padding: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +66,7 @@ class PackedForm:
 
     def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Writes `x W^T + bias` into `out`."""
+        x = F.pad(x, (0, self.padding)) if self.padding else x
         packed_linear(out, x, self.packed, bias)
 
 
@@ -97,7 +100,7 @@ class QuantizedForm:
 
 @dataclass(frozen=True, slots=True)
 class PlainForm:
-    """A part in the model's dtype where torch's own product is faster than a packed one."""
+    """A part in the model's dtype on a GPU."""
 
     weight: torch.Tensor
 
@@ -168,8 +171,10 @@ def vocabulary_format(weights: Weights, in_features: int) -> QuantizedFormat | N
 
 
 def packed_form(weight: torch.Tensor, weights: Weights) -> PackedForm | None:
-    """Returns a weight packed; None where torch's own product is faster."""
-    isas = PACKED_ISAS.get(weight.dtype, ())
-    if weight.device.type != "cpu" or cpu_isa() not in isas or weight.shape[1] % 2:
+    """Returns a weight packed; None where torch's own product is faster: on a GPU, and without
+    compiled kernels."""
+    if weight.device.type != "cpu" or not has_cpu_kernels():
         return None
-    return PackedForm(pack_linear_weight(weight.contiguous(), weights.arena))
+    padding = weight.shape[1] % 2 if weight.dtype is torch.bfloat16 else 0
+    weight = F.pad(weight, (0, padding)) if padding else weight.contiguous()
+    return PackedForm(pack_linear_weight(weight, weights.arena), padding)

@@ -12,19 +12,29 @@ namespace tpengine::cpu::TPENGINE_ISA {
 namespace {
 
 constexpr int kPanelVectors = kLinearPanel / kLanes;
-// Accumulators fill the registers: 12 x 2 of 32, or 3 x 4 of 16.
-constexpr int kLinearRows = kLanes == 16 ? 12 : 3;
 // More than these are slower in one block than in two over a tile of panels.
-constexpr int kFewRows = kLanes == 16 ? (int)kFewRowsOf16Lanes : 3;
+constexpr int kFewRows = kLanes == 16 ? (int)kFewRowsOf16Lanes : kLanes == 8 ? 3 : 1;
 
-// Whether a line of weights is multiplied by one instruction.
+// Whether a vector of weights is multiplied by one instruction, and is a whole line of memory.
 template <class E>
-constexpr bool kIsLineAtOnce = kLanes == 16 && sizeof(typename E::Operand) == sizeof(Vec);
+constexpr bool kIsAtOnce = sizeof(typename E::Operand) == sizeof(Vec);
+template <class E>
+constexpr bool kIsLineAtOnce = kLanes == 16 && kIsAtOnce<E>;
 
 // Two panels to half as many rows take fewer broadcasts per product, and these rows stay in L1
 // even where they lie a multiple of 4096 bytes apart and so share its eight places.
 template <class E>
 constexpr int kTilePanels = kIsLineAtOnce<E> ? 2 : 1;
+// Vectors of a block. With 16 registers it has a part of a panel, and so more rows, each of which
+// reads the weights from L2 once.
+template <class E>
+constexpr int kTileVectors = kLanes == 16 ? kTilePanels<E> * kPanelVectors : 2;
+// Its rows: sums fill the registers that weights, inputs and (where it is no part of a sum's
+// instruction) their product leave.
+template <class E>
+constexpr int kTileRows = kLanes == 16   ? 24 / kTileVectors<E>
+                          : kIsAtOnce<E> ? 6
+                                         : 4;
 
 // Up to so many rows the next lines are asked for soon enough for the processor's prefetchers to
 // keep the memory busy, and fetches of ours take their place in its queues: a layer's products are
@@ -49,10 +59,14 @@ struct FloatLinear {
   static inline int64_t input_stride(const Args& a) { return a.x_stride; }
   static inline Operand operand(const Weight* p) { return E::operand(p); }
   static inline typename E::Broadcast broadcast(const Input* p) {
-    if constexpr (sizeof(Input) == sizeof(typename E::Factor))
+    if constexpr (sizeof(Input) == sizeof(typename E::Factor)) {
       return E::broadcast(p);
-    else
-      return {set1(to_float(p[0])), set1(to_float(p[1]))};
+    } else {
+      int32_t pair;
+      memcpy(&pair, p, sizeof pair);
+      const Raw raw = repeat(pair);
+      return {low_half(raw), high_half(raw)};
+    }
   }
   static inline Sum multiply_add(Sum total, const typename E::Broadcast& x, const Operand& w) {
     return E::multiply_add(total, x, w);
@@ -87,13 +101,15 @@ struct NextPanels {
   inline void at_vector(const void*) {}
 };
 
-template <class E, int R, int P, class Fetch>
-void linear_block(const typename E::Args& a, int64_t row, int64_t panel, Fetch fetch) {
-  constexpr int kVectors = P * kPanelVectors;
+// R rows over kVectors vectors of outputs: whole panels, or a part of one.
+template <class E, int R, int kVectors, class Fetch>
+void linear_block(const typename E::Args& a, int64_t row, int64_t vector, Fetch fetch) {
   const int64_t x_stride = E::input_stride(a);
   const typename E::Input* x = E::inputs(a) + row * x_stride;
-  const int64_t panel_size = kLinearPanel * a.in_features, first = panel * kLinearPanel;
-  const typename E::Weight* w = (const typename E::Weight*)a.packed + panel * panel_size;
+  const int64_t panel_size = kLinearPanel * a.in_features, first = vector * kLanes;
+  const typename E::Weight* w = (const typename E::Weight*)a.packed +
+                                vector / kPanelVectors * panel_size +
+                                vector % kPanelVectors * kLanes * E::kPack;
   typename E::Sum total[R][kVectors];
 #pragma GCC unroll 8
   for (int n = 0; n < kVectors; ++n) {
@@ -137,30 +153,36 @@ inline void linear_few_rows(const typename E::Args& a, int64_t begin, int64_t en
     if (a.num_rows < R) return linear_few_rows<E, R - 1>(a, begin, end);
   }
   for (int64_t panel = begin; panel < end; ++panel)
-    linear_block<E, R, 1>(a, 0, panel, OwnPanel<(R > kUnaidedRows<E>)>{});
+    linear_block<E, R, kPanelVectors>(a, 0, panel * kPanelVectors,
+                                      OwnPanel<(R > kUnaidedRows<E>)>{});
 }
 
-template <class E, int R, int P>
-inline void linear_rows(const typename E::Args& a, int64_t rows, int64_t row, int64_t panel,
+template <class E, int R, int V>
+inline void linear_rows(const typename E::Args& a, int64_t rows, int64_t row, int64_t vector,
                         const NextPanels& fetch) {
   if constexpr (R > 1) {
-    if (rows < R) return linear_rows<E, R - 1, P>(a, rows, row, panel, fetch);
+    if (rows < R) return linear_rows<E, R - 1, V>(a, rows, row, vector, fetch);
   }
-  linear_block<E, R, P>(a, row, panel, fetch);
+  linear_block<E, R, V>(a, row, vector, fetch);
 }
 
-// All rows over P panels, while `next_bytes` from `next` on are fetched.
-template <class E, int P>
+// All rows over V vectors, or the panel that has more of them, while `next_bytes` from `next` on
+// are fetched.
+template <class E, int R, int V>
 inline void linear_tile(const typename E::Args& a, int64_t panel, const char* next,
                         int64_t next_bytes) {
-  constexpr int R = kLinearRows / P;
+  constexpr int kParts = V < kPanelVectors ? kPanelVectors / V : 1;
   const int64_t blocks = (a.num_rows + R - 1) / R, steps = a.in_features / E::kPack;
-  const int64_t step_bytes = min64(128, (next_bytes + blocks * steps - 1) / (blocks * steps));
+  const int64_t all_steps = blocks * kParts * steps;
+  const int64_t step_bytes = min64(128, (next_bytes + all_steps - 1) / all_steps);
   for (int64_t block = 0, row = 0; block < blocks; ++block) {
     // as equal as can be: 32 rows go as 11 + 11 + 10, not 12 + 12 + 8
     const int64_t rows = (a.num_rows - row + blocks - block - 1) / (blocks - block);
-    linear_rows<E, R, P>(a, rows, row, panel, NextPanels{next, step_bytes});
-    next += step_bytes * steps;
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t vector = panel * kPanelVectors + part * V;
+      linear_rows<E, R, V>(a, rows, row, vector, NextPanels{next, step_bytes});
+      next += step_bytes * steps;
+    }
     row += rows;
   }
 }
@@ -176,9 +198,9 @@ inline void linear_panels(const typename E::Args& a, PanelRange now, PanelRange 
     const int64_t bytes = max64(0, following.end - following.begin) * panel_bytes;
     const char* place = (const char*)a.packed + (bytes > 0 ? following.begin : panel) * panel_bytes;
     if (panel + P <= now.end)
-      linear_tile<E, P>(a, panel, place, bytes);
-    else
-      linear_tile<E, 1>(a, panel, place, bytes);
+      linear_tile<E, kTileRows<E>, kTileVectors<E>>(a, panel, place, bytes);
+    else  // the last of an odd number
+      linear_tile<E, P * kTileRows<E>, kTileVectors<E> / P>(a, panel, place, bytes);
   }
 }
 
