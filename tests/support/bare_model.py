@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,29 @@ def tensor(values: Sequence[int]) -> torch.Tensor:
 
 def prefill_metadata(lengths: Sequence[int]) -> AttentionMetadata:
     """Whole prompts as one step."""
-    return _metadata([range(length) for length in lengths], num_decodes=0)
+    return step_metadata(dict(enumerate(map(range, lengths))), num_decodes=0)
 
 
-def _metadata(positions: Sequence[range], num_decodes: int) -> AttentionMetadata:
-    """A step that computes these positions of each sequence; decodes are first."""
-    places = [(i, place) for i, own in enumerate(positions) for place in own]
-    starts = np.cumsum([0, *map(len, positions[num_decodes:])])
+def step_metadata(positions: Mapping[int, range], num_decodes: int) -> AttentionMetadata:
+    """A step that computes these positions of each sequence, by its number; decodes are first."""
+    places = [(i, place) for i, own in positions.items() for place in own]
+    starts = np.cumsum([0, *map(len, list(positions.values())[num_decodes:])])
     return AttentionMetadata(
         positions=tensor([place for _, place in places]),
         slot_mapping=tensor([BLOCKS_EACH * BLOCK_SIZE * i + place for i, place in places]),
-        block_table=tensor(range(BLOCKS_EACH * len(positions))).view(-1, BLOCKS_EACH),
-        seq_lens=tensor([own.stop for own in positions]),
+        block_table=torch.stack([_block_table(i) for i in positions]),
+        seq_lens=tensor([own.stop for own in positions.values()]),
         query_start_loc=tensor(starts.tolist()),
         num_decodes=num_decodes,
     )
 
 
+def _block_table(sequence: int) -> torch.Tensor:
+    return tensor(range(BLOCKS_EACH * sequence, BLOCKS_EACH * (sequence + 1)))
+
+
 class BareModel:
-    """One rank's share of a model in float32, with room for two sequences.
+    """One rank's share of a model, with room for a few sequences of up to 64 tokens.
 
     Attributes:
         num_bytes: of its weights.
@@ -64,18 +68,22 @@ class BareModel:
         parallel: ParallelState | None = None,
         quantization: str | None = None,
         as_stored: bool = False,
+        dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None,
+        num_sequences: int = len(PROMPTS),
         **args: Any,
     ) -> None:
-        args = {"dtype": "float32", "quantization": quantization, **args}
+        args = {"dtype": str(dtype)[6:], "quantization": quantization, **args}
         config = EngineArgs(str(folder), **args).create_engine_config("cpu").model
         parallel = parallel or ParallelState()
-        weights = Weights(torch.float32, CPU, parallel, quantization, as_stored)
+        weights = Weights(dtype, CPU, parallel, quantization, as_stored)
         self.model = load_model(config, weights)
         self.num_bytes, self.form = weights.num_bytes, weights.form
         self._vocab_size = config.vocab_size
         kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)
         sizes = BLOCK_SIZE, config.num_layers, kv_heads, config.head_dim
-        cache = CacheEngine(CacheShape(CPU, torch.float32, *sizes), len(PROMPTS) * BLOCKS_EACH)
+        shape = CacheShape(CPU, cache_dtype or dtype, *sizes)
+        cache = CacheEngine(shape, num_sequences * BLOCKS_EACH)
         self.kv_caches = cache.kv_caches
 
     def logits(self) -> torch.Tensor:
@@ -85,11 +93,15 @@ class BareModel:
         parts = []
         for ids, metadata in (
             (token_ids, prefill_metadata(lengths)),
-            (tensor(NEXT), _metadata([range(n, n + 1) for n in lengths], len(lengths))),
+            (tensor(NEXT), step_metadata({i: range(n, n + 1) for i, n in enumerate(lengths)}, 2)),
         ):
-            hidden = self.model.forward(ids % self._vocab_size, self.kv_caches, metadata)
-            parts.append(self.model.compute_logits(hidden))
+            parts.append(self.step(ids, metadata))
         return torch.cat(parts)
+
+    def step(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """The logits of each token of a step, `[num_tokens, vocab_size]`."""
+        token_ids = token_ids % self._vocab_size
+        return self.model.compute_logits(self.model.forward(token_ids, self.kv_caches, metadata))
 
 
 def logits_in_transformers(model: Any) -> torch.Tensor:
