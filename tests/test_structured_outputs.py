@@ -287,6 +287,7 @@ def test_a_limit_is_named_and_ends_its_request_alone(
     assert f"(limit {limit} of llguidance); give a smaller" in (hard.error or "")
     assert re.fullmatch("[ab]{3}", easy.outputs[0].text)
     assert "structured_outputs, allowed_token_ids, bad_words, min_tokens" in (short.error or "")
+    assert isinstance(short.failure, InvalidSamplingParamsError), "the client can change it"
 
 
 def test_grammars_are_compiled_once_and_the_latest_are_kept(

@@ -233,17 +233,22 @@ def find_lost_rows(
     values = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
     is_empty = ruled & values.isneginf() & ~may_be_empty
     is_nan = torch.where(ruled, values, logprobs).isnan()
-    return Pending([is_empty, is_nan], _reasons)
+    return Pending([is_empty, is_nan], functools.partial(_reasons, edits))
 
 
-def _reasons(arrays: Sequence[Array]) -> dict[int, RowError]:
+def _reasons(edits: LogitEdits, arrays: Sequence[Array]) -> dict[int, RowError]:
     is_empty, is_nan = arrays
+    processed = {call.row for call in edits.processors}
+    field = "allowed_token_ids" if edits.masks is None else "structured_outputs"
     reason = (
         "no token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and "
         "logits processors together rule all of them out"
     )
     lost = np.flatnonzero(is_empty | is_nan).tolist()
-    return {row: BROKEN if is_nan[row] else RowError(reason) for row in lost}
+    return {
+        row: BROKEN if is_nan[row] else RowError(reason, None if row in processed else field)
+        for row in lost
+    }
 
 
 def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:

@@ -200,6 +200,7 @@ EXTRAS: list[dict[str, Any]] = [
     {"provider_specific_fields": {"a": [1]}, "x" * 200: {}, "tool_call_id": 5, "m": "m" * 100_000},
     {"content": [{"type": "text", "text": "b", "cache_control": {}, "annotations": []}]},
     {"content": [{"type": "refusal", "refusal": "b"}]},
+    {"content": [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "b"}]},
 ]
 
 
@@ -215,13 +216,20 @@ def test_what_servers_write_comes_back_in_a_conversation(
 
 
 @pytest.mark.parametrize("other", [{}, {"reasoning": None}, {"reasoning_content": ""}])
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_both_names_of_reasoning_reach_a_template(
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "content"])
+def test_reasoning_reaches_a_template_by_both_names(
     state: ServerState, name: str, other: dict[str, Any]
 ) -> None:
-    said = {"messages": [SAID[0], {**SAID[1], **other, name: "why"}]}
+    thought: Any = [{"type": "thinking", "thinking": "why"}] if name == "content" else "why"
+    said = {"messages": [SAID[0], {**SAID[1], **other, name: thought}]}
     message = read(state, CHAT, said)[0][0].messages[1]
     assert message["reasoning"] == message["reasoning_content"] == "why"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}])
+def test_a_tool_may_have_nothing_to_say(state: ServerState, content: dict[str, Any]) -> None:
+    said = {"messages": [*SAID, {"role": "tool", "tool_call_id": "1", **content}]}
+    assert read(state, CHAT, said)[0][0].messages[2]["content"] == ""
 
 
 def test_the_effort_reaches_a_template_that_knows_it(

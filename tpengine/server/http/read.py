@@ -40,6 +40,8 @@ READ_BY_BOTH = (
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SWITCHES = ("enable_thinking", "thinking")
 """Names that templates have for whether the model is to reason."""
+_PARTS = ("text", "refusal", "thinking")
+"""Types of parts of a message, each with its text in a field of the type's name."""
 _ALSO_SAID = ("tool_calls", "function_call", "audio")
 """Fields of a message that are a part of what it says, and are refused where they are not read."""
 
@@ -317,10 +319,10 @@ def _read_message(place: str, value: object) -> dict[str, Any]:
     message: dict[str, Any] = {"role": fields.take("role", str, "")}
     if not message["role"]:
         raise fields.error("role", "is missing")
-    if message["role"] == "assistant":
-        message["content"] = ""
-        if "tool_calls" in fields.left:
-            message["tool_calls"] = read_calls(fields, place)
+    if message["role"] in ("assistant", "tool"):
+        message["content"] = ""  # a tool may have nothing to say
+    if message["role"] == "assistant" and "tool_calls" in fields.left:
+        message["tool_calls"] = read_calls(fields, place)
     if message["role"] == "tool":
         if "tool_call_id" not in fields.left:
             raise fields.error("tool_call_id", "is missing")
@@ -328,13 +330,25 @@ def _read_message(place: str, value: object) -> dict[str, Any]:
     if "name" in fields.left:
         message["name"] = fields.take("name", str, "")
     thoughts = [fields.take(name, str, "") for name in THOUGHT_FIELDS if name in fields.left]
+    if "content" in fields.left:
+        message["content"], thought = _without_thoughts(fields.left.pop("content"))
+        thoughts += [thought] if thought else []
     if thoughts:
         message |= dict.fromkeys(THOUGHT_FIELDS, max(thoughts, key=len))
-    if "content" in fields.left:
-        message["content"] = fields.left.pop("content")
     fields.left = {name: value for name, value in fields.left.items() if name in _ALSO_SAID}
     fields.end()
     return message
+
+
+def _without_thoughts(content: Any) -> tuple[Any, str]:
+    """A message's content without parts that are thoughts, and these; some gateways write them."""
+    if not isinstance(content, list):
+        return content, ""
+    rest, thoughts = [], []
+    for part in content:
+        is_thought = isinstance(part, dict) and part.get("type") == "thinking"
+        (thoughts if is_thought else rest).append(part)
+    return rest, "\n".join(str(part.get("thinking", "")) for part in thoughts)
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
@@ -344,7 +358,7 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
     names = ("role", "name", "tool_call_id", "content", *THOUGHT_FIELDS)
     values = [message.get(name) for name in names]
     if isinstance(parts, list):
-        values += [part.get("text") for part in parts if isinstance(part, dict)]
+        values += [part.get(name) for part in parts if isinstance(part, dict) for name in _PARTS]
     calls = message.get("tool_calls") or ()
     values += [(call.get("function") or {}).get("arguments") for call in calls]
     return (text for text in values if isinstance(text, str))
