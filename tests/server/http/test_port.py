@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 from support.waiting import wait_until
 
 from server.guarded import WAIT_S, Authority
@@ -569,8 +570,9 @@ def test_a_silent_stream_gets_comments() -> None:
     events = [asyncio.Event(), asyncio.Event()]
 
     async def late(scope: Any, receive: Any, send: Any) -> None:
-        limits = Limits(sse_ping_s=0.01)
-        stream = Late(request_id="it", send_body=send, limits=limits)
+        call = Request({**scope, "state": {"request_id": "it", "send": send}})
+        state = ServerState(["none"], 1.0, limits=Limits(sse_ping_s=0.01))
+        stream = Late(request=call, state=state)
         await stream({**scope, "events": events}, receive, send)
 
     async def go_on(event: asyncio.Event) -> None:
