@@ -60,13 +60,13 @@ def read_generate_request(
 
 
 def read_resumption(
-    message: Message, account: str, kept: KeptStreams, method: str
+    message: Message, account: str, kept: KeptStreams, kind: Kind
 ) -> Resumption | None:
     """What a call asks of kept streams; None: nothing, or the server keeps none.
 
     Args:
         account: of the client.
-        method: that is called; the answer of another one is another stream.
+        kind: of the answer; one of another kind is another stream.
 
     Raises:
         RequestError: a field cannot be used.
@@ -85,7 +85,7 @@ def read_resumption(
     plain.CopyFrom(message)
     plain.ClearField("resume_window_s")
     plain.ClearField("resume_from")
-    request = method.encode() + plain.SerializeToString(deterministic=True)
+    request = kind.name.encode() + plain.SerializeToString(deterministic=True)
     digest = hashlib.sha256(request).digest()
     key = f"gRPC {message.request_id}"
     return Resumption(account, key, digest, window_s, message.resume_from)

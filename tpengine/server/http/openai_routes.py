@@ -77,8 +77,7 @@ def openai_routes(state: ServerState) -> list[Route]:
         answer = Answer(request=request, state=state, requests=requests, style=style, head=head)
         if asked is None:
             return answer
-        ids = [str(item.request_id) for item in requests]
-        stream = state.kept.open(asked, call.request_id, ids, answer.produce)
+        stream = state.kept.open(asked, call.request_id, answer.produce)
         return answer if stream is None else resumed(request, stream, 0)
 
     def resumed(request: Request, stream: KeptStream, after: int) -> KeptAnswer:
