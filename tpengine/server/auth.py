@@ -231,27 +231,39 @@ ANONYMOUS = "anonymous"
 _FORM = "'authorization: Bearer TOKEN'"
 
 
+@dataclass(slots=True)
+class Call:
+    """A call of a client, at any door.
+
+    Attributes:
+        request_id: over gRPC made by the server, for requests without an id and for the log; over
+            HTTP the client's x-request-id, or one that the server has made. Other calls may have it
+            too.
+        client: who calls; anonymous in calls of health, which need no token.
+        deadline: moment of `time.monotonic`; None: none.
+        message: its only message, or the JSON object of its body; None until it is read, and in
+            calls with many.
+    """
+
+    request_id: str
+    client: Client = Client(Owner(ANONYMOUS))  # frozen
+    deadline: float | None = None
+    message: Any = None
+
+
 @dataclass(frozen=True, slots=True)
 class Client:
     """An authenticated caller.
 
     Attributes:
-        name: the same for all calls with the same token or certificate; not a secret.
-        may: its rights: "serve", or "serve" and "admin".
-        account: a token, a certificate or an address, by its kind and a digest; its work in the
-            engine is charged to this.
-        weight: of the token; see `Owner`.
+        owner: of its requests. The name is the same for all calls with the same token or
+            certificate, and not a secret. The account is a token, a certificate or an address, by
+            its kind and a digest. The weight is that of the token.
+        is_admin: whether it is the operator, who may do everything.
     """
 
-    name: str
-    may: frozenset[str] = frozenset({"serve"})
-    account: str = ""
-    weight: float = 1.0
-
-    @property
-    def owner(self) -> Owner:
-        """The owner of the client's requests."""
-        return Owner(self.name, self.account, self.weight)
+    owner: Owner
+    is_admin: bool = False
 
     def require_admin(self, what: str) -> None:
         """Refuses an operation that only the operator may run.
@@ -259,7 +271,7 @@ class Client:
         Raises:
             PermissionDeniedError: the client did not send the admin token.
         """
-        if "admin" not in self.may:
+        if not self.is_admin:
             sources = "--admin-token-file or TPENGINE_ADMIN_TOKEN"
             text = f"{what} needs the admin token, which the server takes from {sources}"
             raise PermissionDeniedError(f"{text}; send {_FORM}")
@@ -307,9 +319,9 @@ class Authenticator:
             if self.wants_token:
                 raise UnauthenticatedError(f"this server needs a token; send {_FORM}")
             if cert is None:
-                return Client(ANONYMOUS, account=f"address {_digest(address).hex()[:12]}")
+                return Client(Owner(ANONYMOUS, f"address {_digest(address).hex()[:12]}"))
             account = f"certificate {_digest(cert).hex()[:12]}"
-            return Client(f"certificate {cert}", account=account)
+            return Client(Owner(f"certificate {cert}", account))
         scheme, _, token = headers[0].partition(" ")
         digest = _digest(token.strip())
         # Each is compared with all: the time must not depend on the place of a match.
@@ -319,8 +331,7 @@ class Authenticator:
             text = f"the token is not one that this server knows; send one {_FORM}"
             raise UnauthenticatedError(text)
         name = f"token {digest.hex()[:12]}"
-        rights = frozenset({"serve", "admin"} if is_admin else {"serve"})
-        return Client(name, rights, name, self._weights.get(digest, 1.0))
+        return Client(Owner(name, name, self._weights.get(digest, 1.0)), is_admin)
 
 
 def read_tokens(file: str | None, variable: str | None, what: str) -> dict[str, float]:

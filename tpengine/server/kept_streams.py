@@ -306,9 +306,9 @@ class KeptStreams:
     def of_request(self, client: Client, request_id: str) -> list[KeptStream]:
         """The streams of a request that a client may abort."""
         streams = [stream for stream in self._streams.values() if stream.request_id == request_id]
-        if "admin" in client.may:
+        if client.is_admin:
             return streams
-        return [stream for stream in streams if stream.asked.account == client.account]
+        return [stream for stream in streams if stream.asked.account == client.owner.account]
 
     def drop(self, stream: KeptStream) -> None:
         """Forgets a stream, and ends its request."""

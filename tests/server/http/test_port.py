@@ -463,7 +463,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     args.check()
     assert args.cors_origins() == ["https://a", "https://b"]
     for token in (ONE, ADMIN):
-        assert args.authenticator().identify([f"Bearer {token}"], None).name != "anonymous"
+        assert args.authenticator().identify([f"Bearer {token}"], None).owner.name != "anonymous"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     missing = r"starlette, uvicorn, httptools, orjson; .* its extra http"
     with pytest.raises(ConfigError, match=missing):

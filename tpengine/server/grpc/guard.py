@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -20,7 +19,7 @@ from google.protobuf.message import DecodeError
 from tpengine import errors
 from tpengine.proto import TIMEOUT_KEY
 from tpengine.proto.status_details import write_details
-from tpengine.server.auth import ANONYMOUS, Authenticator, Client, name_of
+from tpengine.server.auth import Authenticator, Call, Client, name_of
 from tpengine.server.error_texts import log_internal_error, text_for_client
 from tpengine.server.grpc.wire import check_fields
 from tpengine.server.limits import MAX_REQUEST_ID, UntrustedCalls, address_key, read_timeout
@@ -30,23 +29,7 @@ from tpengine.server.stream_sender import write_within
 _HEALTH = "/grpc.health.v1.Health/"
 
 
-@dataclass(slots=True)
-class Call:
-    """The call that the current task serves.
-
-    Attributes:
-        request_id: made by the server, for requests without an id and for the log.
-        client: who calls; anonymous in calls of health, which need no token.
-        deadline: moment of `time.monotonic`; None: none.
-        message: the call's only message; None until it is read, and in calls with many.
-    """
-
-    request_id: str
-    client: Client = Client(ANONYMOUS)  # noqa: RUF009  # frozen
-    deadline: float | None = None
-    message: Any = None
-
-
+"""The call that the current task serves."""
 CALL: ContextVar[Call] = ContextVar("call")
 
 
@@ -117,7 +100,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         try:
             if not is_health:
                 call.client = identify_call(self._authenticator, context)
-                place = self._state.calls.counted(call.client.account, context.add_done_callback)
+                place = self._state.calls.counted(
+                    call.client.owner.account, context.add_done_callback
+                )
             with place:
                 call.deadline = _deadline(context)
                 CALL.set(call)

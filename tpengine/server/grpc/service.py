@@ -56,9 +56,10 @@ from tpengine.errors import InvalidPromptError, RequestAbortedError
 from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.sampling_params import RequestOutputKind as Kind
+from tpengine.server.auth import Call
 from tpengine.server.grpc import generation_messages as convert
 from tpengine.server.grpc.generation_messages import ResponseWriter
-from tpengine.server.grpc.guard import CALL, Call
+from tpengine.server.grpc.guard import CALL
 from tpengine.server.kept_streams import KeptStream, Resumption
 from tpengine.server.limits import check_num_ids, check_request_id
 from tpengine.server.state import ServerState, State
@@ -299,10 +300,10 @@ async def abort_requests(state: ServerState, request_ids: Sequence[str]) -> bool
     for request_id in request_ids:
         check_request_id(request_id)
     owners = engine.owners(set(request_ids))  # over HTTP several clients may use one id
-    own = {i for i, owner in owners.items() if owner in ("", client.name)}
+    own = {i for i, owner in owners.items() if owner in ("", client.owner.name)}
     if owners and not own:
         client.require_admin("to abort a request of another client")
-    engine_ids = set(owners) if "admin" in client.may else own
+    engine_ids = set(owners) if client.is_admin else own
     kept = [stream for name in request_ids for stream in state.kept.of_request(client, name)]
     for stream in kept:
         stream.end(RequestAbortedError(f"request {stream.request_id!r} was aborted"))

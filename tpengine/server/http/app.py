@@ -105,7 +105,7 @@ class _Entrance:
             tokens, certificate = headers.getlist("authorization"), state["certificate"]
             client = self._authenticator.identify(tokens, certificate, state["host"])
             state["client"] = client
-            with self._calls.counted(client.account):
+            with self._calls.counted(client.owner.account):
                 await self._app(scope, receive, answer)
         except asyncio.CancelledError:  # the client has left, or the server closes the connection
             return
@@ -197,7 +197,7 @@ def _adapter_routes(state: ServerState) -> list[Route]:
 async def _read_admin(request: Request) -> Fields:
     call = await read_call(request)
     call.client.require_admin(request.url.path)
-    return Fields(call.body)
+    return Fields(call.message)
 
 
 def _text_routes(state: ServerState) -> list[Route]:
@@ -205,7 +205,7 @@ def _text_routes(state: ServerState) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         call = await read_call(request)
-        is_chat = "messages" in call.body
+        is_chat = "messages" in call.message
         with naming_field(is_chat):
             token_ids = await BodyReader(call, is_chat, state).tokenize()
         length = state.loaded_engine().model_config.max_model_len
@@ -213,7 +213,7 @@ def _text_routes(state: ServerState) -> list[Route]:
         return JsonAnswer({**fields, "tokens": token_ids, "token_strs": None})
 
     async def detokenize(request: Request) -> Response:
-        fields, engine = Fields((await read_call(request)).body), state.loaded_engine()
+        fields, engine = Fields((await read_call(request)).message), state.loaded_engine()
         state.check_open(fields.take("model", str, state.model))
         if "tokens" not in fields.left:
             raise FieldError("tokens", "is missing")

@@ -17,7 +17,7 @@ from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.options import parameters
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server import limits
-from tpengine.server.http.calls import HttpCall
+from tpengine.server.auth import Call
 from tpengine.server.http.fields import FieldError, Fields, read_bias, read_constraint, whole
 from tpengine.server.http.reasoning import THOUGHT_FIELDS
 from tpengine.server.http.tools import Tools, read_calls, read_tools, template_text
@@ -76,7 +76,7 @@ class BodyReader:
         is_chat: whether it is a call of /v1/chat/completions.
     """
 
-    def __init__(self, call: HttpCall, is_chat: bool, state: ServerState) -> None:
+    def __init__(self, call: Call, is_chat: bool, state: ServerState) -> None:
         self._call = call
         self._is_chat = is_chat
         self._state = state
@@ -84,7 +84,7 @@ class BodyReader:
         self._engine = state.loaded_engine()
         self._max_model_len = self._engine.model_config.max_model_len
         self._tokenizer = self._engine.llm_engine.tokenizer
-        self._fields = Fields(call.body)
+        self._fields = Fields(call.message)
 
     async def read(self) -> tuple[list[GenerateRequest], Style]:
         """The engine's requests, one for each prompt, without ids; and what the answer has in it. A
@@ -110,7 +110,7 @@ class BodyReader:
         tools = read_tools(fields, self._tokenizer) if self._is_chat else None
         if tools is not None:
             tools.apply(params)
-        given_form = self._call.body.get("structured_outputs")
+        given_form = self._call.message.get("structured_outputs")
         form = "structured_outputs" if given_form else "response_format"
         if tools is not None:
             form = "tools"
