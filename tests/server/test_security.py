@@ -17,14 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.waiting import wait_until
 
 from server.calls import NOT_SERVING, TIMEOUT_S, bearer, check, refused
-from server.guarded import Authority, guarded_server
+from server.guarded import Authority, TlsFiles, guarded_server
 from tpengine.cli import serve
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from tpengine.inputs import Owner
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto import tpengine_pb2_grpc
 from tpengine.server import auth
-from tpengine.server.auth import Authenticator, Client, TlsFiles, read_tokens
+from tpengine.server.auth import Authenticator, Client, read_tokens
 from tpengine.server.grpc.guard import identify_call
 from tpengine.server.server_args import ServerArgs
 
@@ -307,7 +307,7 @@ def test_dates_of_certificates(
     def load(files: TlsFiles, day: float) -> auth.CertificateReloader:
         lines.clear()
         clock.time = lambda: now + day * 86_400
-        return auth.CertificateReloader(files)
+        return auth.CertificateReloader(*files)
 
     for day in (0.0, 22.9):
         load(long, day)

@@ -28,27 +28,6 @@ from tpengine.logger import init_logger
 logger = init_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """Paths of PEM files.
-
-    Attributes:
-        certificate: the server's certificate, followed by the chain to its authority.
-        key: the private key of that certificate, without a passphrase.
-        client_authority: certificate of the authority that signs the clients' certificates; None:
-            clients need no certificate.
-    """
-
-    certificate: str
-    key: str
-    client_authority: str | None = None
-
-    def paths(self) -> list[Path]:
-        """All files that are given."""
-        names = (self.certificate, self.key, self.client_authority)
-        return [Path(name) for name in names if name is not None]
-
-
 TlsContents = tuple[bytes, bytes, bytes | None]
 """Contents of the certificate, the key and the client authority, in PEM."""
 Terms = Sequence[tuple[str, float, float]]
@@ -63,20 +42,26 @@ class CertificateReloader:
     old contents stay in use until the files are right. So do they if clients accept them and would
     not accept the new ones, because of their dates.
 
+    Args:
+        certificate: path of the PEM file of the server's certificate, followed by the chain to its
+            authority.
+        key: path of its private key, without a passphrase.
+        client_authority: path of the certificate of the authority that signs the clients'
+            certificates; None: clients need no certificate.
+
     Attributes:
         contents: what is in use now.
         context: the same for the ssl module, anew for each contents. It resumes no sessions by
             tickets, which would outlive an authority.
     """
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(self, certificate: str, key: str, client_authority: str | None = None) -> None:
         """Reads the files, and warns of dates in the past or soon.
 
         Raises:
             ConfigError: a file cannot be read, or key and certificate do not belong together.
         """
-        self._files = files
-        self._stamps_in_use = self._stamps()
+        self._certificate, self._key, self._authority = certificate, key, client_authority
         self._refusal = ""
         self._take(*self._load())
 
@@ -88,11 +73,6 @@ class CertificateReloader:
 
     def reload(self) -> None:
         """Takes new contents if the files have changed and can be used; warns once a day."""
-        stamps = self._stamps()
-        if stamps == self._stamps_in_use:
-            if time.monotonic() > self._warned_at + _DAY_S:
-                self._warn()
-            return
         try:
             contents, context, terms = self._load()
             problem = _date_problem(terms)
@@ -103,9 +83,13 @@ class CertificateReloader:
                 self._refusal = str(error)
                 logger.warning("the certificates changed; the old ones stay in use: %s", error)
             return
-        self._stamps_in_use, self._refusal = stamps, ""
+        if contents == self.contents:
+            if time.monotonic() > self._warned_at + _DAY_S:
+                self._warn()
+            return
+        self._refusal = ""
         self._take(contents, context, terms)
-        logger.info("the certificates changed; new connections get %s", self._files.certificate)
+        logger.info("the certificates changed; new connections get %s", self._certificate)
 
     def _take(self, contents: TlsContents, context: ssl.SSLContext, terms: Terms) -> None:
         self.contents, self.context, self._terms = contents, context, terms
@@ -117,34 +101,24 @@ class CertificateReloader:
         if problem:
             logger.warning("%s, and clients refuse it at other times: renew it", problem)
 
-    def _stamps(self) -> list[object]:
-        stamps: list[object] = []
-        for path in self._files.paths():
-            try:
-                status = path.stat()
-                stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
-            except OSError as error:
-                stamps.append(error.errno)
-        return stamps
-
     def _load(self) -> tuple[TlsContents, ssl.SSLContext, Terms]:
-        files = self._files
+        paths = (self._certificate, self._key, self._authority)
+        names = [path for path in paths if path is not None]
         try:
             # The ssl module checks what gRPC would accept silently and fail on at each handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(files.certificate, files.key, password=_no_passphrase)
+            context.load_cert_chain(self._certificate, self._key, password=_no_passphrase)
             context.options |= ssl.OP_NO_TICKET
             context.num_tickets = 0
-            if files.client_authority is not None:
+            if self._authority is not None:
                 context.verify_mode = ssl.CERT_REQUIRED
-                context.load_verify_locations(files.client_authority)
-            certificate, key, *authority = [path.read_bytes() for path in files.paths()]
-            terms = [_term(name) for name in (files.certificate, files.client_authority) if name]
+                context.load_verify_locations(self._authority)
+            certificate, key, *authority = [Path(name).read_bytes() for name in names]
+            terms = [_term(name) for name in (self._certificate, self._authority) if name]
         except (OSError, ssl.SSLError, ValueError) as error:
-            names = ", ".join(str(path) for path in files.paths())
             raise ConfigError(
-                f"{names} cannot be used for TLS: {error}; certificate and key must be PEM files "
-                "that belong together, the key without a passphrase"
+                f"{', '.join(names)} cannot be used for TLS: {error}; certificate and key must be "
+                "PEM files that belong together, the key without a passphrase"
             ) from error
         return (certificate, key, authority[0] if authority else None), context, terms
 
@@ -231,26 +205,6 @@ ANONYMOUS = "anonymous"
 _FORM = "'authorization: Bearer TOKEN'"
 
 
-@dataclass(slots=True)
-class Call:
-    """A call of a client, at any door.
-
-    Attributes:
-        request_id: over gRPC made by the server, for requests without an id and for the log; over
-            HTTP the client's x-request-id, or one that the server has made. Other calls may have it
-            too.
-        client: who calls; anonymous in calls of health, which need no token.
-        deadline: moment of `time.monotonic`; None: none.
-        message: its only message, or the JSON object of its body; None until it is read, and in
-            calls with many.
-    """
-
-    request_id: str
-    client: Client = Client(Owner(ANONYMOUS))  # frozen
-    deadline: float | None = None
-    message: Any = None
-
-
 @dataclass(frozen=True, slots=True)
 class Client:
     """An authenticated caller.
@@ -275,6 +229,26 @@ class Client:
             sources = "--admin-token-file or TPENGINE_ADMIN_TOKEN"
             text = f"{what} needs the admin token, which the server takes from {sources}"
             raise PermissionDeniedError(f"{text}; send {_FORM}")
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a client, at any door.
+
+    Attributes:
+        request_id: over gRPC made by the server, for requests without an id and for the log; over
+            HTTP the client's x-request-id, or one that the server has made. Other calls may have it
+            too.
+        client: who calls; anonymous in calls of health, which need no token.
+        deadline: moment of `time.monotonic`; None: none.
+        message: its only message, or the JSON object of its body; None until it is read, and in
+            calls with many.
+    """
+
+    request_id: str
+    client: Client = Client(Owner(ANONYMOUS))  # frozen
+    deadline: float | None = None
+    message: Any = None
 
 
 class Authenticator:

@@ -130,9 +130,9 @@ class _Server:
 
     async def _listen(self, stack: contextlib.ExitStack) -> list[str]:
         """Opens all ports; returns the texts of the ready line about them, that of gRPC first."""
-        args, files = self._args, self._args.tls_files()
-        tls = None if files is None else CertificateReloader(files)
-        if tls is not None:
+        args, tls = self._args, None
+        if args.tls_cert is not None and args.tls_key is not None:
+            tls = CertificateReloader(args.tls_cert, args.tls_key, args.tls_client_ca)
             stack.callback(asyncio.create_task(tls.follow()).cancel)
         port = await self._grpc.start(args.address(), tls)
         addresses = [join_address(args.host, port)]

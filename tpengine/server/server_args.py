@@ -17,7 +17,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.inputs import LoRARequest
 from tpengine.options import Options, each, option
-from tpengine.server.auth import Authenticator, TlsFiles, read_tokens
+from tpengine.server.auth import Authenticator, read_tokens
 from tpengine.server.limits import Limits
 
 MAX_PORT = 65535
@@ -205,12 +205,6 @@ class ServerArgs(Options):
             check_port(self.host, self.http_port, "--http-port")
         if self.metrics_port is not None:
             check_port("127.0.0.1", self.metrics_port, "--metrics-port")
-
-    def tls_files(self) -> TlsFiles | None:
-        """The certificate files; None: no TLS."""
-        if self.tls_cert is None or self.tls_key is None:
-            return None
-        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def adapters(self) -> list[LoRARequest]:
         """The adapters of `lora_modules`.

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from server.guarded import WAIT_S, Run, following, loop_on_a_thread
-from tpengine.server.auth import Authenticator, CertificateReloader, TlsFiles
+from server.guarded import WAIT_S, Run, TlsFiles, following, loop_on_a_thread
+from tpengine.server.auth import Authenticator, CertificateReloader
+from tpengine.server.http.app import make_app
 from tpengine.server.http.http_server import HttpServer
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState

@@ -23,12 +23,12 @@ import pytest
 from starlette.requests import Request
 from support.waiting import wait_until
 
-from server.guarded import WAIT_S, Authority
+from server.guarded import WAIT_S, Authority, TlsFiles
 from server.http.open_port import LOCAL, OpenPort, open_port, posted, read_answer, request
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError, QueueFullError
 from tpengine.server import auth
-from tpengine.server.auth import Authenticator, TlsFiles, is_own_host
+from tpengine.server.auth import Authenticator, is_own_host
 from tpengine.server.http import calls, http_server, openai_routes, protocol, tls
 from tpengine.server.http.openai_routes import _EventStream
 from tpengine.server.lifecycle import open_metrics_port
