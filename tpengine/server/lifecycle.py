@@ -115,7 +115,7 @@ class _Server:
         self._loop = asyncio.get_running_loop()
         batch_wake_ups(self._loop)
         self._grpc = GrpcServer(self._state, auth)
-        self._http = self._make_http()
+        self._http: HttpServer | None = None
 
     async def run(self) -> int:
         """Starts, serves and ends the server."""
@@ -136,7 +136,13 @@ class _Server:
             stack.callback(asyncio.create_task(tls.follow()).cancel)
         port = await self._grpc.start(args.address(), tls)
         addresses = [join_address(args.host, port)]
-        if self._http is not None and args.http_port is not None:
+        if args.http_port is not None:
+            from tpengine.server.http.app import make_app
+            from tpengine.server.http.http_server import HttpServer
+
+            auth, hosts = self._authenticator, args.hosts(self._authenticator)
+            app = make_app(self._state, auth, args.cors_origins(), hosts)
+            self._http = HttpServer(app, self._state.limits)
             http_port = await self._http.start(args.host, args.http_port, tls)
             scheme = "http" if tls is None else "https"
             addresses.append(f"; OpenAI on {scheme}://{join_address(args.host, http_port)}/v1")
@@ -147,14 +153,6 @@ class _Server:
             stack.callback(close)
             addresses.append(f"; metrics on http://127.0.0.1:{port}/metrics")
         return addresses
-
-    def _make_http(self) -> HttpServer | None:
-        if self._args.http_port is None:
-            return None
-        from tpengine.server.http.http_server import HttpServer
-
-        hosts = self._args.hosts(self._authenticator)
-        return HttpServer(self._state, self._authenticator, self._args.cors_origins(), hosts)
 
     async def _close_doors(self, grace_s: float) -> None:
         doors = (self._grpc, self._http)

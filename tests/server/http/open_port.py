@@ -43,9 +43,8 @@ class OpenPort:
         self.state = ServerState(["none"], 1.0, limits=limits)
 
         async def start() -> tuple[HttpServer, int]:
-            server = HttpServer(self.state, authenticator or Authenticator(), cors, hosts)
-            if app is not None:
-                server._config.loaded_app = app
+            own = make_app(self.state, authenticator or Authenticator(), cors, hosts)
+            server = HttpServer(app or own, self.state.limits)
             return server, await server.start(host, 0, tls)
 
         self.server, self.port = run(start())

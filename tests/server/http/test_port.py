@@ -442,7 +442,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert port.send(HEALTH).status == 200
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        server = http_server.HttpServer(ServerState(["none"], 1.0), Authenticator())
+        server = http_server.HttpServer(in_parts, Limits())
         with pytest.raises(ConfigError, match="--http-port"):
             ServerArgs(port=0, http_port=number).check_ports()
         with pytest.raises(ConfigError, match="--http-port"):

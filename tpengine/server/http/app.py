@@ -46,7 +46,14 @@ def make_app(
     origins: Sequence[str] = (),
     hosts: Sequence[str] = ("*",),
 ) -> Starlette:
-    """The application; the arguments are those of `HttpServer`."""
+    """The application.
+
+    Args:
+        state: of the server; has the engine once it is loaded, and the limits.
+        auth: identifies clients.
+        origins: whose pages may call; "*": all.
+        hosts: see `is_own_host`.
+    """
     routes = [*_server_routes(state), *_text_routes(state)]
     if state.adapter_folder is not None:
         routes += _adapter_routes(state)
