@@ -27,7 +27,7 @@ from tpengine.server.auth import Authenticator, CertificateReloader, is_own_host
 from tpengine.server.grpc.server import GrpcServer, batch_wake_ups
 from tpengine.server.limits import default_message_bytes
 from tpengine.server.server_args import ServerArgs, join_address
-from tpengine.server.state import ServerState, State
+from tpengine.server.state import METRICS_TYPE, ServerState, State
 
 if TYPE_CHECKING:  # its packages are optional
     from tpengine.server.http.http_server import HttpServer
@@ -356,13 +356,13 @@ _METRICS_END_S = 5.0
 
 
 def open_metrics_port(
-    port: int, collector: Any, hosts: Sequence[str]
+    port: int, state: ServerState, hosts: Sequence[str]
 ) -> tuple[int, Callable[[], None]]:
     """Serves metrics to Prometheus, over HTTP on loopback and on threads of their own.
 
     Args:
         port: 0: any free one.
-        collector: its `collect` has the metrics at that moment; called on these threads.
+        state: has the metrics at a moment.
         hosts: see `is_own_host`.
 
     Returns:
@@ -371,25 +371,21 @@ def open_metrics_port(
     Raises:
         ConfigError: the port is taken.
     """
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import start_http_server
 
-    registry = CollectorRegistry(auto_describe=False)  # the engine may not be loaded yet
-    registry.register(collector)
-    try:
-        server, thread = start_http_server(port, "127.0.0.1", registry)
-    except OSError as error:
-        text = f"metrics_port = {port} cannot be had: {error}; choose another"
-        raise ConfigError(text) from error
-    answer: Any = server.get_app()
-
-    def answer_own(environ: dict[str, Any], start: Any) -> Any:
+    def answer(environ: dict[str, Any], start: Any) -> list[bytes]:
         if not is_own_host(host := environ.get("HTTP_HOST", ""), hosts):
             start("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
             return [wrong_host(host).encode()]
-        # The plain text format for all: in OpenMetrics names would lose their colon.
-        return answer(environ | {"HTTP_ACCEPT": ""}, start)
+        start("200 OK", [("Content-Type", METRICS_TYPE)])
+        return [state.metrics_text()]
 
-    server.set_app(answer_own)
+    try:
+        server, thread = start_http_server(port, "127.0.0.1")
+    except OSError as error:
+        text = f"metrics_port = {port} cannot be had: {error}; choose another"
+        raise ConfigError(text) from error
+    server.set_app(answer)
 
     def close() -> None:
         server.shutdown()
