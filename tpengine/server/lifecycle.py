@@ -181,7 +181,6 @@ class _Server:
     async def _wait_for_start(self, starting: asyncio.Task[AsyncLLMEngine]) -> None:
         """Returns when the start has succeeded or failed; ends the process if it is cancelled or
         takes too long."""
-        asked_to_close = asyncio.create_task(self._state.closing.wait())
         end = time.monotonic() + self._args.startup_timeout
         while not starting.done():
             left_s = end - time.monotonic()
@@ -193,10 +192,8 @@ class _Server:
                 why = f"in phase {self._phase!r}; raise it, or see above for what takes so long"
                 why = f"not ready within {limit}: still {why}"
                 await self._exit_without_engine(EXIT_FAILED, why)
-            wait_s, first = min(left_s, _POLL_S), asyncio.FIRST_COMPLETED
-            await asyncio.wait({starting, asked_to_close}, timeout=wait_s, return_when=first)
+            await asyncio.wait({starting}, timeout=min(left_s, _POLL_S))
             self._catching.catch()  # Ray, when it is initialised, replaces the handlers
-        asked_to_close.cancel()
 
     async def _start_engine(self) -> AsyncLLMEngine:
         """Loads the model, and generates one token to show that the engine works.
