@@ -134,7 +134,7 @@ class ServerArgs(Options):
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key")
-        places = self._places()
+        places = self.limits().places
         if (self.max_client_requests or 0) > places:
             raise ConfigError(
                 f"max_client_requests = {self.max_client_requests} is more than the {places} calls "
@@ -229,17 +229,12 @@ class ServerArgs(Options):
             idle_s=self.keep_alive,
             sse_ping_s=self.sse_ping,
             resume_window_s=self.resume_window,
+            queue=QueueLimits(self.max_queued_requests, self.max_queued_tokens),
         )
         if self.max_message_mib is not None:
             limits = replace(limits, max_message_bytes=int(self.max_message_mib * (1 << 20)))
-        most = self.max_client_requests or self._places() - _PLACES_OF_OTHERS
-        return replace(limits, max_client_requests=most, queue=self._queue())
-
-    def _queue(self) -> QueueLimits:
-        return QueueLimits(self.max_queued_requests, self.max_queued_tokens)
-
-    def _places(self) -> int:
-        return Limits(queue=self._queue()).places
+        most = self.max_client_requests or limits.places - _PLACES_OF_OTHERS
+        return replace(limits, max_client_requests=most)
 
     def authenticator(self) -> Authenticator:
         """Reads the tokens.
@@ -308,27 +303,22 @@ def check_port(host: str, port: int, option: str = "--port") -> list[tuple[int, 
     except (OSError, UnicodeError) as error:
         text = f"host = {host!r} is neither an address nor a known name: {error}"
         raise ConfigError(text) from error
-    endpoints = dict.fromkeys((family, address) for family, *_, address in all_found)
-    errors = [_bind_error(family, address) for family, address in endpoints]
-    # A name may have addresses that this machine lacks (::1 without IPv6); no address may be taken.
-    absent = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-    refused = [error for error in errors if error is not None and error.errno not in absent]
-    if refused:
-        why = f"{refused[0].strerror}; another process has the port, or this user may not have it"
-        text = f"cannot listen on {host}, port {port}: {why}; choose another with {option}"
-        raise ConfigError(text)
-    if None not in errors:
+    usable: list[tuple[int, Any]] = []
+    for family, address in dict.fromkeys((family, address) for family, *_, address in all_found):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as sock:
+                # As gRPC does: closed connections of an earlier server do not block the port.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(address)
+        except OSError as error:
+            # A name may have addresses that this machine lacks (::1 without IPv6).
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            why = f"{error.strerror}; another process has the port, or this user may not have it"
+            text = f"cannot listen on {host}, port {port}: {why}; choose another with {option}"
+            raise ConfigError(text) from error
+        usable.append((family, address))
+    if not usable:
         text = f"{host}: it is not one of this machine; choose another with --host"
         raise ConfigError(f"cannot listen on {text}")
-    return [endpoint for endpoint, error in zip(endpoints, errors, strict=True) if error is None]
-
-
-def _bind_error(family: int, address: object) -> OSError | None:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            # As gRPC does: closed connections of an earlier server do not block the port.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)  # type: ignore[arg-type]
-    except OSError as error:
-        return error
-    return None
+    return usable
