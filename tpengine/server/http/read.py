@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,7 +118,7 @@ class BodyReader:
         prompts: Any = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
         fields.end((*READ_BY_BOTH, *(READ_BY_CHAT if self._is_chat else READ_BY_COMPLETION)))
         with naming_field(self._is_chat, form, tools):
-            self._check_sampling(params, prompts)
+            limits.check_sampling(params, self._limits, self._max_model_len, prompts)
         if not self._is_chat:
             prompts = [await self._prompt(raw, params, special, style.echo) for raw in prompts]
         common: dict[str, Any] = {"params": params, "priority": priority, "lora_request": adapter}
@@ -144,13 +144,6 @@ class BodyReader:
         fields.end(READ_BY_COMPLETION)
         self._state.check_text("prompt", [text])
         return await self._engine.tokenize(text, special)
-
-    def _check_sampling(self, params: SamplingParams, prompts: Sequence[Any]) -> None:
-        most = self._max_model_len
-        sizes: dict[type, Callable[[Any], int]] = {list: len, str: limits.most_tokens_of_text}
-        longest = max(sizes.get(type(prompt), lambda _: most)(prompt) for prompt in prompts)
-        longest = min(longest, params.truncate_prompt_tokens or longest, most)
-        limits.check_sampling(params, self._limits, most, longest)
 
     def _read_style(self) -> Style:
         fields = self._fields
