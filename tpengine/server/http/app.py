@@ -105,7 +105,9 @@ class _Entrance:
             await send(message)
 
         try:
-            self._check_hosts(headers.getlist("host"))
+            for host in headers.getlist("host"):
+                if not is_own_host(host, self._hosts):
+                    raise HttpError(wrong_host(host), 403, "host_not_allowed")
             if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, answer)
                 return
@@ -122,11 +124,6 @@ class _Entrance:
             response = refusal(error, state["request_id"])
             if not has_begun:  # else the connection is closed, and the client sees a cut answer
                 await response(scope, receive, answer)
-
-    def _check_hosts(self, hosts: Sequence[str]) -> None:
-        for host in hosts:
-            if not is_own_host(host, self._hosts):
-                raise HttpError(wrong_host(host), 403, "host_not_allowed")
 
 
 async def _refuse(request: Request, error: HTTPException) -> NoReturn:
