@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -230,9 +230,15 @@ class Answer(_EventStream):
                 await answer(scope, receive, send)
 
     async def _write_stream(self, boxes: Boxes, writers: Writers, write: Write[bytes]) -> bytes:
-        """Writes the chunks of all requests as they come; returns what follows them."""
-        pairs, write_s = zip(boxes, writers, strict=True), self.state.limits.write_s
-        await _run_all([send_stream(box, writer, write, write_s) for box, writer in pairs])
+        """Writes the chunks of all requests as they come; returns what follows them. The first
+        error ends all."""
+        write_s = self.state.limits.write_s
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for box, writer in zip(boxes, writers, strict=True):
+                    tasks.create_task(send_stream(box, writer, write, write_s))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         end = b"data: [DONE]\n\n"
         if self.style.usage:
             end = event({**self.head, "choices": [], "usage": usage(writers)}) + end
@@ -248,17 +254,3 @@ class Answer(_EventStream):
 
 def _part(body: bytes, more_body: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": more_body}
-
-
-async def _run_all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs coroutines at once; the first error ends all.
-
-    Raises:
-        Exception: that error.
-    """
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for work in works:
-                tasks.create_task(work)
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
