@@ -62,8 +62,11 @@ class CertificateReloader:
             ConfigError: a file cannot be read, or key and certificate do not belong together.
         """
         self._certificate, self._key, self._authority = certificate, key, client_authority
+        self.contents: TlsContents = (b"", b"", None)
+        self._terms: Terms = ()
         self._refusal = ""
-        self._take(*self._load())
+        self._load()
+        self._warn()
 
     async def follow(self) -> NoReturn:
         """Looks at the files again and again, on a thread: their disk may not answer."""
@@ -74,26 +77,17 @@ class CertificateReloader:
     def reload(self) -> None:
         """Takes new contents if the files have changed and can be used; warns once a day."""
         try:
-            contents, context, terms = self._load()
-            problem = _date_problem(terms)
-            if problem and not _date_problem(self._terms):
-                raise ConfigError(problem)
+            are_new = self._load()
         except ConfigError as error:
             if str(error) != self._refusal:
                 self._refusal = str(error)
                 logger.warning("the certificates changed; the old ones stay in use: %s", error)
             return
-        if contents == self.contents:
-            if time.monotonic() > self._warned_at + _DAY_S:
-                self._warn()
-            return
         self._refusal = ""
-        self._take(contents, context, terms)
-        logger.info("the certificates changed; new connections get %s", self._certificate)
-
-    def _take(self, contents: TlsContents, context: ssl.SSLContext, terms: Terms) -> None:
-        self.contents, self.context, self._terms = contents, context, terms
-        self._warn()
+        if are_new:
+            logger.info("the certificates changed; new connections get %s", self._certificate)
+        if are_new or time.monotonic() > self._warned_at + _DAY_S:
+            self._warn()
 
     def _warn(self) -> None:
         self._warned_at = time.monotonic()
@@ -101,10 +95,20 @@ class CertificateReloader:
         if problem:
             logger.warning("%s, and clients refuse it at other times: renew it", problem)
 
-    def _load(self) -> tuple[TlsContents, ssl.SSLContext, Terms]:
+    def _load(self) -> bool:
+        """Takes what is in the files; returns whether it is new.
+
+        Raises:
+            ConfigError: it cannot be used, or clients would not accept it, and accept what is in
+                use.
+        """
         paths = (self._certificate, self._key, self._authority)
         names = [path for path in paths if path is not None]
         try:
+            certificate, key, *authority = [Path(name).read_bytes() for name in names]
+            contents = certificate, key, authority[0] if authority else None
+            if contents == self.contents:
+                return False
             # The ssl module checks what gRPC would accept silently and fail on at each handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._certificate, self._key, password=_no_passphrase)
@@ -113,14 +117,17 @@ class CertificateReloader:
             if self._authority is not None:
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(self._authority)
-            certificate, key, *authority = [Path(name).read_bytes() for name in names]
             terms = [_term(name) for name in (self._certificate, self._authority) if name]
         except (OSError, ssl.SSLError, ValueError) as error:
             raise ConfigError(
                 f"{', '.join(names)} cannot be used for TLS: {error}; certificate and key must be "
                 "PEM files that belong together, the key without a passphrase"
             ) from error
-        return (certificate, key, authority[0] if authority else None), context, terms
+        problem = _date_problem(terms)
+        if problem and self._terms and not _date_problem(self._terms):
+            raise ConfigError(problem)
+        self.contents, self.context, self._terms = contents, context, terms
+        return True
 
 
 def _term(path: str) -> tuple[str, float, float]:
