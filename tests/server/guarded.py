@@ -9,11 +9,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.system_packages import require
 
-from tpengine.server.auth import Authenticator, CertificateReloader, TlsFiles
+from tpengine.server.auth import Authenticator, CertificateReloader
 from tpengine.server.grpc.server import GrpcServer
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
@@ -37,13 +37,21 @@ def loop_on_a_thread() -> Iterator[Run]:
         loop.close()
 
 
+class TlsFiles(NamedTuple):
+    """Paths of PEM files, as `CertificateReloader` takes them."""
+
+    certificate: str
+    key: str
+    client_authority: str | None = None
+
+
 @contextmanager
 def following(run: Run, files: TlsFiles | None) -> Iterator[CertificateReloader | None]:
     """The certificates in these files, which the loop follows meanwhile."""
     if files is None:
         yield None
         return
-    certificates = CertificateReloader(files)
+    certificates = CertificateReloader(*files)
 
     async def begin() -> asyncio.Task[Any]:
         return asyncio.create_task(certificates.follow())

@@ -375,7 +375,7 @@ class Kept(KeptStreams):
 
     def try_to_begin(self, key: str, account: str) -> KeptStream | None:
         asked = Resumption(account, key, b"", WINDOW_S, 0)
-        return self.open(asked, key, [], lambda _: asyncio.Event().wait())
+        return self.open(asked, key, lambda _: asyncio.Event().wait())
 
 
 async def bytes_of_a_stream(kept: Kept) -> None:

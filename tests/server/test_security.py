@@ -17,13 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.waiting import wait_until
 
 from server.calls import NOT_SERVING, TIMEOUT_S, bearer, check, refused
-from server.guarded import Authority, guarded_server
+from server.guarded import Authority, TlsFiles, guarded_server
 from tpengine.cli import serve
 from tpengine.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from tpengine.inputs import Owner
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto import tpengine_pb2_grpc
 from tpengine.server import auth
-from tpengine.server.auth import Authenticator, Client, TlsFiles, read_tokens
+from tpengine.server.auth import Authenticator, Client, read_tokens
 from tpengine.server.grpc.guard import identify_call
 from tpengine.server.server_args import ServerArgs
 
@@ -102,7 +103,7 @@ def test_tokens_are_read(tmp_path: Path) -> None:
     assert read_tokens(None, f"{ONE} 4, {TWO}", "x") == {ONE: 4.0, TWO: 1.0}
     assert read_tokens(None, None, "x") == {}
     known = ServerArgs(token_file=str(file), api_key=TWO).authenticator()
-    assert known.identify([f"Bearer {TWO}"], None).weight == 2.5
+    assert known.identify([f"Bearer {TWO}"], None).owner.weight == 2.5
     for content in ("", "# none\n", "short\n", f"{ONE} {TWO}\n", f"{ONE}é\n", f"{ONE} 2\n{ONE}\n"):
         file.write_text(content)
         with pytest.raises(ConfigError) as raised:
@@ -135,18 +136,18 @@ def test_clients_are_told_apart() -> None:
     first, second, admin = (known.identify([f"Bearer {key}"], None) for key in (ONE, TWO, ADMIN))
     assert first == known.identify([f"bearer {ONE}"], "a name")
     assert first.owner.weight == 2.5
-    assert len({first.name, second.name, admin.name}) == 3
+    assert len({first.owner.name, second.owner.name, admin.owner.name}) == 3
     near, far = (Authenticator().identify([], None, f"ipv4:10.0.0.{i}") for i in (1, 2))
     named = Authenticator().identify([], "a name", "ipv4:10.0.0.1")
     accounts = {client.owner.account for client in (first, second, near, far, named)}
     assert len(accounts) == 5
-    assert (near.name, named.name) == (far.name, "certificate a name")
+    assert (near.owner.name, named.owner.name) == (far.owner.name, "certificate a name")
     assert not any("10.0" in account or "a name" in account for account in accounts)
     admin.require_admin("x")
-    for client in (first, second, Client("anonymous")):
+    for client in (first, second, Client(Owner("anonymous"))):
         with pytest.raises(PermissionDeniedError):
             client.require_admin("x")
-    assert Authenticator().identify([f"Bearer {WRONG}"], None).name == "anonymous"
+    assert Authenticator().identify([f"Bearer {WRONG}"], None).owner.name == "anonymous"
     with pytest.raises(UnauthenticatedError):
         Authenticator((), [ADMIN]).identify([f"Bearer {WRONG}"], None)
 
@@ -241,7 +242,7 @@ def test_certificates_without_a_common_name_are_told_apart() -> None:
         call = SimpleNamespace(
             invocation_metadata=lambda: (), auth_context=lambda: peer, peer=lambda: "ipv4:1.2.3.4:5"
         )
-        return identify_call(Authenticator(), call).name
+        return identify_call(Authenticator(), call).owner.name
 
     san, common, pem = "x509_subject_alternative_name", "x509_common_name", "x509_pem_cert"
     names = [
@@ -306,7 +307,7 @@ def test_dates_of_certificates(
     def load(files: TlsFiles, day: float) -> auth.CertificateReloader:
         lines.clear()
         clock.time = lambda: now + day * 86_400
-        return auth.CertificateReloader(files)
+        return auth.CertificateReloader(*files)
 
     for day in (0.0, 22.9):
         load(long, day)

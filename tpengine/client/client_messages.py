@@ -112,22 +112,13 @@ def put(message: Any, kind: type[errors.RequestError], **fields: object) -> None
     Raises:
         RequestError: a value does not fit into its field.
     """
-    blank = type(message)
-    try:
-        message.MergeFrom(blank(**fields))  # numbers, lists, maps and messages alike
-    except (TypeError, ValueError, OverflowError) as first:
-        for name, value in fields.items():  # protobuf's text does not name the field
-            try:
-                blank(**{name: value})
-            except (TypeError, ValueError, OverflowError) as error:
-                content = _CONTENTS.get(blank.DESCRIPTOR.fields_by_name[name].cpp_type, _WHOLE)
-                raise kind(
-                    f"{name} can hold only {content} in the protocol, got {reprlib.repr(value)}: "
-                    f"{error}",
-                    field=name,
-                ) from error
-        # The value is an iterator, which the first attempt has used up.
-        raise kind(f"{' or '.join(fields)} does not fit into the protocol: {first}") from first
+    for name, value in fields.items():  # one by one: protobuf's text does not name the field
+        try:
+            message.MergeFrom(type(message)(**{name: value}))
+        except (TypeError, ValueError, OverflowError) as error:
+            content = _CONTENTS.get(message.DESCRIPTOR.fields_by_name[name].cpp_type, _WHOLE)
+            text = f"{name} can hold only {content} in the protocol, got {reprlib.repr(value)}"
+            raise kind(f"{text}: {error}", field=name) from error
 
 
 _WHOLE = f"integers in [{-(2**31)}, {2**31 - 1}]"

@@ -258,19 +258,10 @@ class GenerationClient:
         Raises:
             RequestError: the server does not know this service.
         """
-        answer = await self._call(self._health.Check, _health_request(service))
-        return _health_name(answer.status)
-
-    async def watch_health(self, service: str = "") -> AsyncIterator[str]:
-        """Yields the health now and at each change; it does not end by itself."""
-        request = _health_request(service)
-        call = self._health.Watch(request, metadata=self._metadata)
-        try:
-            async with typed_errors(call, self.target):
-                async for answer in call:
-                    yield _health_name(answer.status)
-        finally:
-            call.cancel()
+        request = health_pb2.HealthCheckRequest()
+        put(request, errors.RequestError, service=service)
+        answer = await self._call(self._health.Check, request)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     async def close(self) -> None:
         """Ends the connection and aborts its requests."""
@@ -310,16 +301,6 @@ async def _answer(call: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
 
 def _num_tokens(response: pb.GenerateResponse) -> int:
     return sum(len(output.token_ids) for output in response.outputs)
-
-
-def _health_request(service: str) -> health_pb2.HealthCheckRequest:
-    request = health_pb2.HealthCheckRequest()
-    put(request, errors.RequestError, service=service)
-    return request
-
-
-def _health_name(status: int) -> str:
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
 
 
 @asynccontextmanager

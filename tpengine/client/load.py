@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tpengine.client.client_messages import Sampling
 from tpengine.client.generation_client import GenerationClient
@@ -36,7 +35,6 @@ class PlannedRequest:
     start_s: float
     prompt: str | Sequence[int]
     params: Sampling
-    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -140,27 +138,26 @@ async def run_load(
         The outcomes in the plan's order, and the seconds of the whole run.
     """
     start = time.perf_counter()
-    tasks = [asyncio.create_task(_send(client, request, start, timeout_s)) for request in plan]
-    try:
-        for task in tasks:
-            task.add_done_callback(lambda done: None if done.cancelled() else on_end(done.result()))
-        outcomes = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-    return outcomes, time.perf_counter() - start
+
+    async def send(request: PlannedRequest) -> Outcome:
+        outcome = await _send(client, request, start + request.start_s, timeout_s)
+        on_end(outcome)
+        return outcome
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(send(request)) for request in plan]
+    return [task.result() for task in tasks], time.perf_counter() - start
 
 
 async def _send(
-    client: GenerationClient, request: PlannedRequest, start: float, timeout_s: float | None
+    client: GenerationClient, request: PlannedRequest, due: float, timeout_s: float | None
 ) -> Outcome:
-    due = start + request.start_s
     await asyncio.sleep(max(0.0, due - time.perf_counter()))
     outcome = Outcome(lateness_s=time.perf_counter() - due)
     last = due
     try:
-        own: dict[str, Any] = {"priority": request.priority, "timeout_s": timeout_s}
-        async for output in client.stream(request.prompt, request.params, **own, resume_window_s=0):
+        prompt, params = request.prompt, request.params
+        async for output in client.stream(prompt, params, timeout_s=timeout_s, resume_window_s=0):
             num_new = sum(len(sequence.token_ids) for sequence in output.outputs)
             if not num_new:
                 continue

@@ -299,6 +299,7 @@ def has_tokenizer(folder: str | None) -> bool:
     return any(next(Path(folder).glob(pattern), None) for pattern in _TOKENIZER_FILES)
 
 
+@functools.lru_cache(maxsize=1)
 def tokenizer_archive(tokenizer: Tokenizer, folder: str) -> bytes:
     """Returns a ZIP archive of the files from which another program makes this tokenizer: those of
     its folder, with the model's configuration; of a GGUF file those that transformers writes. It is

@@ -28,27 +28,6 @@ from tpengine.logger import init_logger
 logger = init_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """Paths of PEM files.
-
-    Attributes:
-        certificate: the server's certificate, followed by the chain to its authority.
-        key: the private key of that certificate, without a passphrase.
-        client_authority: certificate of the authority that signs the clients' certificates; None:
-            clients need no certificate.
-    """
-
-    certificate: str
-    key: str
-    client_authority: str | None = None
-
-    def paths(self) -> list[Path]:
-        """All files that are given."""
-        names = (self.certificate, self.key, self.client_authority)
-        return [Path(name) for name in names if name is not None]
-
-
 TlsContents = tuple[bytes, bytes, bytes | None]
 """Contents of the certificate, the key and the client authority, in PEM."""
 Terms = Sequence[tuple[str, float, float]]
@@ -63,22 +42,31 @@ class CertificateReloader:
     old contents stay in use until the files are right. So do they if clients accept them and would
     not accept the new ones, because of their dates.
 
+    Args:
+        certificate: path of the PEM file of the server's certificate, followed by the chain to its
+            authority.
+        key: path of its private key, without a passphrase.
+        client_authority: path of the certificate of the authority that signs the clients'
+            certificates; None: clients need no certificate.
+
     Attributes:
         contents: what is in use now.
         context: the same for the ssl module, anew for each contents. It resumes no sessions by
             tickets, which would outlive an authority.
     """
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(self, certificate: str, key: str, client_authority: str | None = None) -> None:
         """Reads the files, and warns of dates in the past or soon.
 
         Raises:
             ConfigError: a file cannot be read, or key and certificate do not belong together.
         """
-        self._files = files
-        self._stamps_in_use = self._stamps()
+        self._certificate, self._key, self._authority = certificate, key, client_authority
+        self.contents: TlsContents = (b"", b"", None)
+        self._terms: Terms = ()
         self._refusal = ""
-        self._take(*self._load())
+        self._load()
+        self._warn()
 
     async def follow(self) -> NoReturn:
         """Looks at the files again and again, on a thread: their disk may not answer."""
@@ -88,28 +76,18 @@ class CertificateReloader:
 
     def reload(self) -> None:
         """Takes new contents if the files have changed and can be used; warns once a day."""
-        stamps = self._stamps()
-        if stamps == self._stamps_in_use:
-            if time.monotonic() > self._warned_at + _DAY_S:
-                self._warn()
-            return
         try:
-            contents, context, terms = self._load()
-            problem = _date_problem(terms)
-            if problem and not _date_problem(self._terms):
-                raise ConfigError(problem)
+            are_new = self._load()
         except ConfigError as error:
             if str(error) != self._refusal:
                 self._refusal = str(error)
                 logger.warning("the certificates changed; the old ones stay in use: %s", error)
             return
-        self._stamps_in_use, self._refusal = stamps, ""
-        self._take(contents, context, terms)
-        logger.info("the certificates changed; new connections get %s", self._files.certificate)
-
-    def _take(self, contents: TlsContents, context: ssl.SSLContext, terms: Terms) -> None:
-        self.contents, self.context, self._terms = contents, context, terms
-        self._warn()
+        self._refusal = ""
+        if are_new:
+            logger.info("the certificates changed; new connections get %s", self._certificate)
+        if are_new or time.monotonic() > self._warned_at + _DAY_S:
+            self._warn()
 
     def _warn(self) -> None:
         self._warned_at = time.monotonic()
@@ -117,36 +95,39 @@ class CertificateReloader:
         if problem:
             logger.warning("%s, and clients refuse it at other times: renew it", problem)
 
-    def _stamps(self) -> list[object]:
-        stamps: list[object] = []
-        for path in self._files.paths():
-            try:
-                status = path.stat()
-                stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
-            except OSError as error:
-                stamps.append(error.errno)
-        return stamps
+    def _load(self) -> bool:
+        """Takes what is in the files; returns whether it is new.
 
-    def _load(self) -> tuple[TlsContents, ssl.SSLContext, Terms]:
-        files = self._files
+        Raises:
+            ConfigError: it cannot be used, or clients would not accept it, and accept what is in
+                use.
+        """
+        paths = (self._certificate, self._key, self._authority)
+        names = [path for path in paths if path is not None]
         try:
+            certificate, key, *authority = [Path(name).read_bytes() for name in names]
+            contents = certificate, key, authority[0] if authority else None
+            if contents == self.contents:
+                return False
             # The ssl module checks what gRPC would accept silently and fail on at each handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(files.certificate, files.key, password=_no_passphrase)
+            context.load_cert_chain(self._certificate, self._key, password=_no_passphrase)
             context.options |= ssl.OP_NO_TICKET
             context.num_tickets = 0
-            if files.client_authority is not None:
+            if self._authority is not None:
                 context.verify_mode = ssl.CERT_REQUIRED
-                context.load_verify_locations(files.client_authority)
-            certificate, key, *authority = [path.read_bytes() for path in files.paths()]
-            terms = [_term(name) for name in (files.certificate, files.client_authority) if name]
+                context.load_verify_locations(self._authority)
+            terms = [_term(name) for name in (self._certificate, self._authority) if name]
         except (OSError, ssl.SSLError, ValueError) as error:
-            names = ", ".join(str(path) for path in files.paths())
             raise ConfigError(
-                f"{names} cannot be used for TLS: {error}; certificate and key must be PEM files "
-                "that belong together, the key without a passphrase"
+                f"{', '.join(names)} cannot be used for TLS: {error}; certificate and key must be "
+                "PEM files that belong together, the key without a passphrase"
             ) from error
-        return (certificate, key, authority[0] if authority else None), context, terms
+        problem = _date_problem(terms)
+        if problem and self._terms and not _date_problem(self._terms):
+            raise ConfigError(problem)
+        self.contents, self.context, self._terms = contents, context, terms
+        return True
 
 
 def _term(path: str) -> tuple[str, float, float]:
@@ -236,22 +217,14 @@ class Client:
     """An authenticated caller.
 
     Attributes:
-        name: the same for all calls with the same token or certificate; not a secret.
-        may: its rights: "serve", or "serve" and "admin".
-        account: a token, a certificate or an address, by its kind and a digest; its work in the
-            engine is charged to this.
-        weight: of the token; see `Owner`.
+        owner: of its requests. The name is the same for all calls with the same token or
+            certificate, and not a secret. The account is a token, a certificate or an address, by
+            its kind and a digest. The weight is that of the token.
+        is_admin: whether it is the operator, who may do everything.
     """
 
-    name: str
-    may: frozenset[str] = frozenset({"serve"})
-    account: str = ""
-    weight: float = 1.0
-
-    @property
-    def owner(self) -> Owner:
-        """The owner of the client's requests."""
-        return Owner(self.name, self.account, self.weight)
+    owner: Owner
+    is_admin: bool = False
 
     def require_admin(self, what: str) -> None:
         """Refuses an operation that only the operator may run.
@@ -259,10 +232,30 @@ class Client:
         Raises:
             PermissionDeniedError: the client did not send the admin token.
         """
-        if "admin" not in self.may:
+        if not self.is_admin:
             sources = "--admin-token-file or TPENGINE_ADMIN_TOKEN"
             text = f"{what} needs the admin token, which the server takes from {sources}"
             raise PermissionDeniedError(f"{text}; send {_FORM}")
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a client, at any door.
+
+    Attributes:
+        request_id: over gRPC made by the server, for requests without an id and for the log; over
+            HTTP the client's x-request-id, or one that the server has made. Other calls may have it
+            too.
+        client: who calls; anonymous in calls of health, which need no token.
+        deadline: moment of `time.monotonic`; None: none.
+        message: its only message, or the JSON object of its body; None until it is read, and in
+            calls with many.
+    """
+
+    request_id: str
+    client: Client = Client(Owner(ANONYMOUS))  # frozen
+    deadline: float | None = None
+    message: Any = None
 
 
 class Authenticator:
@@ -307,9 +300,9 @@ class Authenticator:
             if self.wants_token:
                 raise UnauthenticatedError(f"this server needs a token; send {_FORM}")
             if cert is None:
-                return Client(ANONYMOUS, account=f"address {_digest(address).hex()[:12]}")
+                return Client(Owner(ANONYMOUS, f"address {_digest(address).hex()[:12]}"))
             account = f"certificate {_digest(cert).hex()[:12]}"
-            return Client(f"certificate {cert}", account=account)
+            return Client(Owner(f"certificate {cert}", account))
         scheme, _, token = headers[0].partition(" ")
         digest = _digest(token.strip())
         # Each is compared with all: the time must not depend on the place of a match.
@@ -319,8 +312,7 @@ class Authenticator:
             text = f"the token is not one that this server knows; send one {_FORM}"
             raise UnauthenticatedError(text)
         name = f"token {digest.hex()[:12]}"
-        rights = frozenset({"serve", "admin"} if is_admin else {"serve"})
-        return Client(name, rights, name, self._weights.get(digest, 1.0))
+        return Client(Owner(name, name, self._weights.get(digest, 1.0)), is_admin)
 
 
 def read_tokens(file: str | None, variable: str | None, what: str) -> dict[str, float]:

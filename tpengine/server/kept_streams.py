@@ -14,15 +14,15 @@ import asyncio
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from operator import itemgetter
 
 from tpengine import errors
 from tpengine.server.auth import Client
 from tpengine.server.limits import Limits, OpenCalls
+from tpengine.server.stream_sender import Write, write_within
 
-Write = Callable[[bytes], Awaitable[None]]
 Produce = Callable[["KeptStream"], Awaitable[None]]
 """Serves the requests of a stream, and adds its messages."""
 _MESSAGE_BYTES, _STREAM_BYTES = 256, 4096
@@ -47,10 +47,6 @@ class Resumption:
     window_s: float
     after: int
 
-    def engine_id(self, request_id: str) -> str:
-        """The engine's id of a request: those of other clients may have the same `request_id`."""
-        return f"{request_id}@{self.account.rpartition(' ')[2]}"
-
 
 class KeptStream:
     """The messages of one stream. Each ends at a position, which the protocol counts.
@@ -58,8 +54,7 @@ class KeptStream:
     Args:
         table: that holds the stream.
         asked: by the call that begins it.
-        request_id: for its client.
-        engine_ids: of its requests in the engine.
+        request_id: for its client; the engine's ids are `unique_id` of it.
 
     Attributes:
         position: of the newest message.
@@ -68,10 +63,8 @@ class KeptStream:
         is_over: whether no more messages come.
     """
 
-    def __init__(
-        self, table: KeptStreams, asked: Resumption, request_id: str, engine_ids: Sequence[str]
-    ) -> None:
-        self.asked, self.request_id, self.engine_ids = asked, request_id, engine_ids
+    def __init__(self, table: KeptStreams, asked: Resumption, request_id: str) -> None:
+        self.asked, self.request_id = asked, request_id
         self.position, self.num_bytes = 0, _STREAM_BYTES
         self.reader: asyncio.Timeout | None = None
         self.is_over = False
@@ -152,13 +145,14 @@ class KeptStream:
             if work is not None:
                 work.cancel()
 
-    async def send(self, after: int, write: Write) -> None:
+    async def send(self, after: int, write: Write[bytes]) -> None:
         """Sends a reader all messages after a position, also those to come. The reader takes the
         place of an earlier one, whose call may seem open after its connection is dead.
 
         Raises:
             NotKeptError: no message that is kept begins there.
             RequestAbortedError: a later reader has come.
+            UnreadError: a write has taken longer than `write_s`.
             Exception: that of the request, after its last message, or of `write`.
         """
         number = self._number_after(after)
@@ -181,7 +175,7 @@ class KeptStream:
         if self._error is not None:
             raise self._error
 
-    async def _send_from(self, number: int, reader: asyncio.Timeout, write: Write) -> None:
+    async def _send_from(self, number: int, reader: asyncio.Timeout, write: Write[bytes]) -> None:
         """Sends messages while there is no later reader.
 
         Raises:
@@ -190,7 +184,7 @@ class KeptStream:
         while True:
             place = number - self._num_dropped
             if place < len(self._messages):
-                await write(self._messages[place][1])
+                await write_within(self._table.write_s, write(self._messages[place][1]))
                 number += 1
             elif self.is_over:
                 return
@@ -224,10 +218,11 @@ class KeptStreams:
 
     Attributes:
         num_bytes: memory that they take.
+        write_s: longest time in seconds in which a client takes no message.
     """
 
     def __init__(self, limits: Limits, calls: OpenCalls) -> None:
-        self.num_bytes = 0
+        self.num_bytes, self.write_s = 0, limits.write_s
         self._limits, self._calls = limits, calls
         self._held: Counter[str] = Counter()  # bytes by account
         self._streams: dict[tuple[str, str], KeptStream] = {}
@@ -279,9 +274,7 @@ class KeptStreams:
             )
         return stream
 
-    def open(
-        self, asked: Resumption, request_id: str, engine_ids: Sequence[str], produce: Produce
-    ) -> KeptStream | None:
+    def open(self, asked: Resumption, request_id: str, produce: Produce) -> KeptStream | None:
         """The stream of a call: begins it, or finds it if a call has begun it meanwhile; None:
         there is no room to keep it, and the call is served like one that does not ask for that.
 
@@ -298,7 +291,7 @@ class KeptStreams:
         own = [stream for stream in self._streams.values() if stream.asked.account == asked.account]
         num_detached = sum(stream.reader is None and not stream.is_over for stream in own)
         self._calls.check_detached(asked.account, num_detached)
-        stream = KeptStream(self, asked, request_id, engine_ids)
+        stream = KeptStream(self, asked, request_id)
         if not self.make_room(stream, stream.num_bytes):
             return None
         self._streams[asked.account, asked.key] = stream
@@ -313,9 +306,9 @@ class KeptStreams:
     def of_request(self, client: Client, request_id: str) -> list[KeptStream]:
         """The streams of a request that a client may abort."""
         streams = [stream for stream in self._streams.values() if stream.request_id == request_id]
-        if "admin" in client.may:
+        if client.is_admin:
             return streams
-        return [stream for stream in streams if stream.asked.account == client.account]
+        return [stream for stream in streams if stream.asked.account == client.owner.account]
 
     def drop(self, stream: KeptStream) -> None:
         """Forgets a stream, and ends its request."""

@@ -27,7 +27,7 @@ from tpengine.server.auth import Authenticator, CertificateReloader, is_own_host
 from tpengine.server.grpc.server import GrpcServer, batch_wake_ups
 from tpengine.server.limits import default_message_bytes
 from tpengine.server.server_args import ServerArgs, join_address
-from tpengine.server.state import ServerState, State
+from tpengine.server.state import METRICS_TYPE, ServerState, State
 
 if TYPE_CHECKING:  # its packages are optional
     from tpengine.server.http.http_server import HttpServer
@@ -115,7 +115,7 @@ class _Server:
         self._loop = asyncio.get_running_loop()
         batch_wake_ups(self._loop)
         self._grpc = GrpcServer(self._state, auth)
-        self._http = self._make_http()
+        self._http: HttpServer | None = None
 
     async def run(self) -> int:
         """Starts, serves and ends the server."""
@@ -130,13 +130,19 @@ class _Server:
 
     async def _listen(self, stack: contextlib.ExitStack) -> list[str]:
         """Opens all ports; returns the texts of the ready line about them, that of gRPC first."""
-        args, files = self._args, self._args.tls_files()
-        tls = None if files is None else CertificateReloader(files)
-        if tls is not None:
+        args, tls = self._args, None
+        if args.tls_cert is not None and args.tls_key is not None:
+            tls = CertificateReloader(args.tls_cert, args.tls_key, args.tls_client_ca)
             stack.callback(asyncio.create_task(tls.follow()).cancel)
         port = await self._grpc.start(args.address(), tls)
         addresses = [join_address(args.host, port)]
-        if self._http is not None and args.http_port is not None:
+        if args.http_port is not None:
+            from tpengine.server.http.app import make_app
+            from tpengine.server.http.http_server import HttpServer
+
+            auth, hosts = self._authenticator, args.hosts(self._authenticator)
+            app = make_app(self._state, auth, args.cors_origins(), hosts)
+            self._http = HttpServer(app, self._state.limits)
             http_port = await self._http.start(args.host, args.http_port, tls)
             scheme = "http" if tls is None else "https"
             addresses.append(f"; OpenAI on {scheme}://{join_address(args.host, http_port)}/v1")
@@ -147,14 +153,6 @@ class _Server:
             stack.callback(close)
             addresses.append(f"; metrics on http://127.0.0.1:{port}/metrics")
         return addresses
-
-    def _make_http(self) -> HttpServer | None:
-        if self._args.http_port is None:
-            return None
-        from tpengine.server.http.http_server import HttpServer
-
-        hosts = self._args.hosts(self._authenticator)
-        return HttpServer(self._state, self._authenticator, self._args.cors_origins(), hosts)
 
     async def _close_doors(self, grace_s: float) -> None:
         doors = (self._grpc, self._http)
@@ -183,7 +181,6 @@ class _Server:
     async def _wait_for_start(self, starting: asyncio.Task[AsyncLLMEngine]) -> None:
         """Returns when the start has succeeded or failed; ends the process if it is cancelled or
         takes too long."""
-        asked_to_close = asyncio.create_task(self._state.closing.wait())
         end = time.monotonic() + self._args.startup_timeout
         while not starting.done():
             left_s = end - time.monotonic()
@@ -195,10 +192,8 @@ class _Server:
                 why = f"in phase {self._phase!r}; raise it, or see above for what takes so long"
                 why = f"not ready within {limit}: still {why}"
                 await self._exit_without_engine(EXIT_FAILED, why)
-            wait_s, first = min(left_s, _POLL_S), asyncio.FIRST_COMPLETED
-            await asyncio.wait({starting, asked_to_close}, timeout=wait_s, return_when=first)
+            await asyncio.wait({starting}, timeout=min(left_s, _POLL_S))
             self._catching.catch()  # Ray, when it is initialised, replaces the handlers
-        asked_to_close.cancel()
 
     async def _start_engine(self) -> AsyncLLMEngine:
         """Loads the model, and generates one token to show that the engine works.
@@ -358,13 +353,13 @@ _METRICS_END_S = 5.0
 
 
 def open_metrics_port(
-    port: int, collector: Any, hosts: Sequence[str]
+    port: int, state: ServerState, hosts: Sequence[str]
 ) -> tuple[int, Callable[[], None]]:
     """Serves metrics to Prometheus, over HTTP on loopback and on threads of their own.
 
     Args:
         port: 0: any free one.
-        collector: its `collect` has the metrics at that moment; called on these threads.
+        state: has the metrics at a moment.
         hosts: see `is_own_host`.
 
     Returns:
@@ -373,25 +368,21 @@ def open_metrics_port(
     Raises:
         ConfigError: the port is taken.
     """
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import start_http_server
 
-    registry = CollectorRegistry(auto_describe=False)  # the engine may not be loaded yet
-    registry.register(collector)
-    try:
-        server, thread = start_http_server(port, "127.0.0.1", registry)
-    except OSError as error:
-        text = f"metrics_port = {port} cannot be had: {error}; choose another"
-        raise ConfigError(text) from error
-    answer: Any = server.get_app()
-
-    def answer_own(environ: dict[str, Any], start: Any) -> Any:
+    def answer(environ: dict[str, Any], start: Any) -> list[bytes]:
         if not is_own_host(host := environ.get("HTTP_HOST", ""), hosts):
             start("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
             return [wrong_host(host).encode()]
-        # The plain text format for all: in OpenMetrics names would lose their colon.
-        return answer(environ | {"HTTP_ACCEPT": ""}, start)
+        start("200 OK", [("Content-Type", METRICS_TYPE)])
+        return [state.metrics_text()]
 
-    server.set_app(answer_own)
+    try:
+        server, thread = start_http_server(port, "127.0.0.1")
+    except OSError as error:
+        text = f"metrics_port = {port} cannot be had: {error}; choose another"
+        raise ConfigError(text) from error
+    server.set_app(answer)
 
     def close() -> None:
         server.shutdown()

@@ -36,7 +36,7 @@ _OWN_FILES = 256
 _LEAST_CONNECTIONS = 16
 _FRAME_TOKENS = 16
 _MAX_TIMEOUT_DIGITS = 12
-_SPECS = parameters(SamplingParams)
+_PARAMETERS = parameters(SamplingParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +132,8 @@ class Limits:
 
     def max_entries(self) -> dict[str, int]:
         """Most entries of each sampling parameter that is a list or a map."""
-        return {name: getattr(self, bound) for name, bound in _BOUNDS}
-
-
-_BOUNDS = [(name, spec.max_entries) for name, spec in _SPECS.items() if spec.max_entries]
+        declared = _PARAMETERS.items()
+        return {name: getattr(self, p.max_entries) for name, p in declared if p.max_entries}
 
 
 WhenOver = Callable[[Callable[[object], None]], object]
@@ -334,9 +332,12 @@ def max_text_bytes(tokenizer: Tokenizer | None, max_model_len: int) -> int | Non
     return _SLACK * max_model_len * max(longest, 1)
 
 
-def most_tokens_of_text(text: str) -> int:
-    """Bound of the tokens of a prompt: each has at least one byte, except those around a text."""
-    return len(text.encode()) + _FRAME_TOKENS
+def _most_tokens(prompt: object, most: int) -> int:
+    """Bound of the tokens of a prompt: ids, a text, whose tokens have at least one byte each except
+    those around it, or something else, of which there may be `most`."""
+    if isinstance(prompt, str):
+        return min(len(prompt.encode()) + _FRAME_TOKENS, most)
+    return min(len(prompt), most) if isinstance(prompt, list) else most
 
 
 def check_num_ids(name: str, count: int, max_model_len: int) -> None:
@@ -354,14 +355,16 @@ def check_num_ids(name: str, count: int, max_model_len: int) -> None:
         raise errors.InvalidPromptError.of_field(name, text)
 
 
-def check_sampling(params: SamplingParams, limits: Limits, max_len: int, prompt_len: int) -> None:
+def check_sampling(
+    params: SamplingParams, limits: Limits, max_len: int, prompts: Iterable[object]
+) -> None:
     """Bounds what costs memory or time in the engine.
 
     The door has bounded the lists' lengths (`Limits.max_entries`) before it built `params`.
 
     Args:
         max_len: most tokens of a sequence.
-        prompt_len: most tokens that the prompt can have.
+        prompts: texts, lists of ids, or others, which may have any length.
 
     Raises:
         InvalidSamplingParamsError: a value exceeds its bound.
@@ -391,6 +394,8 @@ def check_sampling(params: SamplingParams, limits: Limits, max_len: int, prompt_
             raise errors.InvalidSamplingParamsError.of_field(name, f"{text}; {hint}")
     max_tokens = max_len if params.max_tokens is None else params.max_tokens
     num_tokens = min(max_tokens, max_len) * num_sequences
+    most_kept = min(params.truncate_prompt_tokens or max_len, max_len)
+    prompt_len = max(_most_tokens(prompt, most_kept) for prompt in prompts)
     for name, length in (("logprobs", num_tokens), ("prompt_logprobs", prompt_len)):
         count = getattr(params, name)
         if count == WHOLE_VOCABULARY:

@@ -17,7 +17,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError
 from tpengine.inputs import LoRARequest
 from tpengine.options import Options, each, option
-from tpengine.server.auth import Authenticator, TlsFiles, read_tokens
+from tpengine.server.auth import Authenticator, read_tokens
 from tpengine.server.limits import Limits
 
 MAX_PORT = 65535
@@ -134,7 +134,7 @@ class ServerArgs(Options):
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key")
-        places = self._places()
+        places = self.limits().places
         if (self.max_client_requests or 0) > places:
             raise ConfigError(
                 f"max_client_requests = {self.max_client_requests} is more than the {places} calls "
@@ -206,12 +206,6 @@ class ServerArgs(Options):
         if self.metrics_port is not None:
             check_port("127.0.0.1", self.metrics_port, "--metrics-port")
 
-    def tls_files(self) -> TlsFiles | None:
-        """The certificate files; None: no TLS."""
-        if self.tls_cert is None or self.tls_key is None:
-            return None
-        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
-
     def adapters(self) -> list[LoRARequest]:
         """The adapters of `lora_modules`.
 
@@ -235,17 +229,12 @@ class ServerArgs(Options):
             idle_s=self.keep_alive,
             sse_ping_s=self.sse_ping,
             resume_window_s=self.resume_window,
+            queue=QueueLimits(self.max_queued_requests, self.max_queued_tokens),
         )
         if self.max_message_mib is not None:
             limits = replace(limits, max_message_bytes=int(self.max_message_mib * (1 << 20)))
-        most = self.max_client_requests or self._places() - _PLACES_OF_OTHERS
-        return replace(limits, max_client_requests=most, queue=self._queue())
-
-    def _queue(self) -> QueueLimits:
-        return QueueLimits(self.max_queued_requests, self.max_queued_tokens)
-
-    def _places(self) -> int:
-        return Limits(queue=self._queue()).places
+        most = self.max_client_requests or limits.places - _PLACES_OF_OTHERS
+        return replace(limits, max_client_requests=most)
 
     def authenticator(self) -> Authenticator:
         """Reads the tokens.
@@ -314,27 +303,22 @@ def check_port(host: str, port: int, option: str = "--port") -> list[tuple[int, 
     except (OSError, UnicodeError) as error:
         text = f"host = {host!r} is neither an address nor a known name: {error}"
         raise ConfigError(text) from error
-    endpoints = dict.fromkeys((family, address) for family, *_, address in all_found)
-    errors = [_bind_error(family, address) for family, address in endpoints]
-    # A name may have addresses that this machine lacks (::1 without IPv6); no address may be taken.
-    absent = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-    refused = [error for error in errors if error is not None and error.errno not in absent]
-    if refused:
-        why = f"{refused[0].strerror}; another process has the port, or this user may not have it"
-        text = f"cannot listen on {host}, port {port}: {why}; choose another with {option}"
-        raise ConfigError(text)
-    if None not in errors:
+    usable: list[tuple[int, Any]] = []
+    for family, address in dict.fromkeys((family, address) for family, *_, address in all_found):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as sock:
+                # As gRPC does: closed connections of an earlier server do not block the port.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(address)
+        except OSError as error:
+            # A name may have addresses that this machine lacks (::1 without IPv6).
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            why = f"{error.strerror}; another process has the port, or this user may not have it"
+            text = f"cannot listen on {host}, port {port}: {why}; choose another with {option}"
+            raise ConfigError(text) from error
+        usable.append((family, address))
+    if not usable:
         text = f"{host}: it is not one of this machine; choose another with --host"
         raise ConfigError(f"cannot listen on {text}")
-    return [endpoint for endpoint, error in zip(endpoints, errors, strict=True) if error is None]
-
-
-def _bind_error(family: int, address: object) -> OSError | None:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            # As gRPC does: closed connections of an earlier server do not block the port.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)  # type: ignore[arg-type]
-    except OSError as error:
-        return error
-    return None
+    return usable

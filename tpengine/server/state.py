@@ -110,12 +110,8 @@ class ServerState:
         health = self.engine.health()
         return self.calls.why_full if health.ready else health.reason or health.state
 
-    def collect(self) -> Iterable[Any]:
-        """The metrics for Prometheus; none while the model loads."""
-        return () if self.engine is None else self.engine.metrics(self.model).collect()
-
     def metrics_text(self) -> bytes:
-        """The same as text."""
+        """The metrics for Prometheus, in its text format; none while the model loads."""
         return b"" if self.engine is None else self.engine.metrics_text(self.model)
 
     def ask_to_close(self, why: str, drain_timeout_s: float | None = None) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from server.guarded import WAIT_S, Run, following, loop_on_a_thread
-from tpengine.server.auth import Authenticator, CertificateReloader, TlsFiles
+from server.guarded import WAIT_S, Run, TlsFiles, following, loop_on_a_thread
+from tpengine.server.auth import Authenticator, CertificateReloader
+from tpengine.server.http.app import make_app
 from tpengine.server.http.http_server import HttpServer
 from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
@@ -42,9 +43,8 @@ class OpenPort:
         self.state = ServerState(["none"], 1.0, limits=limits)
 
         async def start() -> tuple[HttpServer, int]:
-            server = HttpServer(self.state, authenticator or Authenticator(), cors, hosts)
-            if app is not None:
-                server._config.loaded_app = app
+            own = make_app(self.state, authenticator or Authenticator(), cors, hosts)
+            server = HttpServer(app or own, self.state.limits)
             return server, await server.start(host, 0, tls)
 
         self.server, self.port = run(start())

@@ -17,6 +17,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tpengine import LLM, RequestOutput, SamplingParams
+from tpengine.server.http.json_text import event, json_bytes
 from tpengine.server.http.tools import Tools
 from tpengine.server.http.write import AnswerWriter, Style, usage
 from tpengine.server.stream_sender import has_only_tokens
@@ -169,10 +170,10 @@ async def written(
         tokens = writer.write_tokens(part) if has_only_tokens(part) else None
         num_fast += tokens is not None
         sent += tokens or await writer.write(part)
-    sent += f'data: {head}],"usage":{usage([writer])}}}'.encode()
-    chunks = [json.loads(event[6:]) for event in sent.split(b"\n\n")]
+    sent += event({**head, "choices": [], "usage": usage([writer])})
+    chunks = [json.loads(chunk[6:]) for chunk in sent.split(b"\n\n")[:-1]]
     assert all("<think>" not in str(chunk) for chunk in chunks)
-    return json.loads(f"[{choices}]"), joined(chunks), num_fast
+    return json.loads(json_bytes(choices)), joined(chunks), num_fast
 
 
 def mixed(count: int, seed: int, max_tokens: int = 24) -> list[tuple[str, dict[str, Any]]]:

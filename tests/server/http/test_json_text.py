@@ -51,6 +51,6 @@ async def test_answers(is_chat: bool) -> None:
 
 
 def test_bodies() -> None:
-    check(json_bytes(json.dumps([ENDS], ensure_ascii=False)))
+    check(json_bytes([ENDS]))
     check(bytes(JsonAnswer({ENDS: ENDS}).body))
     check(bytes(refusal(HttpError(ENDS, 400, "x"), "it").body))

@@ -21,10 +21,10 @@ from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.cli.main import main
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import RequestError
+from tpengine.inputs import Owner
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import SamplingParams
-from tpengine.server.auth import Client
-from tpengine.server.http.calls import HttpCall
+from tpengine.server.auth import Call, Client
 from tpengine.server.http.fields import NO_EFFECT, REFUSED
 from tpengine.server.http.read import READ_BY_BOTH, READ_BY_CHAT, READ_BY_COMPLETION, BodyReader
 from tpengine.server.state import ServerState
@@ -50,7 +50,7 @@ def state() -> Iterator[ServerState]:
 
 def read(state: ServerState, path: str, body: dict[str, Any]) -> Any:
     """What the reader makes of a body, after the engine's own checks."""
-    call = HttpCall("it", Client("me"), None, body)
+    call = Call("it", Client(Owner("me")), None, body)
 
     async def one() -> Any:
         asked = await BodyReader(call, path == CHAT, state).read()

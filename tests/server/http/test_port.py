@@ -20,14 +20,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 from support.waiting import wait_until
 
-from server.guarded import WAIT_S, Authority
+from server.guarded import WAIT_S, Authority, TlsFiles
 from server.http.open_port import LOCAL, OpenPort, open_port, posted, read_answer, request
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError, QueueFullError
 from tpengine.server import auth
-from tpengine.server.auth import Authenticator, TlsFiles, is_own_host
+from tpengine.server.auth import Authenticator, is_own_host
 from tpengine.server.http import calls, http_server, openai_routes, protocol, tls
 from tpengine.server.http.openai_routes import _EventStream
 from tpengine.server.lifecycle import open_metrics_port
@@ -441,7 +442,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert port.send(HEALTH).status == 200
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        server = http_server.HttpServer(ServerState(["none"], 1.0), Authenticator())
+        server = http_server.HttpServer(in_parts, Limits())
         with pytest.raises(ConfigError, match="--http-port"):
             ServerArgs(port=0, http_port=number).check_ports()
         with pytest.raises(ConfigError, match="--http-port"):
@@ -462,7 +463,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     args.check()
     assert args.cors_origins() == ["https://a", "https://b"]
     for token in (ONE, ADMIN):
-        assert args.authenticator().identify([f"Bearer {token}"], None).name != "anonymous"
+        assert args.authenticator().identify([f"Bearer {token}"], None).owner.name != "anonymous"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     missing = r"starlette, uvicorn, httptools, orjson; .* its extra http"
     with pytest.raises(ConfigError, match=missing):
@@ -569,8 +570,9 @@ def test_a_silent_stream_gets_comments() -> None:
     events = [asyncio.Event(), asyncio.Event()]
 
     async def late(scope: Any, receive: Any, send: Any) -> None:
-        limits = Limits(sse_ping_s=0.01)
-        stream = Late(request_id="it", send_body=send, limits=limits)
+        call = Request({**scope, "state": {"request_id": "it", "send": send}})
+        state = ServerState(["none"], 1.0, limits=Limits(sse_ping_s=0.01))
+        stream = Late(request=call, state=state)
         await stream({**scope, "events": events}, receive, send)
 
     async def go_on(event: asyncio.Event) -> None:

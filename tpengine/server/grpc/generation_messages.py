@@ -40,16 +40,18 @@ def read_generate_request(
         raise errors.InvalidPromptError(text)
     _check_lengths(message.sampling, limits)
     params = read_sampling_params(message.sampling, kind, defaults)
-    most = min(params.truncate_prompt_tokens or max_model_len, max_model_len)
-    bounds.check_sampling(params, limits, max_model_len, _max_prompt_len(message, most))
-    max_queue_s = None
-    if message.HasField("max_queue_ms"):
-        max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
     token_ids = None
     if field == "prompt_token_ids":
         token_ids = bounds.last_ids(message.prompt_token_ids.ids, params.truncate_prompt_tokens)
+    prompt = message.prompt if field == "prompt" else None
+    bounds.check_sampling(
+        params, limits, max_model_len, [prompt if token_ids is None else token_ids]
+    )
+    max_queue_s = None
+    if message.HasField("max_queue_ms"):
+        max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
     return GenerateRequest(
-        prompt=message.prompt if field == "prompt" else None,
+        prompt=prompt,
         prompt_token_ids=token_ids,
         messages=read_conversation(message.messages, limits) if field == "messages" else None,
         chat_options={"add_generation_prompt": adds_prompt(message.messages)},
@@ -60,13 +62,13 @@ def read_generate_request(
 
 
 def read_resumption(
-    message: Message, account: str, kept: KeptStreams, method: str
+    message: Message, account: str, kept: KeptStreams, kind: Kind
 ) -> Resumption | None:
     """What a call asks of kept streams; None: nothing, or the server keeps none.
 
     Args:
         account: of the client.
-        method: that is called; the answer of another one is another stream.
+        kind: of the answer; one of another kind is another stream.
 
     Raises:
         RequestError: a field cannot be used.
@@ -85,7 +87,7 @@ def read_resumption(
     plain.CopyFrom(message)
     plain.ClearField("resume_window_s")
     plain.ClearField("resume_from")
-    request = method.encode() + plain.SerializeToString(deterministic=True)
+    request = kind.name.encode() + plain.SerializeToString(deterministic=True)
     digest = hashlib.sha256(request).digest()
     key = f"gRPC {message.request_id}"
     return Resumption(account, key, digest, window_s, message.resume_from)
@@ -99,15 +101,6 @@ def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:
     for word in sampling.bad_words_token_ids:
         name = "bad_words_token_ids"
         bounds.at_most(f"the ids of one of {name}", len(word.ids), limits.max_stop_bytes, name)
-
-
-def _max_prompt_len(message: Message, most: int) -> int:
-    """Most tokens that the prompt can have; `most` is the bound of every prompt."""
-    if message.HasField("prompt_token_ids"):
-        return min(len(message.prompt_token_ids.ids), most)
-    if message.HasField("prompt"):
-        return min(bounds.most_tokens_of_text(message.prompt), most)
-    return most
 
 
 def read_conversation(message: pb.Conversation, limits: Limits) -> list[dict[str, str]]:

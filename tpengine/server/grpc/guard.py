@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -20,7 +18,7 @@ from google.protobuf.message import DecodeError
 from tpengine import errors
 from tpengine.proto import TIMEOUT_KEY
 from tpengine.proto.status_details import write_details
-from tpengine.server.auth import ANONYMOUS, Authenticator, Client, name_of
+from tpengine.server.auth import Authenticator, Call, Client, name_of
 from tpengine.server.error_texts import log_internal_error, text_for_client
 from tpengine.server.grpc.wire import check_fields
 from tpengine.server.limits import MAX_REQUEST_ID, UntrustedCalls, address_key, read_timeout
@@ -30,24 +28,8 @@ from tpengine.server.stream_sender import write_within
 _HEALTH = "/grpc.health.v1.Health/"
 
 
-@dataclass(slots=True)
-class Call:
-    """The call that the current task serves.
-
-    Attributes:
-        request_id: made by the server, for requests without an id and for the log.
-        client: who calls; anonymous in calls of health, which need no token.
-        deadline: moment of `time.monotonic`; None: none.
-        message: the call's only message; None until it is read, and in calls with many.
-    """
-
-    request_id: str
-    client: Client = Client(ANONYMOUS)  # noqa: RUF009  # frozen
-    deadline: float | None = None
-    message: Any = None
-
-
 CALL: ContextVar[Call] = ContextVar("call")
+"""The call that the current task serves."""
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -69,17 +51,11 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._state = state
         self._limits = state.limits
         self._untrusted = UntrustedCalls(state.limits)
-        self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """Returns the wrapped method; None for one that does not exist."""
-        if details.method in self._wrapped:
-            return self._wrapped[details.method]
         handler = await continuation(details)
-        if handler is None:
-            return None
-        self._wrapped[details.method] = self._wrap(handler, details.method.startswith(_HEALTH))
-        return self._wrapped[details.method]
+        return None if handler is None else self._wrap(handler, details.method.startswith(_HEALTH))
 
     def _wrap(self, handler: Any, is_health: bool) -> Any:
         """The method as one that takes a stream of bytes: of those grpc reads no message itself."""
@@ -89,13 +65,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 call.message = self._read(handler, await self._receive(context, is_health))
                 return await handler.unary_unary(call.message, context)
 
-        async def stream(incoming: Any, context: Any) -> None:
+        async def stream(_: Any, context: Any) -> None:
             async with self._enter(context, is_health) as call:
                 if handler.unary_stream is not None:
                     call.message = self._read(handler, await self._receive(context, is_health))
                     answers = handler.unary_stream(call.message, context)
                 else:
-                    answers = handler.stream_stream(self._receive_all(incoming, handler), context)
+                    answers = handler.stream_stream(self._receive_all(handler, context), context)
                 if inspect.isawaitable(answers):  # the method writes its answers itself
                     await answers
                     return
@@ -117,7 +93,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         try:
             if not is_health:
                 call.client = identify_call(self._authenticator, context)
-                place = self._state.calls.counted(call.client.account, context.add_done_callback)
+                place = self._state.calls.counted(
+                    call.client.owner.account, context.add_done_callback
+                )
             with place:
                 call.deadline = _deadline(context)
                 CALL.set(call)
@@ -125,29 +103,26 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except Exception as error:
             await _refuse(context, error, call)
 
-    async def _receive_all(self, requests: Any, handler: Any) -> AsyncIterator[Any]:
+    async def _receive_all(self, handler: Any, context: Any) -> AsyncIterator[Any]:
         """The messages of a call as they arrive.
 
         Raises:
             MalformedRequestError: the bytes are not a message, or none arrived for too long.
         """
-        incoming = aiter(requests)
-        while True:
-            try:
-                data = await asyncio.wait_for(anext(incoming), self._limits.message_s)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                text = f"no message came for {self._limits.message_s:g} s"
-                text += "; open a new call for the next one"
-                raise errors.MalformedRequestError(text) from None
+        hint = "open a new call for the next one"
+        while (data := await self._receive(context, False, hint)) is not grpc.aio.EOF:
             yield self._read(handler, data)
 
-    async def _receive(self, context: Any, is_health: bool) -> bytes:
-        """The only message of a call.
+    async def _receive(
+        self, context: Any, is_health: bool, hint: str = "send it with the call"
+    ) -> Any:
+        """The bytes of the next message of a call; EOF: there is none.
+
+        Args:
+            hint: what to do about a message that does not arrive.
 
         Raises:
-            MalformedRequestError: none arrived.
+            MalformedRequestError: it did not arrive in time.
         """
         limits = self._limits
         in_time: contextlib.AbstractAsyncContextManager[object] = asyncio.timeout(limits.message_s)
@@ -158,21 +133,21 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             why = f"no request message came within {limits.health_message_s:g} s, or before {later}"
         try:
             async with in_time:
-                data = await context.read()
+                return await context.read()
         except TimeoutError:
-            raise errors.MalformedRequestError(f"{why}; send it with the call") from None
-        if data is grpc.aio.EOF:
-            text = "the call ended without its request message; send one"
-            raise errors.MalformedRequestError(text)
-        return bytes(data)
+            raise errors.MalformedRequestError(f"{why}; {hint}") from None
 
-    def _read(self, handler: Any, data: bytes) -> Any:
+    def _read(self, handler: Any, data: Any) -> Any:
         """Parses a message whose size and numbers of fields are within their bounds.
 
         Raises:
             MessageTooLargeError: it is too large.
-            MalformedRequestError: it has too many fields, or is not the method's message.
+            MalformedRequestError: there is none, it has too many fields, or is not the method's
+                message.
         """
+        if data is grpc.aio.EOF:
+            text = "the call ended without its request message; send one"
+            raise errors.MalformedRequestError(text)
         most = self._state.max_message_bytes
         if len(data) > most:
             limit = f"and may have at most {most} (--max-message-mib); send less"
@@ -192,14 +167,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def address_of(context: Any) -> str:
-    """The `address_key` of the client that makes a call."""
-    return _address_in(context.peer().rpartition(":")[0])
-
-
-@functools.lru_cache(4096)
-def _address_in(peer: str) -> str:
-    """The address in gRPC's form of it, `ipv4:10.0.0.1` or `ipv6:%5B::1%5D`."""
-    return address_key(unquote(peer).partition(":")[2].strip("[]"))
+    """The `address_key` of the client that makes a call. gRPC's form of an address and a port is
+    `ipv4:10.0.0.1:50000` or `ipv6:%5B::1%5D:50000`."""
+    return address_key(unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]"))
 
 
 def identify_call(authenticator: Authenticator, context: Any) -> Client:

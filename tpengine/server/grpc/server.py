@@ -35,7 +35,7 @@ from tpengine.server.state import ServerState
 
 logger = init_logger(__name__)
 
-_POLL_S = 10.0
+_RETRY_AFTER_S = 10.0
 _IDLE_S = 300.0
 """Longest time without a call on a connection. A client with gRPC's C-core that is idle for longer
 prints a line about it; ours closes its connection before."""
@@ -292,7 +292,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             raise QueueFullError(
                 f"{total} calls watch this server's health already, of {MAX_WATCHERS} that may; "
                 f"{of_host} of them from your address, of {self._max_host_watchers}; use Check",
-                retry_after_s=_POLL_S,
+                retry_after_s=_RETRY_AFTER_S,
             )
         self._watchers[host] += 1
         sent = None
@@ -306,10 +306,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                     continue  # it may have changed while the message was sent
                 if self._closing.is_set():
                     return
-                try:
-                    await asyncio.wait_for(changed.wait(), _POLL_S)
-                except TimeoutError:
-                    continue
+                await changed.wait()
         finally:
             self._watchers[host] -= 1
             if not self._watchers[host]:

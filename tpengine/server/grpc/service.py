@@ -50,20 +50,21 @@ from typing import Any
 
 import tpengine
 from tpengine.async_engine.mailbox import Mailbox
+from tpengine.async_engine.request_table import unique_id
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError, RequestAbortedError
 from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.sampling_params import RequestOutputKind as Kind
+from tpengine.server.auth import Call
 from tpengine.server.grpc import generation_messages as convert
 from tpengine.server.grpc.generation_messages import ResponseWriter
-from tpengine.server.grpc.guard import CALL, Call
+from tpengine.server.grpc.guard import CALL
 from tpengine.server.kept_streams import KeptStream, Resumption
 from tpengine.server.limits import check_num_ids, check_request_id
 from tpengine.server.state import ServerState, State
-from tpengine.server.stream_sender import Write, send_stream, write_within
+from tpengine.server.stream_sender import Write, send_stream
 
-_DELTA, _FINAL = Kind.DELTA, Kind.FINAL_ONLY
 Message = pb.GenerateRequest
 _MODEL_FIELDS = ("architecture", "dtype", "quantization", "max_model_len", "vocab_size")
 _LEDGER_FIELDS = [field.name for field in pb.MemoryLedger.DESCRIPTOR.fields]
@@ -89,27 +90,23 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         async def take(answer: pb.GenerateResponse) -> None:
             answers.append(answer)
 
-        asked = self._read_resumption(request, "Generate")
-        if asked is not None and await self._send_kept(request, context, asked, _FINAL, take):
-            return answers[-1]
-        async with self._open(request, context, _FINAL) as mailbox:
-            return await ResponseWriter().write(await mailbox.take())
+        await self._serve(request, context, Kind.FINAL_ONLY, take)
+        return answers[-1]
 
     async def GenerateStream(self, request: Any, context: Any) -> None:  # noqa: N802
         """Completes one prompt; each message has what is new."""
-        asked = self._read_resumption(request, "GenerateStream")
-        write_s = self._state.limits.write_s
+        await self._serve(request, context, Kind.DELTA, context.write)
 
-        async def write(response: pb.GenerateResponse) -> None:
-            await write_within(write_s, context.write(response))
-
-        if asked is None or not await self._send_kept(request, context, asked, _DELTA, write):
-            async with self._open(request, context, _DELTA) as mailbox:
-                await send_stream(mailbox, ResponseWriter(), context.write, write_s)
-
-    def _read_resumption(self, message: Message, method: str) -> Resumption | None:
-        account, kept = CALL.get().client.account, self._state.kept
-        return convert.read_resumption(message, account, kept, method)
+    async def _serve(self, message: Message, context: Any, kind: Kind, write: Write[Any]) -> None:
+        """Serves a request, or sends what its client does not have of a kept stream."""
+        kept, account = self._state.kept, CALL.get().client.owner.account
+        asked = convert.read_resumption(message, account, kept, kind)
+        if asked is not None and await self._send_kept(message, context, asked, kind, write):
+            return
+        request = self._read(message, kind)
+        request_id = message.request_id if message.HasField("request_id") else None
+        async with open_request(self._state, context, request, request_id) as mailbox:
+            await send_stream(mailbox, ResponseWriter(), write, self._state.limits.write_s)
 
     async def _send_kept(
         self, message: Message, context: Any, asked: Resumption, kind: Kind, write: Write[Any]
@@ -118,11 +115,9 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         there was room to keep it."""
         stream = self._state.kept.find(asked)
         if stream is None:
-            call, own_id = CALL.get(), message.request_id
-            engine_id = asked.engine_id(own_id)
-            request = _of_call(self._read(message, kind), call, engine_id)
-            produce = partial(self._produce, request)
-            stream = self._state.kept.open(asked, own_id, [engine_id], produce)
+            own_id = message.request_id
+            request = _of_call(self._read(message, kind), CALL.get(), unique_id(own_id))
+            stream = self._state.kept.open(asked, own_id, partial(self._produce, request))
         if stream is None:
             return False
         window_s = f"{stream.asked.window_s:g}"
@@ -145,14 +140,6 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
 
         async with self._state.open(request) as mailbox:
             await send_stream(mailbox, ResponseWriter(), keep, self._state.limits.write_s)
-
-    @asynccontextmanager
-    async def _open(self, message: Message, context: Any, kind: Kind) -> AsyncIterator[Mailbox]:
-        """Submits a request; its outputs arrive in the mailbox."""
-        request = self._read(message, kind)
-        request_id = message.request_id if message.HasField("request_id") else None
-        async with open_request(self._state, context, request, request_id) as mailbox:
-            yield mailbox
 
     def _read(self, message: Message, kind: Kind) -> GenerateRequest:
         """The engine's form of a message, without what belongs to the call."""
@@ -313,12 +300,11 @@ async def abort_requests(state: ServerState, request_ids: Sequence[str]) -> bool
     for request_id in request_ids:
         check_request_id(request_id)
     owners = engine.owners(set(request_ids))  # over HTTP several clients may use one id
-    own = {i for i, owner in owners.items() if owner in ("", client.name)}
+    own = {i for i, owner in owners.items() if owner in ("", client.owner.name)}
     if owners and not own:
         client.require_admin("to abort a request of another client")
-    engine_ids = set(owners) if "admin" in client.may else own
+    engine_ids = set(owners) if client.is_admin else own
     kept = [stream for name in request_ids for stream in state.kept.of_request(client, name)]
-    engine_ids.update(own_id for stream in kept for own_id in stream.engine_ids)
     for stream in kept:
         stream.end(RequestAbortedError(f"request {stream.request_id!r} was aborted"))
         state.kept.drop(stream)  # also if it had ended before

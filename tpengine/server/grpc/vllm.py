@@ -47,8 +47,6 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._archive: bytes | None = None
-        self._archiving = asyncio.Lock()
 
     async def Generate(self, request: Any, context: Any) -> None:  # noqa: N802
         """Completes one prompt. A request that is aborted ends with that as its finish reason."""
@@ -143,27 +141,17 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """The tokenizer's files as a ZIP archive in parts; the last part has its SHA-256."""
-        archive = await self._tokenizer_archive()
+        engine = self._state.loaded_engine()
+        tokenizer, folder = engine.llm_engine.tokenizer, engine.model_config.tokenizer
+        if tokenizer is None or folder is None:
+            raise NotOfferedError("GetTokenizer is not offered: this model has no tokenizer")
+        # On a thread: the first time takes up to tenths of a second.
+        archive = await asyncio.to_thread(tokenizer_archive, tokenizer, folder)
         for start in range(0, len(archive), _CHUNK_BYTES):
             chunk = common_pb2.GetTokenizerChunk(data=archive[start : start + _CHUNK_BYTES])
             if start + _CHUNK_BYTES >= len(archive):
                 chunk.sha256 = hashlib.sha256(archive).hexdigest()
             yield chunk
-
-    async def _tokenizer_archive(self) -> bytes:
-        """The archive, which is made once: that takes up to tenths of a second.
-
-        Raises:
-            NotOfferedError: the model has no tokenizer.
-        """
-        engine = self._state.loaded_engine()
-        tokenizer, folder = engine.llm_engine.tokenizer, engine.model_config.tokenizer
-        if tokenizer is None or folder is None:
-            raise NotOfferedError("GetTokenizer is not offered: this model has no tokenizer")
-        async with self._archiving:
-            if self._archive is None:
-                self._archive = await asyncio.to_thread(tokenizer_archive, tokenizer, folder)
-        return self._archive
 
     Embed = _not_offered("Embed")
     FlushCache = _not_offered("FlushCache")

@@ -17,7 +17,7 @@ from tpengine.options import parameters
 from tpengine.outputs import RequestOutput
 from tpengine.proto.parameter_fields import read_field, read_fields
 from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from tpengine.server.limits import Limits, at_most, check_sampling, last_ids, most_tokens_of_text
+from tpengine.server.limits import Limits, at_most, check_sampling, last_ids
 from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
 
 REFUSED = (
@@ -50,10 +50,8 @@ def read_request(
     token_ids = None
     if input_field == "tokenized":
         token_ids = last_ids(message.tokenized.input_ids, params.truncate_prompt_tokens)
-    most = most_tokens_of_text(message.text) if token_ids is None else len(token_ids)
-    most = min(most, params.truncate_prompt_tokens or max_model_len, max_model_len)
-    check_sampling(params, limits, max_model_len, most)
     text = message.text if token_ids is None else None
+    check_sampling(params, limits, max_model_len, [text if token_ids is None else token_ids])
     return GenerateRequest(prompt=text, prompt_token_ids=token_ids, params=params)
 
 

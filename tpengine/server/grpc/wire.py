@@ -30,7 +30,7 @@ def check_fields(data: bytes, kind: Descriptor, limits: Limits) -> None:
         bounds = {**limits.max_entries(), "messages": limits.max_chat_messages}
         try:
             _count(data, kind, bounds)
-        except IndexError:  # it is cut short
+        except IndexError:  # it is no message
             return
 
 
@@ -67,15 +67,17 @@ def _count(data: bytes, kind: Descriptor, bounds: Mapping[str, int]) -> None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place after it."""
-    value = data[at]
-    if value < 0x80:
-        return value, at + 1
-    value, shift = value & 0x7F, 7
-    while True:
-        at += 1
+    """The number at a place, and the place after it.
+
+    Raises:
+        IndexError: it is cut short, or has more than 64 bits.
+    """
+    value = shift = 0
+    while shift < 64:
         byte = data[at]
+        at += 1
         value |= (byte & 0x7F) << shift
-        shift += 7
         if byte < 0x80:
-            return value, at + 1
+            return value, at
+        shift += 7
+    raise IndexError

@@ -46,7 +46,14 @@ def make_app(
     origins: Sequence[str] = (),
     hosts: Sequence[str] = ("*",),
 ) -> Starlette:
-    """The application; the arguments are those of `HttpServer`."""
+    """The application.
+
+    Args:
+        state: of the server; has the engine once it is loaded, and the limits.
+        auth: identifies clients.
+        origins: whose pages may call; "*": all.
+        hosts: see `is_own_host`.
+    """
     routes = [*_server_routes(state), *_text_routes(state)]
     if state.adapter_folder is not None:
         routes += _adapter_routes(state)
@@ -98,14 +105,16 @@ class _Entrance:
             await send(message)
 
         try:
-            self._check_hosts(headers.getlist("host"))
+            for host in headers.getlist("host"):
+                if not is_own_host(host, self._hosts):
+                    raise HttpError(wrong_host(host), 403, "host_not_allowed")
             if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, answer)
                 return
             tokens, certificate = headers.getlist("authorization"), state["certificate"]
             client = self._authenticator.identify(tokens, certificate, state["host"])
             state["client"] = client
-            with self._calls.counted(client.account):
+            with self._calls.counted(client.owner.account):
                 await self._app(scope, receive, answer)
         except asyncio.CancelledError:  # the client has left, or the server closes the connection
             return
@@ -115,11 +124,6 @@ class _Entrance:
             response = refusal(error, state["request_id"])
             if not has_begun:  # else the connection is closed, and the client sees a cut answer
                 await response(scope, receive, answer)
-
-    def _check_hosts(self, hosts: Sequence[str]) -> None:
-        for host in hosts:
-            if not is_own_host(host, self._hosts):
-                raise HttpError(wrong_host(host), 403, "host_not_allowed")
 
 
 async def _refuse(request: Request, error: HTTPException) -> NoReturn:
@@ -197,7 +201,7 @@ def _adapter_routes(state: ServerState) -> list[Route]:
 async def _read_admin(request: Request) -> Fields:
     call = await read_call(request)
     call.client.require_admin(request.url.path)
-    return Fields(call.body)
+    return Fields(call.message)
 
 
 def _text_routes(state: ServerState) -> list[Route]:
@@ -205,7 +209,7 @@ def _text_routes(state: ServerState) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         call = await read_call(request)
-        is_chat = "messages" in call.body
+        is_chat = "messages" in call.message
         with naming_field(is_chat):
             token_ids = await BodyReader(call, is_chat, state).tokenize()
         length = state.loaded_engine().model_config.max_model_len
@@ -213,7 +217,7 @@ def _text_routes(state: ServerState) -> list[Route]:
         return JsonAnswer({**fields, "tokens": token_ids, "token_strs": None})
 
     async def detokenize(request: Request) -> Response:
-        fields, engine = Fields((await read_call(request)).body), state.loaded_engine()
+        fields, engine = Fields((await read_call(request)).message), state.loaded_engine()
         state.check_open(fields.take("model", str, state.model))
         if "tokens" not in fields.left:
             raise FieldError("tokens", "is missing")

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import re
 import time
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import orjson
@@ -14,7 +13,7 @@ from starlette.requests import Request
 
 from tpengine.errors import MalformedRequestError, MessageTooLargeError
 from tpengine.proto import RESUME_WINDOW_KEY, TIMEOUT_KEY
-from tpengine.server.auth import Client
+from tpengine.server.auth import Call
 from tpengine.server.http.error_answers import HttpError
 from tpengine.server.kept_streams import KeptStreams, Resumption
 from tpengine.server.limits import check_request_id, read_timeout
@@ -28,27 +27,6 @@ _LARGE_BYTES = 1 << 16
 _PAUSES = 3
 """Length of a pause, in multiples of the time of parsing before it."""
 _JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
-
-
-@dataclass(slots=True)
-class HttpCall:
-    """One call.
-
-    The task that serves it is cancelled when its client has left, so a route needs no watch for
-    that: leaving `ServerState.open` frees the request's blocks.
-
-    Attributes:
-        request_id: the client's x-request-id, or one that the server has made. Other calls may have
-            it too.
-        client: who calls.
-        deadline: moment of `time.monotonic`; None: none.
-        body: its JSON object.
-    """
-
-    request_id: str
-    client: Client
-    deadline: float | None
-    body: dict[str, Any]
 
 
 class ParseTurns:
@@ -82,8 +60,11 @@ class ParseTurns:
                 self._next_at = end + _PAUSES * (end - begin)
 
 
-async def read_call(request: Request) -> HttpCall:
+async def read_call(request: Request) -> Call:
     """Reads the body of a call, whose client has been identified.
+
+    The task that serves a call is cancelled when its client has left, so a route needs no watch for
+    that: leaving `ServerState.open` frees the request's blocks.
 
     Raises:
         MessageTooLargeError: the body is too large.
@@ -97,10 +78,10 @@ async def read_call(request: Request) -> HttpCall:
     server: ServerState = app.server
     body = await _read_body(request, server.max_message_bytes, server.limits.message_s)
     parsed = await app.turns.parse(body)
-    return HttpCall(request.state.request_id, request.state.client, deadline, parsed)
+    return Call(request.state.request_id, request.state.client, deadline, parsed)
 
 
-def read_resumption(request: Request, call: HttpCall, kept: KeptStreams) -> Resumption | None:
+def read_resumption(request: Request, call: Call, kept: KeptStreams) -> Resumption | None:
     """What a call asks of kept streams; None: nothing, or the server keeps none.
 
     Raises:
@@ -111,7 +92,7 @@ def read_resumption(request: Request, call: HttpCall, kept: KeptStreams) -> Resu
     if asked is None and position is None:  # a key alone asks for nothing
         return None
     key = request.headers.get(KEY_HEADER)
-    if key is None or call.body.get("stream") is not True:
+    if key is None or call.message.get("stream") is not True:
         text = f"{RESUME_WINDOW_KEY} and {POSITION_HEADER} are for streams with a key"
         hint = f'send {KEY_HEADER} and "stream": true, or neither of the two'
         raise HttpError(f"{text}; {hint}", 400, "not_resumable")
@@ -123,9 +104,9 @@ def read_resumption(request: Request, call: HttpCall, kept: KeptStreams) -> Resu
     window_s = kept.granted_s(RESUME_WINDOW_KEY, asked or "0")
     if not window_s and not int(position):
         return None
-    body = orjson.dumps(call.body, option=orjson.OPT_SORT_KEYS)
+    body = orjson.dumps(call.message, option=orjson.OPT_SORT_KEYS)
     digest = hashlib.sha256(request.url.path.encode() + body).digest()
-    return Resumption(call.client.account, f"HTTP {key}", digest, window_s, int(position))
+    return Resumption(call.client.owner.account, f"HTTP {key}", digest, window_s, int(position))
 
 
 def _check_form(request: Request) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from tpengine.errors import ConfigError
-from tpengine.server.auth import Authenticator, CertificateReloader
-from tpengine.server.http.app import make_app
+from tpengine.server.auth import CertificateReloader
 from tpengine.server.http.protocol import Connections, HttpProtocol
-from tpengine.server.http.tls import TlsListener
+from tpengine.server.http.tls import accept_tls
+from tpengine.server.limits import Limits
 from tpengine.server.server_args import check_port
-from tpengine.server.state import ServerState
 
 _BACKLOG = 2048
 _POLL_S = 0.01
@@ -39,21 +39,13 @@ class HttpServer:
     second.
 
     Args:
-        state: of the server; has the engine once it is loaded, and the limits.
-        authenticator: identifies clients.
-        cors_origins: origins whose pages may call; "*": all.
-        hosts: see `is_own_host`.
+        app: that answers, see `make_app`.
+        limits: of its connections.
     """
 
-    def __init__(
-        self,
-        state: ServerState,
-        authenticator: Authenticator,
-        cors_origins: Sequence[str] = (),
-        hosts: Sequence[str] = ("*",),
-    ) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._config = uvicorn.Config(
-            make_app(state, authenticator, cors_origins, hosts),
+            app,
             http=HttpProtocol,
             ws="none",
             lifespan="off",
@@ -61,14 +53,14 @@ class HttpServer:
             log_config=None,
             access_log=False,
             proxy_headers=False,
-            timeout_keep_alive=state.limits.idle_s,  # type: ignore[arg-type]  # it may be a fraction
+            timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]  # it may be a fraction
         )
         # What it reports are faults of clients, and errors that the application has logged.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         self._config.load()
-        self._limits = state.limits
-        self._connections = Connections(state.limits)
-        self._listeners: list[asyncio.Server | TlsListener] = []
+        self._limits = limits
+        self._connections = Connections(limits)
+        self._stop_accepting: list[Callable[[], object]] = []
 
     async def start(self, host: str, port: int, tls: CertificateReloader | None) -> int:
         """Binds the port, answers from now on, and returns the port.
@@ -84,20 +76,21 @@ class HttpServer:
                 f"cannot listen on {host}, port {port}: {error}; choose another with --http-port"
             ) from error
         for sock in sockets:
-            listener: asyncio.Server | TlsListener
             if tls is None:
                 create = asyncio.get_running_loop().create_server
                 listener = await create(make_protocol, sock=sock, backlog=_BACKLOG)
+                self._stop_accepting.append(listener.close)
             else:
-                listener = TlsListener(sock, make_protocol, tls, self._limits.head_s, _BACKLOG)
-            self._listeners.append(listener)
+                sock.listen(_BACKLOG)
+                accepting = accept_tls(sock, make_protocol, tls, self._limits.head_s)
+                self._stop_accepting.append(asyncio.create_task(accepting).cancel)
         return int(sockets[0].getsockname()[1])
 
     async def close(self, grace_s: float) -> None:
         """Takes no more connections, and ends the open ones: within this time if they are
         answered, else then."""
-        for listener in self._listeners:
-            listener.close()
+        for stop in self._stop_accepting:
+            stop()
         for connection in list(self._connections.connections):
             connection.shutdown()
         loop = asyncio.get_running_loop()

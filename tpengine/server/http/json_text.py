@@ -8,21 +8,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 from starlette.responses import JSONResponse
 
-_LINE_ENDS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
+_LINE_ENDS = {"\x85": rb"\u0085", "\u2028": rb"\u2028", "\u2029": rb"\u2029"}
 
 
-def json_bytes(text: str) -> bytes:
-    """JSON text in UTF-8, with these line ends escaped; JSON itself escapes the others."""
-    if not text.isascii():
+def json_bytes(value: Any) -> bytes:
+    """A value as JSON in UTF-8, with these line ends escaped; JSON itself escapes the others."""
+    data = orjson.dumps(value)
+    if not data.isascii():
         for character, escape in _LINE_ENDS.items():
-            text = text.replace(character, escape)
-    return text.encode()
+            data = data.replace(character.encode(), escape)
+    return data
+
+
+def event(value: Any) -> bytes:
+    """An event of a stream."""
+    return b"data: %b\n\n" % json_bytes(value)
 
 
 class JsonAnswer(JSONResponse):
     """An answer in JSON."""
 
     def render(self, content: Any) -> bytes:
-        return json_bytes(super().render(content).decode())
+        return json_bytes(content)

@@ -23,14 +23,13 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -41,11 +40,10 @@ from tpengine.errors import UnreadError
 from tpengine.proto import RESUME_WINDOW_KEY
 from tpengine.server.http.calls import read_call, read_resumption
 from tpengine.server.http.error_answers import refusal
-from tpengine.server.http.json_text import json_bytes
+from tpengine.server.http.json_text import JsonAnswer, event
 from tpengine.server.http.read import BodyReader, naming_field
-from tpengine.server.http.write import AnswerWriter, Style, usage
+from tpengine.server.http.write import AnswerWriter, Json, Style, usage
 from tpengine.server.kept_streams import KeptStream
-from tpengine.server.limits import Limits
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import Write, send_stream, write_within
 
@@ -64,11 +62,6 @@ def openai_routes(state: ServerState) -> list[Route]:
         state: of the server; has the engine once it is loaded, and the limits.
     """
 
-    def common(request: Request) -> dict[str, Any]:
-        # The parts of a stream go without the layers that Starlette puts around `send`.
-        call = request.state
-        return {"request_id": call.request_id, "send_body": call.send, "limits": state.limits}
-
     async def answer(request: Request, is_chat: bool) -> Any:
         call = await read_call(request)
         asked = read_resumption(request, call, state.kept)
@@ -81,17 +74,16 @@ def openai_routes(state: ServerState) -> list[Route]:
         adapter = requests[0].lora_request
         model = state.model if adapter is None else adapter.lora_name
         head = style.head(call.request_id, int(time.time()), model)
-        answer = Answer(**common(request), state=state, requests=requests, style=style, head=head)
+        answer = Answer(request=request, state=state, requests=requests, style=style, head=head)
         if asked is None:
             return answer
-        ids = [str(item.request_id) for item in requests]
-        stream = state.kept.open(asked, call.request_id, ids, answer.produce)
+        stream = state.kept.open(asked, call.request_id, answer.produce)
         return answer if stream is None else resumed(request, stream, 0)
 
     def resumed(request: Request, stream: KeptStream, after: int) -> KeptAnswer:
         request.state.request_id = stream.request_id
-        granted = (RESUME_WINDOW_KEY.encode(), b"%g" % stream.asked.window_s)
-        return KeptAnswer(**common(request), headers=[granted], stream=stream, after=after)
+        headers = [(RESUME_WINDOW_KEY.encode(), b"%g" % stream.asked.window_s)]
+        return KeptAnswer(request=request, state=state, headers=headers, stream=stream, after=after)
 
     kinds = zip(PATHS, (False, True), strict=True)
     return [Route(path, partial(answer, is_chat=kind), methods=["POST"]) for path, kind in kinds]
@@ -102,18 +94,16 @@ class _EventStream(ABC):
     """An ASGI application whose answer may be a stream of events.
 
     Attributes:
-        request_id: of the call, for the texts of errors.
-        send_body: sends a part of a stream's body, after its head.
-        limits: of the server.
+        request: of the call.
+        state: of the server.
         headers: of a stream, in addition to those of all streams.
         has_begun: whether the head of a stream was sent.
         sent_at: moment of `time.monotonic` at which a part was sent, or the call began.
         beginning: held while the head is sent.
     """
 
-    request_id: str
-    send_body: Send
-    limits: Limits
+    request: Request
+    state: ServerState
     headers: Sequence[tuple[bytes, bytes]] = ()
     has_begun: bool = False
     sent_at: float = field(default_factory=time.monotonic)
@@ -130,8 +120,8 @@ class _EventStream(ABC):
         except Exception as error:
             if not self.has_begun or isinstance(error, UnreadError):
                 raise
-            body = bytes(refusal(error, self.request_id).body)
-            await self._send_last(f"data: {body.decode()}\n\n")
+            body = bytes(refusal(error, self.request.state.request_id).body)
+            await self._send_last(b"data: %b\n\n" % body)
 
     @abstractmethod
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,7 +139,7 @@ class _EventStream(ABC):
 
     async def _ping(self, send: Send) -> None:
         while True:
-            left_s = self.sent_at + self.limits.sse_ping_s - time.monotonic()
+            left_s = self.sent_at + self.state.limits.sse_ping_s - time.monotonic()
             await (asyncio.sleep(left_s) if left_s > 0 else self._send_part(send, _COMMENT))
 
     async def _send_part(self, send: Send, part: bytes) -> None:
@@ -161,11 +151,12 @@ class _EventStream(ABC):
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     self.has_begun = True
         self.sent_at = time.monotonic()
-        await self.send_body(_part(part))
+        # Without the layers that Starlette puts around `send`.
+        await self.request.state.send(_part(part))
 
-    async def _send_last(self, text: str) -> None:
-        last = _part(json_bytes(text), more_body=False)
-        await write_within(self.limits.write_s, self.send_body(last))
+    async def _send_last(self, part: bytes) -> None:
+        last = _part(part, more_body=False)
+        await write_within(self.state.limits.write_s, self.request.state.send(last))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,13 +171,11 @@ class KeptAnswer(_EventStream):
     after: int
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write(event: bytes) -> None:
-            await write_within(self.limits.write_s, self._send_part(send, event))
-
+        write = partial(self._send_part, send)
         async with self._breaking_silence(send):
             await self.stream.send(self.after, write)
-            await write(b"")  # the client may have had all
-            await self._send_last("")
+            await write_within(self.state.limits.write_s, write(b""))  # the client may have had all
+            await self._send_last(b"")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,28 +184,26 @@ class Answer(_EventStream):
     left: cancelled because the client has gone, or by an error.
 
     Attributes:
-        state: of the server.
         requests: one for each prompt.
         style: what the answer has in it.
         head: see `Style.head`.
     """
 
-    state: ServerState
     requests: Sequence[GenerateRequest]
     style: Style
-    head: str
+    head: Json
 
     async def produce(self, stream: KeptStream) -> None:
         """Serves the requests of a kept stream. Its position is the number of its last event."""
 
         async def keep(chunks: bytes) -> None:
-            for event in chunks.split(b"\n\n")[:-1]:
+            for chunk in chunks.split(b"\n\n")[:-1]:
                 number = stream.position + 1
-                stream.add(b"id: %d\n%b\n\n" % (number, event), number)
+                stream.add(b"id: %d\n%b\n\n" % (number, chunk), number)
 
         async with AsyncExitStack() as stack:
             boxes, writers = await self._open(stack)
-            await keep((await self._write_stream(boxes, writers, keep)).encode())
+            await keep(await self._write_stream(boxes, writers, keep))
 
     async def _open(self, stack: AsyncExitStack) -> tuple[Boxes, Writers]:
         """Submits all requests; leaving the stack ends them."""
@@ -242,41 +229,28 @@ class Answer(_EventStream):
                 answer = await self._whole(boxes, writers)
                 await answer(scope, receive, send)
 
-    async def _write_stream(self, boxes: Boxes, writers: Writers, write: Write[bytes]) -> str:
-        """Writes the chunks of all requests as they come; returns what follows them."""
-        pairs, write_s = zip(boxes, writers, strict=True), self.limits.write_s
-        await _run_all([send_stream(box, writer, write, write_s) for box, writer in pairs])
-        end = "data: [DONE]\n\n"
+    async def _write_stream(self, boxes: Boxes, writers: Writers, write: Write[bytes]) -> bytes:
+        """Writes the chunks of all requests as they come; returns what follows them. The first
+        error ends all."""
+        write_s = self.state.limits.write_s
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for box, writer in zip(boxes, writers, strict=True):
+                    tasks.create_task(send_stream(box, writer, write, write_s))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        end = b"data: [DONE]\n\n"
         if self.style.usage:
-            end = f'data: {self.head}],"usage":{usage(writers)}}}\n\n{end}'
+            end = event({**self.head, "choices": [], "usage": usage(writers)}) + end
         return end
 
-    async def _whole(self, boxes: Boxes, writers: Writers) -> Response:
-        choices, extra = [], ""
+    async def _whole(self, boxes: Boxes, writers: Writers) -> JsonAnswer:
+        choices, extra = [], Json()
         for box, writer in zip(boxes, writers, strict=True):
             some, extra = await writer.write_whole(await box.take())
-            choices.append(some)
-        text = f'{self.head}{",".join(choices)}]{extra},"usage":{usage(writers)}}}'
-        return Response(json_bytes(text), media_type="application/json")
+            choices += some
+        return JsonAnswer({**self.head, "choices": choices, **extra, "usage": usage(writers)})
 
 
 def _part(body: bytes, more_body: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": more_body}
-
-
-async def _run_all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs coroutines at once; the first error ends all.
-
-    Raises:
-        Exception: that error.
-    """
-    if len(works) == 1:
-        await works[0]
-        return
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

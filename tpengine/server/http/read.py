@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.options import parameters
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server import limits
-from tpengine.server.http.calls import HttpCall
+from tpengine.server.auth import Call
 from tpengine.server.http.fields import FieldError, Fields, read_bias, read_constraint, whole
 from tpengine.server.http.reasoning import THOUGHT_FIELDS
 from tpengine.server.http.tools import Tools, read_calls, read_tools, template_text
@@ -78,7 +78,7 @@ class BodyReader:
         is_chat: whether it is a call of /v1/chat/completions.
     """
 
-    def __init__(self, call: HttpCall, is_chat: bool, state: ServerState) -> None:
+    def __init__(self, call: Call, is_chat: bool, state: ServerState) -> None:
         self._call = call
         self._is_chat = is_chat
         self._state = state
@@ -86,7 +86,7 @@ class BodyReader:
         self._engine = state.loaded_engine()
         self._max_model_len = self._engine.model_config.max_model_len
         self._tokenizer = self._engine.llm_engine.tokenizer
-        self._fields = Fields(call.body)
+        self._fields = Fields(call.message)
 
     async def read(self) -> tuple[list[GenerateRequest], Style]:
         """The engine's requests, one for each prompt, without ids; and what the answer has in it. A
@@ -112,7 +112,7 @@ class BodyReader:
         tools = read_tools(fields, self._tokenizer) if self._is_chat else None
         if tools is not None:
             tools.apply(params)
-        given_form = self._call.body.get("structured_outputs")
+        given_form = self._call.message.get("structured_outputs")
         form = "structured_outputs" if given_form else "response_format"
         if tools is not None:
             form = "tools"
@@ -120,7 +120,7 @@ class BodyReader:
         prompts: Any = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
         fields.end((*READ_BY_BOTH, *(READ_BY_CHAT if self._is_chat else READ_BY_COMPLETION)))
         with naming_field(self._is_chat, form, tools):
-            self._check_sampling(params, prompts)
+            limits.check_sampling(params, self._limits, self._max_model_len, prompts)
         if not self._is_chat:
             prompts = [await self._prompt(raw, params, special, style.echo) for raw in prompts]
         common: dict[str, Any] = {"params": params, "priority": priority, "lora_request": adapter}
@@ -146,13 +146,6 @@ class BodyReader:
         fields.end(READ_BY_COMPLETION)
         self._state.check_text("prompt", [text])
         return await self._engine.tokenize(text, special)
-
-    def _check_sampling(self, params: SamplingParams, prompts: Sequence[Any]) -> None:
-        most = self._max_model_len
-        sizes: dict[type, Callable[[Any], int]] = {list: len, str: limits.most_tokens_of_text}
-        longest = max(sizes.get(type(prompt), lambda _: most)(prompt) for prompt in prompts)
-        longest = min(longest, params.truncate_prompt_tokens or longest, most)
-        limits.check_sampling(params, self._limits, most, longest)
 
     def _read_style(self) -> Style:
         fields = self._fields

@@ -11,10 +11,10 @@ import collections
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
-from functools import partial
-from typing import Any
+from typing import NoReturn
 
 from tpengine.logger import init_logger
 from tpengine.server.auth import CertificateReloader
@@ -30,59 +30,40 @@ _PEER: ContextVar[str] = ContextVar("peer")
 _told_at: collections.deque[float] = collections.deque(maxlen=_LINES)
 
 
-class TlsListener:
-    """Accepts connections at a socket, until it is closed.
+async def accept_tls(
+    sock: socket.socket,
+    make_protocol: Callable[[], asyncio.Protocol],
+    certificates: CertificateReloader,
+    handshake_s: float,
+) -> NoReturn:
+    """Accepts connections at a socket until it is cancelled. Then it closes the socket, and ends
+    the connections whose handshake is not complete.
 
     Args:
-        sock: bound to its address; it is closed with the listener.
+        sock: listens.
         make_protocol: called for each connection; the protocol begins after the handshake.
         certificates: of the server.
         handshake_s: longest time of a handshake.
-        backlog: connections that may wait for the listener.
     """
+    loop, context = asyncio.get_running_loop(), _context(certificates)
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
-        certificates: CertificateReloader,
-        handshake_s: float,
-        backlog: int,
-    ) -> None:
-        sock.listen(backlog)
-        sock.setblocking(False)
-        self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        options: dict[str, Any] = {"ssl_handshake_timeout": handshake_s}
-        options["ssl"] = _context(certificates)
-        connect = partial(self._loop.connect_accepted_socket, make_protocol, **options)
-        self._start(self._accept(sock, connect))
+    async def connect(connection: socket.socket, client: str) -> None:
+        _PEER.set(client)
+        with suppress(Exception):  # the client has left, or its handshake has failed
+            await loop.connect_accepted_socket(
+                make_protocol, connection, ssl=context, ssl_handshake_timeout=handshake_s
+            )
 
-    def close(self) -> None:
-        """Takes no more connections, and ends those whose handshake is not complete."""
-        for task in self._tasks:
-            task.cancel()
-
-    async def _accept(self, sock: socket.socket, connect: Callable[..., Any]) -> None:
-        with sock:
+    sock.setblocking(False)
+    with sock:
+        async with asyncio.TaskGroup() as connecting:
             while True:
                 try:
-                    connection, address = await self._loop.sock_accept(sock)
+                    connection, address = await loop.sock_accept(sock)
                 except OSError:  # no descriptor is left, or the client has gone already
                     await asyncio.sleep(_PAUSE_S)
-                    continue
-                _PEER.set(address[0])
-                self._start(connect(connection))
-
-    def _start(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._end)
-
-    def _end(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # the client has left, or its handshake has failed
+                else:
+                    connecting.create_task(connect(connection, address[0]))
 
 
 _WITHOUT_ALERT = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")

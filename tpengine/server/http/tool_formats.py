@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-import functools
 import re
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
+
+import regex  # unlike `re`, it finds the beginning of a match at the end of a text
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
 """Of a function, as a regular expression."""
@@ -17,29 +18,16 @@ _PARTS = {" ": r"[ \t\r\n]{0,64}", "NAME": f"({NAME})", "WORD": NAME}
 """Of a pattern. White space is bounded, and so is what is held back."""
 
 
-class Pattern:
-    """One of several texts, in which a space stands for some white space, NAME for the name of a
-    function, and WORD for another one.
-
-    Attributes:
-        whole: matches the text; its only group is the name.
-        begun: matches the text, or any beginning of it.
-    """
-
-    def __init__(self, *texts: str) -> None:
-        split = [re.findall("NAME|WORD|.", text) for text in texts]
-        parts = [[_PARTS.get(piece, re.escape(piece)) for piece in text] for text in split]
-        self.whole = re.compile("|".join(map("".join, parts)))
-        self.begun = re.compile("|".join(map(_optional, parts)))
-
-
-def _optional(parts: list[str]) -> str:
-    """An expression of which each part may be missing, with all that follow."""
-    return functools.reduce(lambda rest, part: f"(?:{part}{rest})?", reversed(parts), "")
+def _pattern(*texts: str) -> Any:
+    """A compiled expression for one of several texts, in which a space stands for some white space,
+    NAME for the name of a function, which is the only group, and WORD for another one."""
+    split = [re.findall("NAME|WORD|.", text) for text in texts]
+    parts = [[_PARTS.get(piece, re.escape(piece)) for piece in text] for text in split]
+    return regex.compile("|".join(map("".join, parts)))
 
 
 def _calls(key: str, *befores: str) -> tuple[str, ...]:
-    """The beginning of a call in JSON, for `Pattern`.
+    """The beginning of a call in JSON, for `_pattern`.
 
     Args:
         key: of the arguments.
@@ -78,16 +66,16 @@ class ToolFormat:
     call: str
     between: str
     end: str
-    first: Pattern
-    following: Pattern
-    closing: Pattern
+    first: Any
+    following: Any
+    closing: Any
     has_short_ids: bool = False
 
 
 _TAG = "<|python_tag|>"
 _BEFORE = (" ", f" {_TAG} ")
-_TAGGED = Pattern(*_calls("arguments", " <tool_call> "))
-_NAMED = Pattern(" [TOOL_CALLS] NAME [ARGS] {", " [TOOL_CALLS] NAME [CALL_ID] WORD [ARGS] {")
+_TAGGED = _pattern(*_calls("arguments", " <tool_call> "))
+_NAMED = _pattern(" [TOOL_CALLS] NAME [ARGS] {", " [TOOL_CALLS] NAME [CALL_ID] WORD [ARGS] {")
 FORMATS = (
     ToolFormat(
         '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (Hermes, Qwen)',
@@ -96,23 +84,23 @@ FORMATS = (
         ("<tool_call>", "</tool_call>"),
         *("<tool_call>", '\n{"name": "NAME", "arguments": ARGUMENTS}\n'),
         *("</tool_call>\n<tool_call>", "</tool_call>"),
-        *(_TAGGED, _TAGGED, Pattern(" } </tool_call>")),
+        *(_TAGGED, _TAGGED, _pattern(" } </tool_call>")),
     ),
     ToolFormat(
         f'{{"name": ..., "parameters": {{...}}}}, alone or after {_TAG} (Llama 3)',
         r'(?=.*"parameters\\?":).*(?:ipython|<\|python_tag\|>)',
         (_TAG,),
         *("", '{"name": "NAME", "parameters": ARGUMENTS}', "", ""),
-        Pattern(*_calls("parameters", *_BEFORE)),
-        Pattern(*_calls("parameters", *_BEFORE, *(f" ;{before}" for before in _BEFORE))),
-        Pattern(" }"),
+        _pattern(*_calls("parameters", *_BEFORE)),
+        _pattern(*_calls("parameters", *_BEFORE, *(f" ;{before}" for before in _BEFORE))),
+        _pattern(" }"),
     ),
     ToolFormat(
         "[TOOL_CALLS]name[ARGS]{...} (Mistral since 2025)",
         r"(?=.*\[ARGS\]).*\[TOOL_CALLS\]",
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         *("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", "[TOOL_CALLS]", ""),
-        *(_NAMED, _NAMED, Pattern("")),
+        *(_NAMED, _NAMED, _pattern("")),
         has_short_ids=True,
     ),
     ToolFormat(
@@ -120,9 +108,9 @@ FORMATS = (
         r"\[TOOL_CALLS\]",
         ("[TOOL_CALLS]",),
         *("[TOOL_CALLS][", '{"name": "NAME", "arguments": ARGUMENTS}', ", ", "]"),
-        Pattern(*_calls("arguments", " [TOOL_CALLS] [ ")),
-        Pattern(*_calls("arguments", " , "), " ]"),
-        Pattern(" }", ' , "id" : "WORD" }'),
+        _pattern(*_calls("arguments", " [TOOL_CALLS] [ ")),
+        _pattern(*_calls("arguments", " , "), " ]"),
+        _pattern(" }", ' , "id" : "WORD" }'),
         has_short_ids=True,
     ),
 )
@@ -207,7 +195,7 @@ class ToolParser:
                 text = ""
         return content, gains
 
-    def _find(self, text: str) -> tuple[int, re.Match[str] | None]:
+    def _find(self, text: str) -> tuple[int, Any]:
         """Looks for what may come next.
 
         Returns:
@@ -218,8 +206,8 @@ class ToolParser:
         pattern, marker = patterns.get(self._place, form.first), form.markers[0][0]
         at = text.find(marker) if is_inside else 0
         while at >= 0:
-            match = pattern.whole.match(text, at)
-            if match is None and pattern.begun.fullmatch(text, at):
+            match = pattern.match(text, at, partial=True)
+            if match is not None and match.partial:
                 return at, None
             # A call of an unknown function is text.
             if match is not None and (

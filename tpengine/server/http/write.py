@@ -1,26 +1,24 @@
-"""Answers in OpenAI's shape, as JSON text: the chunks of a stream, and whole answers.
+"""Answers in OpenAI's shape: the chunks of a stream, and whole answers.
 
-The text is put together from parts, without an object for each level (docs/openai.md has the cost
-of both ways).
+They are made of dicts, without a class for each level (docs/openai.md has the cost of both ways).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from json.encoder import encode_basestring as quote
 from typing import Any
 
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
-from tpengine.server.http.json_text import json_bytes
+from tpengine.server.http.json_text import event
 from tpengine.server.http.reasoning import THOUGHT_FIELDS, ReasoningSplitter
 from tpengine.server.http.tool_formats import ToolParser
 from tpengine.server.http.tools import Tools
 from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
 
+Json = dict[str, Any]
 _LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have; vLLM writes this number too."""
 
@@ -55,8 +53,8 @@ class Style:
     tools: Tools | None = None
     constraint: str = "structured_outputs"
 
-    def head(self, request_id: str, created: int, model: str) -> str:
-        """The beginning of an answer or a chunk, up to its first choice.
+    def head(self, request_id: str, created: int, model: str) -> Json:
+        """The fields of an answer or a chunk before its choices.
 
         Args:
             created: seconds of `time.time`.
@@ -64,8 +62,7 @@ class Style:
         own_id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{request_id}"
         kind = "chat.completion" if self.is_chat else "text_completion"
         chunk = ".chunk" if self.is_chat and self.streams else ""
-        fields = f'"object":"{kind}{chunk}","created":{created},"model":{json.dumps(model)}'
-        return f'{{"id":{json.dumps(own_id)},{fields},"choices":['
+        return {"id": own_id, "object": kind + chunk, "created": created, "model": model}
 
 
 @dataclass(slots=True)
@@ -97,53 +94,51 @@ class AnswerWriter:
     """
 
     def __init__(
-        self, style: Style, head: str, tokenizer: Tokenizer | None = None, first_index: int = 0
+        self, style: Style, head: Json, tokenizer: Tokenizer | None = None, first_index: int = 0
     ) -> None:
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self._style = style
-        self._head = f"data: {head}"
-        self._end = ',"usage":null}\n\n' if style.usage else "}\n\n"
+        self._head = head
         self._tokenizer = tokenizer
         self._first_index = first_index
-        self._is_plain = style.logprobs is None and not style.usage_in_all
         self._choices: dict[int, _Choice] = {}
         self._turns = CandidateTurns()
 
     def write_tokens(self, output: RequestOutput) -> bytes | None:
         """The chunk of a delta that `has_only_tokens`; None: use `write`."""
         completion = output.outputs[0]
-        if not self._is_plain or completion.index not in self._choices:
+        if self._style.logprobs is not None or completion.index not in self._choices:
             return None
         self.num_output_tokens = output.num_output_tokens
-        choice = self._choice(completion, self._text(completion))
-        return json_bytes(f"{self._head}{choice}]{self._end}")
+        return self._chunk(self._choice(completion, self._text(completion)), {})
 
     async def write(self, output: RequestOutput) -> bytes:
         """The chunks of a delta, one for each choice, and before its first one the chunk with the
         role."""
         chunks = []
         for completion in self._completions(output):
-            begins, extra = completion.index not in self._choices, ""
+            begins, extra = completion.index not in self._choices, Json()
             if begins:
                 extra = await self._begin(output, completion.index)
             if begins and self._style.is_chat:
                 role = replace(completion, token_ids=(), finish_reason=None)
-                content = '""' if self._style.tools is None else "null"
-                delta = f'"delta":{{"role":"assistant","content":{content}}}'
+                content = "" if self._style.tools is None else None
+                delta = {"delta": {"role": "assistant", "content": content}}
                 chunks.append(self._chunk(self._choice(role, delta), extra))
-                extra = ""
-            chunks.append(self._chunk(await self._whole_choice(output, completion, begins, extra)))
-        return json_bytes("".join(chunks))
+                extra = {}
+            choice = await self._whole_choice(output, completion, begins)
+            chunks.append(self._chunk(choice | extra, {}))
+        return b"".join(chunks)
 
-    async def write_whole(self, output: RequestOutput) -> tuple[str, str]:
-        """The choices of a finished request, separated by commas; and what a chat completion has
-        about its prompt after them."""
-        choices, extra = [], ""
+    async def write_whole(self, output: RequestOutput) -> tuple[list[Json], Json]:
+        """The choices of a finished request; and the fields that a chat completion has about its
+        prompt after them."""
+        choices, extra = [], Json()
         for completion in self._completions(output):
             extra = await self._begin(output, completion.index)
-            inside = "" if self._style.is_chat else extra
-            choices.append(await self._whole_choice(output, completion, True, inside))
-        return ",".join(choices), extra if self._style.is_chat else ""
+            choice = await self._whole_choice(output, completion, True)
+            choices.append(choice if self._style.is_chat else choice | extra)
+        return choices, extra if self._style.is_chat else {}
 
     def _completions(self, output: RequestOutput) -> list[CompletionOutput]:
         """The choices of an output. The usage becomes what it is with them."""
@@ -155,25 +150,25 @@ class AnswerWriter:
         self.num_output_tokens = output.num_output_tokens
         return output.outputs
 
-    async def _begin(self, output: RequestOutput, index: int) -> str:
+    async def _begin(self, output: RequestOutput, index: int) -> Json:
         """Begins a choice; returns the fields about its prompt."""
         style = self._style
         self._choices[index] = _Choice(
             ReasoningSplitter(output.prompt) if style.is_chat else None,
             None if style.tools is None else style.tools.parser(),
         )
-        extra = ""
+        extra: Json = {}
         if style.token_ids:
-            extra = f',"prompt_token_ids":{_ids(output.prompt_token_ids)}'
+            extra["prompt_token_ids"] = output.prompt_token_ids
         if style.prompt_logprobs:
-            extra += f',"prompt_logprobs":{await self._prompt_logprobs(output)}'
+            extra["prompt_logprobs"] = await self._prompt_logprobs(output)
         return extra
 
     async def _whole_choice(
-        self, output: RequestOutput, completion: CompletionOutput, begins: bool, extra: str
-    ) -> str:
+        self, output: RequestOutput, completion: CompletionOutput, begins: bool
+    ) -> Json:
         """A choice with its log probabilities and, if it begins, with its prompt."""
-        logprobs, repeats = "null", begins and self._style.echo
+        logprobs, repeats = None, begins and self._style.echo
         if self._style.logprobs is not None:
             positions = of_output(completion)
             if repeats:
@@ -183,112 +178,109 @@ class AnswerWriter:
             else:
                 logprobs = await self._logprobs(self._choices[completion.index], positions)
         text = self._text(completion, (output.prompt or "") if repeats else "")
-        return self._choice(completion, text, logprobs, extra)
+        return self._choice(completion, text, logprobs)
 
-    def _text(self, completion: CompletionOutput, before: str = "") -> str:
+    def _text(self, completion: CompletionOutput, before: str = "") -> Json:
         """The field with the text."""
         if not self._style.is_chat:
-            return f'"text":{quote(before + completion.text)}'
+            return {"text": before + completion.text}
         choice = self._choices[completion.index]
         if choice.splitter is None:
-            fields = f'"content":{quote(completion.text)}'
+            fields: Json = {"content": completion.text}
         else:
             fields = self._parts(completion, choice, choice.splitter)
         if self._style.streams:
-            return f'"delta":{{{fields}}}'
-        return f'"message":{{"role":"assistant",{fields}}}'
+            return {"delta": fields}
+        return {"message": {"role": "assistant", **fields}}
 
     def _parts(
         self, completion: CompletionOutput, choice: _Choice, splitter: ReasoningSplitter
-    ) -> str:
+    ) -> Json:
         """The fields of a text that may have reasoning, and then calls of tools."""
         is_last = completion.finish_reason is not None
         reasoning, content = splitter.take(completion.text, is_last)
-        calls: list[dict[str, Any]] = []
+        calls: list[Json] = []
         if choice.parser is not None:
             content, calls = choice.parser.take(content, is_last)
         elif splitter.is_over:
             choice.splitter = None
-        fields = [f'"{name}":{quote(reasoning)}' for name in THOUGHT_FIELDS] if reasoning else []
+        fields: Json = dict.fromkeys(THOUGHT_FIELDS, reasoning) if reasoning else {}
         if content or not self._style.streams:
-            fields.append(f'"content":{quote(content) if content or not calls else "null"}')
+            fields["content"] = content if content or not calls else None
         if calls:
             if not self._style.streams:  # only there a call has its place
                 calls = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
-            fields.append(f'"tool_calls":{json.dumps(calls, ensure_ascii=False)}')
-        return ",".join(fields)
+            fields["tool_calls"] = calls
+        return fields
 
     def _choice(
-        self, completion: CompletionOutput, text: str, logprobs: str = "null", extra: str = ""
-    ) -> str:
-        end = "null"
-        if completion.finish_reason is not None:
-            parser, reason = self._choices[completion.index].parser, completion.finish_reason
-            reason = reason if parser is None else parser.finish_reason(reason)
-            end = f'{quote(reason)},"stop_reason":{json.dumps(completion.stop_reason)}'
+        self, completion: CompletionOutput, text: Json, logprobs: Json | None = None
+    ) -> Json:
+        index, reason = self._first_index + completion.index, completion.finish_reason
+        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": reason}
+        if reason is not None:
+            parser = self._choices[completion.index].parser
+            if parser is not None:
+                choice["finish_reason"] = parser.finish_reason(reason)
+            choice["stop_reason"] = completion.stop_reason
         if self._style.token_ids:
-            extra += f',"token_ids":{_ids(completion.token_ids)}'
-        index = self._first_index + completion.index
-        return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":{end}{extra}}}'
+            choice["token_ids"] = completion.token_ids
+        return choice
 
-    def _chunk(self, choice: str, extra: str = "") -> str:
-        if self._style.usage_in_all:
-            extra += f',"usage":{usage([self])}'
-            return f"{self._head}{choice}]{extra}}}\n\n"
-        return f"{self._head}{choice}]{extra}{self._end}"
+    def _chunk(self, choice: Json, extra: Json) -> bytes:
+        chunk = {**self._head, "choices": [choice], **extra}
+        if self._style.usage:
+            chunk["usage"] = usage([self]) if self._style.usage_in_all else None
+        return event(chunk)
 
-    async def _logprobs(self, choice: _Choice, positions: Positions) -> str:
+    async def _logprobs(self, choice: _Choice, positions: Positions) -> Json:
         """Log probabilities of a completion."""
         tokens, chosen, likeliest, offsets = [], [], [], []
         async for token_id, candidates in self._turns.take(positions):
             token = self._token_text(token_id, candidates.get(token_id))
-            tokens.append(quote(token))
-            offsets.append(str(choice.offset))
+            tokens.append(token)
+            offsets.append(choice.offset)
             choice.offset += len(token)
-            chosen.append(_number(candidates[token_id]) if candidates else "null")
-            by_text: dict[str, str] = {}
+            chosen.append(_number(candidates[token_id]) if candidates else None)
+            by_text: dict[str, float] = {}
             for other_id, other in _by_rank(candidates):  # parts of characters may have one text
-                by_text.setdefault(quote(self._token_text(other_id, other)), _number(other))
-            pairs = ",".join(f"{text}:{number}" for text, number in by_text.items())
-            likeliest.append(f"{{{pairs}}}" if candidates else "null")
-        return (
-            f'{{"tokens":[{",".join(tokens)}],"token_logprobs":[{",".join(chosen)}],'
-            f'"top_logprobs":[{",".join(likeliest)}],"text_offset":[{",".join(offsets)}]}}'
-        )
+                by_text.setdefault(self._token_text(other_id, other), _number(other))
+            likeliest.append(by_text or None)
+        lists = {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": likeliest}
+        return {**lists, "text_offset": offsets}
 
-    async def _chat_logprobs(self, positions: Positions) -> str:
+    async def _chat_logprobs(self, positions: Positions) -> Json:
         """Log probabilities of a chat completion."""
         content, most = [], self._style.logprobs or 0
         async for token_id, candidates in self._turns.take(positions):
-            top = [
-                f"{{{self._candidate(*pair)}}}"
-                for pair in _by_rank(candidates)
-                if (pair[1].rank or 0) <= most
-            ]
+            ranked = [pair for pair in _by_rank(candidates) if (pair[1].rank or 0) <= most]
             chosen = self._candidate(token_id, candidates[token_id])
-            content.append(f'{{{chosen},"top_logprobs":[{",".join(top)}]}}')
-        return f'{{"content":[{",".join(content)}]}}'
+            content.append({**chosen, "top_logprobs": [self._candidate(*pair) for pair in ranked]})
+        return {"content": content}
 
-    def _candidate(self, token_id: int, candidate: Logprob) -> str:
+    def _candidate(self, token_id: int, candidate: Logprob) -> Json:
         text = self._token_text(token_id, candidate)
         table = None if self._tokenizer is None else self._tokenizer.byte_table
         piece: str | bytes = text
         if table is not None and token_id < len(table.pieces):
             piece = table.pieces[token_id]
         data = piece if isinstance(piece, bytes) else piece.encode()
-        return f'"token":{quote(text)},"logprob":{_number(candidate)},"bytes":{_ids(data)}'
+        return {"token": text, "logprob": _number(candidate), "bytes": list(data)}
 
-    async def _prompt_logprobs(self, output: RequestOutput) -> str:
+    async def _prompt_logprobs(self, output: RequestOutput) -> list[Json | None]:
         """Log probabilities of a prompt, in vLLM's shape."""
-        positions = []
+        positions: list[Json | None] = []
         async for _, candidates in self._turns.take(of_prompt(output)):
-            fields = ",".join(
-                f'"{i}":{{"logprob":{_number(candidate)},"rank":{json.dumps(candidate.rank)},'
-                f'"decoded_token":{quote(self._token_text(i, candidate))}}}'
-                for i, candidate in candidates.items()
-            )
-            positions.append(f"{{{fields}}}" if candidates else "null")
-        return f"[{','.join(positions)}]"
+            fields = {
+                str(token_id): {
+                    "logprob": _number(candidate),
+                    "rank": candidate.rank,
+                    "decoded_token": self._token_text(token_id, candidate),
+                }
+                for token_id, candidate in candidates.items()
+            }
+            positions.append(fields or None)
+        return positions
 
     def _token_text(self, token_id: int, candidate: Logprob | None) -> str:
         if candidate is not None and candidate.decoded_token is not None:
@@ -297,28 +289,22 @@ class AnswerWriter:
         return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
 
-def usage(writers: Sequence[AnswerWriter]) -> str:
+def usage(writers: Sequence[AnswerWriter]) -> Json:
     """The usage of all prompts of a call."""
     num_prompt_tokens = sum(writer.num_prompt_tokens for writer in writers)
     num_output_tokens = sum(writer.num_output_tokens for writer in writers)
     num_cached_tokens = sum(writer.num_cached_tokens for writer in writers)
-    fields = {
+    return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
-    return json.dumps(fields, separators=(",", ":"))
 
 
-def _ids(token_ids: Sequence[int]) -> str:
-    return f"[{','.join(map(str, token_ids))}]"
-
-
-def _number(candidate: Logprob) -> str:
+def _number(candidate: Logprob) -> float:
     # A NaN fails the comparison too.
-    number = candidate.logprob
-    return repr(number if number > _LEAST_LOGPROB else _LEAST_LOGPROB)
+    return candidate.logprob if candidate.logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
 
 
 def _by_rank(candidates: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
