@@ -151,7 +151,7 @@ class Loop:
         never_swaps = limits.mode == "recompute" or not limits.num_host_blocks
         self.is_in_order = limits.policy == "fcfs" and policy is None and never_swaps
         if limits.fairness == "owner":
-            self.is_in_order, policy = False, FairShares(POLICIES[limits.policy])
+            self.is_in_order, policy = False, FairShares(POLICIES[limits.policy], limits.seqs)
         self.policy = POLICIES[limits.policy]() if policy is None else policy
         self.events: Counter[str] = Counter()
         self.blocks, self.worker = self._open_cache(limits.num_blocks, last_step=0)

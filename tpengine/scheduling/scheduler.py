@@ -55,10 +55,11 @@ class Scheduler:
         policy: SchedulingPolicy | None = None,
     ) -> None:
         self._config = config
-        self._blocks = block_manager
         if policy is None:
             make_policy = POLICIES[config.policy]
-            policy = make_policy() if config.fairness == "none" else FairShares(make_policy)
+            policy = make_policy()
+            if config.fairness == "owner":
+                policy = FairShares(make_policy, config.max_num_seqs)
         self._queues = RequestQueues(block_manager, policy, config)
         self._prompt_shares = PromptShares(self._queues, config, self._start)
         self._num_steps = 0
@@ -442,7 +443,7 @@ class Scheduler:
                 break
             if not queues.has_room(first) and queues.adapters.has_room(first, queues.running):
                 running, num_free = list(filter(queues.is_running, others)), queues.slots.num_free
-                for victim in shares.choose_victims(first, running, num_free, blocks, self._config):
+                for victim in shares.choose_victims(first, running, num_free, blocks):
                     self._preempt(victim, step)
             if not queues.has_room(first):
                 break
