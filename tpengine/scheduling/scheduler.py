@@ -265,19 +265,16 @@ class Scheduler:
 
     def _continue_group(self, request: Request, step: StepBuilder) -> None:
         """Schedules the part of a running request with several sequences that fits."""
-        if not self._queues.is_running(request):  # preempted earlier in this step
+        rows = steps.choose_rows(request, step.tokens_left)
+        if not rows:  # they do not fit, or the request was preempted earlier in this step
             return
-        is_forked = request.request_id not in self._queues.unforked
-        rows = steps.choose_rows(request, step.tokens_left) if is_forked else []
-        if is_forked and not rows:
-            return
-        lacking = self._blocks.num_lacking_blocks(request)
+        lacking = self.block_manager.num_lacking_blocks(request)
         if lacking:
             # For all its sequences: preemption takes the blocks of all, so none is a row before.
             self._make_room(request, lacking, step)
         if not self._queues.is_running(request):
             return
-        if not is_forked:
+        if request.request_id in self._queues.unforked:
             self._compute_common(request, step, lacking > 0)
             return
         if any(size > 1 for _, size in rows):
@@ -375,10 +372,10 @@ class Scheduler:
         wanted = mode == "swap" or (mode == "auto" and is_group)
         # Before the fork only the first sequence has blocks: few to keep, and none are shared.
         is_forked = victim.request_id not in self._queues.unforked
-        if not (wanted and is_forked and self._blocks.can_swap_out(victim)):
+        if not (wanted and is_forked and self.block_manager.can_swap_out(victim)):
             return False
         shares, swapped = self._queues.shares, self._queues.swapped
-        return shares is None or shares.may_swap(victim, swapped, self._blocks)
+        return shares is None or shares.may_swap(victim, swapped, self.block_manager)
 
     def _admit_swapped(self, step: StepBuilder) -> None:
         """Brings swapped requests back while there are tokens, slots and blocks for the first.
