@@ -68,7 +68,7 @@ class Scheduler:
     @property
     def block_manager(self) -> BlockManager:
         """The blocks of the present cache."""
-        return self._blocks
+        return self._queues.blocks
 
     @property
     def num_waiting(self) -> int:
@@ -130,7 +130,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Chooses the rows of the next step, and moves requests between the queues for it."""
-        step = StepBuilder(self._config.max_num_batched_tokens)
+        step = StepBuilder(self._num_steps + 1, self._config.max_num_batched_tokens)
         running, shares = self._queues.running, self._queues.shares
         if self._config.enable_chunked_prefill:
             if shares is not None:
@@ -145,15 +145,14 @@ class Scheduler:
                 self._num_admitted_since_decode = 0
                 self._continue(running, step)
                 self._admit_swapped(step)
-        if step.is_empty:
-            if step.message.block_moves:
-                raise EngineError("a step without rows moves blocks, but it is never sent")
-            return step.build(self._num_steps + 1)
-        self._num_steps += 1
-        if self._config.looks_ahead:
-            step.message.next_slots = list(map(steps.slot_of, self._look_ahead(step)))
-        self._queues.tell_changes(step.message)
-        return step.build(self._num_steps)
+        if not step.is_empty:
+            self._num_steps = step.number
+            if self._config.looks_ahead:
+                step.message.next_slots = list(map(steps.slot_of, self._look_ahead(step)))
+            self._queues.tell_changes(step.message)
+        elif step.message.block_moves:
+            raise EngineError("a step without rows moves blocks, but it is never sent")
+        return step.build()
 
     def update(self, output: SchedulerOutput, decisions: StepDecisions) -> None:
         """Applies an answered step and what was decided about its tokens.
@@ -162,7 +161,7 @@ class Scheduler:
         blocks, and appends the tokens. Finished sequences give blocks and slots back; a request
         without an unfinished sequence leaves.
         """
-        queues, blocks = self._queues, self._blocks
+        queues, blocks = self._queues, self.block_manager
         for sequence, status in decisions.finished:
             sequence.move_to(status)
         # Before the rows, so that blocks of a failed request are not offered to the prefix cache.
@@ -208,7 +207,6 @@ class Scheduler:
         Args:
             block_manager: an empty one of the new cache.
         """
-        self._blocks = block_manager
         self._queues.restart(block_manager)
 
     def restrict(self, allowed: frozenset[str] | None) -> None:
@@ -246,7 +244,7 @@ class Scheduler:
 
     def _continue(self, requests: Iterable[Request], step: StepBuilder) -> None:
         """Schedules running requests in order, and preempts from the end if blocks are missing."""
-        blocks, running = self._blocks, SequenceStatus.RUNNING
+        blocks, running = self.block_manager, SequenceStatus.RUNNING
         for request in tuple(requests):
             if not step.tokens_left:
                 return
@@ -315,7 +313,7 @@ class Scheduler:
                 shares.charge_prompt(request, sequence, size)
         is_known = self._queues.slots.is_known(sequence)
         if grow:
-            growth = self._blocks.append(sequence)
+            growth = self.block_manager.append(sequence)
             if growth.block_ids and is_known:
                 step.add_blocks(sequence, growth.block_ids)
             if growth.copy is not None:
@@ -327,7 +325,7 @@ class Scheduler:
             self._queues.slots.enter(sequence)
             request = self._queues.request_of[sequence.seq_id]
             adapter_slot = self._queues.adapters.slot_of(request)
-            step.enter(request, sequence, self._blocks.block_ids(sequence), adapter_slot)
+            step.enter(request, sequence, self.block_manager.block_ids(sequence), adapter_slot)
         step.add(sequence, size)
 
     def _chunk_size(self, request: Request, num_left: int, step: StepBuilder) -> int:
@@ -335,8 +333,7 @@ class Scheduler:
         If they do not fit beside a token of each other sequence, the step is divided."""
         is_divided = request in step.parts or not self._config.enable_chunked_prefill
         if not is_divided and num_left + self._num_without_row(step) - 1 > step.tokens_left:
-            number = self._num_steps + 1
-            self._prompt_shares.divide(request, num_left, step, number, self._blocks)
+            self._prompt_shares.divide(request, num_left, step)
         return min(num_left, step.tokens_left, step.parts.get(request, num_left))
 
     def _num_without_row(self, step: StepBuilder) -> int:
@@ -345,7 +342,7 @@ class Scheduler:
     def _make_room(self, request: Request, num_blocks: int, step: StepBuilder) -> None:
         """Preempts requests until `num_blocks` are free for `request`, or until it is preempted
         itself. The running request that is last in the policy's order is preempted first."""
-        blocks, queues = self._blocks, self._queues
+        blocks, queues = self.block_manager, self._queues
         if blocks.num_free_blocks < num_blocks:
             # Requests that cannot go on even alone are ended before any is preempted for them. If
             # all others were swapped out for such a request and it was preempted last, the step
@@ -386,10 +383,10 @@ class Scheduler:
         queues = self._queues
         while queues.swapped and step.tokens_left and not step.preempted:
             request = queues.swapped[0]
-            status = self._blocks.can_swap_in(request)
+            status = self.block_manager.can_swap_in(request)
             if status is AllocStatus.NEVER:
-                num_needed = self._blocks.num_needed_blocks(request)
-                self._ignore(request, outgrown(request, num_needed, self._blocks), step)
+                num_needed = self.block_manager.num_needed_blocks(request)
+                self._ignore(request, outgrown(request, num_needed, self.block_manager), step)
                 continue
             if status is AllocStatus.LATER or not queues.has_slots(request):
                 return
@@ -410,11 +407,11 @@ class Scheduler:
             if not chunked and is_decode_due and queues.running:
                 return
             first = queues.waiting.head()
-            is_next = queues.has_room(first) or why_never(first, self._config, self._blocks)
-            request = first if is_next else queues.choose_passing(self._num_steps + 1)
+            is_next = queues.has_room(first) or why_never(first, self._config, queues.blocks)
+            request = first if is_next else queues.choose_passing(step.number)
             if request is None:
                 return
-            if (reason := why_never(request, self._config, self._blocks)) is not None:
+            if (reason := why_never(request, self._config, queues.blocks)) is not None:
                 self._ignore(request, reason, step)
                 continue
             # Cached tokens count too: whether they are in the cache depends on other requests.
@@ -430,7 +427,7 @@ class Scheduler:
         Returns:
             The other running requests, in the order in which they continue.
         """
-        queues, blocks = self._queues, self._blocks
+        queues, blocks = self._queues, self.block_manager
         queues.begin_step(shares)
         others = queues.running.copy()
         rivals = [*steps.find_catching_up(others), *queues.swapped[:1]] if queues.waiting else []
@@ -487,10 +484,11 @@ class Scheduler:
             is_last = max_tokens is not None and sequence.num_output_tokens + 1 >= max_tokens
             if not is_last and len(sequence.token_ids) + 1 < self._config.max_model_len:
                 sequences.append(sequence)
-        if self._blocks.num_free_blocks < len(sequences):  # no preemption for what is only probable
+        # No preemption for what is only probable.
+        if self.block_manager.num_free_blocks < len(sequences):
             return []
         for sequence in sequences:
-            growth = self._blocks.append(sequence, 1)
+            growth = self.block_manager.append(sequence, 1)
             if growth.copy is not None:  # this step's row made its last block its own
                 raise EngineError(f"{sequence} would be written a step early to a shared block")
             if growth.block_ids:
@@ -499,7 +497,7 @@ class Scheduler:
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
         """See `hopeless_requests.why_too_long`. Any thread may ask."""
-        return why_too_long(num_prompt_tokens, self._config, self._blocks)
+        return why_too_long(num_prompt_tokens, self._config, self.block_manager)
 
     def _ignore(self, request: Request, reason: str, step: StepBuilder) -> None:
         request.error = RequestIgnoredError(reason)

@@ -9,6 +9,7 @@ message for the ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError, RequestError
@@ -78,8 +79,14 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Collects a step while the scheduler chooses its rows."""
+    """Collects a step while the scheduler chooses its rows.
 
+    Attributes:
+        number: of the step.
+        tokens_left: tokens that it may still compute.
+    """
+
+    number: int
     tokens_left: int
     singles: list[Sequence] = field(default_factory=list)
     chunks: list[Sequence] = field(default_factory=list)
@@ -88,7 +95,7 @@ class StepBuilder:
     """What workers are told; `build` adds the rows."""
     forks: list[SequencePair] = field(default_factory=list)
     ignored: list[Request] = field(default_factory=list)
-    parts: dict[Request, int] = field(default_factory=dict)
+    parts: Counter[Request] = field(default_factory=Counter)
     """Most tokens of each prompt, if the step cannot hold all of them."""
     owed: list[Request] = field(default_factory=list)
     """Requests that start before the running ones continue; the step has their rows."""
@@ -137,7 +144,7 @@ class StepBuilder:
             )
         )
 
-    def build(self, number: int) -> SchedulerOutput:
+    def build(self) -> SchedulerOutput:
         """Orders the rows, and finds those whose last token is computed: they are sampled, once
         for their own sequence and once for each sequence that is forked from it."""
         message, sampled = self.message, list[Sequence]()
@@ -159,7 +166,7 @@ class StepBuilder:
                         message.sample_slots.append(slot_of(child))
             if size == 1 and num_computed < sequence.num_prompt_tokens:
                 num_prefill_tokens += 1
-        message.step, message.num_scheduled_tokens = number, sizes
+        message.step, message.num_scheduled_tokens = self.number, sizes
         return SchedulerOutput(
             message, rows, sampled, self.ignored, self.preempted, num_prefill_tokens, self.forks
         )
