@@ -179,7 +179,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_decode_state_does_not_grow_with_the_text(decoded: list[int]) -> None:
     word = METASPACE.encode("Hello world")
-    stream = WindowStream(METASPACE, word * 50, SamplingParams())
+    stream = WindowStream(METASPACE, word * 50, METASPACE.special_token_ids)
     for token_id in word * 200:
         stream.push(token_id)
     assert len(decoded) >= 200
@@ -187,7 +187,7 @@ def test_decode_state_does_not_grow_with_the_text(decoded: list[int]) -> None:
 
 
 def test_babbled_bytes_are_not_held_for_ever(decoded: list[int]) -> None:
-    stream = WindowStream(BYTE_LEVEL, [], SamplingParams())
+    stream = WindowStream(BYTE_LEVEL, [], BYTE_LEVEL.special_token_ids)
     assert "".join(map(stream.push, single_bytes(b"\x80" * 50))) + stream.flush() == FFFD * 50
     assert max(decoded) <= 8 + 16
 
