@@ -52,7 +52,7 @@ class PromptShares:
         Args:
             first: the running request that continues now, with `num_left` tokens to compute.
         """
-        rows = {row.seq_id for row in (*step.singles, *step.chunks)}
+        rows = {sequence.seq_id for sequence, _ in step.sized_rows()}
         others = {
             request: self._num_behind(request)
             for request in self._queues.running
@@ -65,6 +65,7 @@ class PromptShares:
         prompts = {first: num_left, **prompts}
         lacking = sum(map(self._queues.blocks.num_lacking_blocks, [first, *others]))
         left -= self._give_half(prompts, left // 2, lacking, step)
+        # What remains goes to all prompts in their order.
         for request, num in prompts.items():
             more = min(num - step.parts[request], left)
             step.parts[request] += more
@@ -91,6 +92,7 @@ class PromptShares:
             waits = not queues.is_running(request)
             if waits:
                 num -= queues.blocks.num_cached_tokens(request)
+            # One that comes before the first prompt need not be shorter.
             is_shorter = num < num_left and self._gives_way(first, request)
             if not is_shorter and rank(request) > rank(first):
                 continue

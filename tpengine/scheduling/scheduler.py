@@ -25,7 +25,7 @@ from tpengine.scheduling import step as steps
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.hopeless_requests import outgrown, why_never, why_no_more, why_too_long
-from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
+from tpengine.scheduling.policy import POLICIES
 from tpengine.scheduling.prompt_shares import PromptShares
 from tpengine.scheduling.queues import RequestQueues
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
@@ -44,22 +44,14 @@ class Scheduler:
 
     Args:
         block_manager: no other scheduler uses it.
-        policy: order of the requests; None: the policy that the configuration names, within each
-            owner if it has fairness.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        block_manager: BlockManager,
-        policy: SchedulingPolicy | None = None,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
         self._config = config
-        if policy is None:
-            make_policy = POLICIES[config.policy]
-            policy = make_policy()
-            if config.fairness == "owner":
-                policy = FairShares(make_policy, config.max_num_seqs)
+        make_policy = POLICIES[config.policy]
+        policy = make_policy()
+        if config.fairness == "owner":
+            policy = FairShares(make_policy, config.max_num_seqs)
         self._queues = RequestQueues(block_manager, policy, config)
         self._prompt_shares = PromptShares(self._queues, config, self._start)
         self._num_steps = 0
