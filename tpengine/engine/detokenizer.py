@@ -56,13 +56,9 @@ class ByteStream:
 
     def push(self, token_id: int) -> str:
         """Returns the text that `token_id` completes; empty while a character is unfinished."""
-        piece = self._piece(token_id)
-        if isinstance(piece, str) and not self._pending:
-            text = piece
-        else:
-            data = self._pending + (piece.encode() if isinstance(piece, str) else piece)
-            text, num_decoded = codecs.utf_8_decode(data, "replace", False)
-            self._pending = data[num_decoded:]
+        data = self._pending + self._piece(token_id)
+        text, num_decoded = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[num_decoded:]
         return self._first(text) if self._drop and text else text
 
     def flush(self) -> str:
@@ -72,10 +68,10 @@ class ByteStream:
         self._pending = b""
         return self._first(text) if self._drop and text else text
 
-    def _piece(self, token_id: int) -> str | bytes:
+    def _piece(self, token_id: int) -> bytes:
         # Logits may have more rows than the tokenizer has tokens.
         is_shown = token_id < len(self._pieces) and token_id not in self._hidden
-        return self._pieces[token_id] if is_shown else ""
+        return self._pieces[token_id] if is_shown else b""
 
     def _first(self, text: str) -> str:
         text = text.removeprefix(self._drop)
@@ -86,8 +82,7 @@ class ByteStream:
         """The prompt's last bytes, enough to see whether it ends inside a character."""
         tail = b""
         for token_id in reversed(prompt_token_ids):
-            piece = self._piece(token_id)
-            tail = (piece.encode() if isinstance(piece, str) else piece) + tail
+            tail = self._piece(token_id) + tail
             if len(tail) >= _MAX_CHARACTER_BYTES:
                 break
         return tail

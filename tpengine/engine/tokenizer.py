@@ -57,17 +57,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, eq=False)
 class ByteTable:
-    """The text of every id, for tokenizers that decode each token independently of its neighbours.
-
-    A token that is complete UTF-8 is a `str`; a token that begins or ends inside a character is
-    `bytes`; an id that the tokenizer does not know is empty.
+    """The text of every id in UTF-8, for tokenizers that decode each token independently of its
+    neighbours.
 
     Attributes:
-        pieces: by id.
+        pieces: by id. A token may begin or end inside a character; an id that the tokenizer does
+            not know is empty.
         strips_first_space: the whole text loses one leading space (SentencePiece).
     """
 
-    pieces: list[str | bytes]
+    pieces: list[bytes]
     strips_first_space: bool
 
 
@@ -177,8 +176,8 @@ class Tokenizer:
         table = self.byte_table
         if table is None:
             return self.decode([token_id], skip_special_tokens=False)
-        piece = table.pieces[token_id] if token_id < len(table.pieces) else ""
-        return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
+        piece = table.pieces[token_id] if token_id < len(table.pieces) else b""
+        return piece.decode("utf-8", "replace")
 
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, **options: Any
@@ -427,10 +426,10 @@ def _build_byte_table(backend: Any) -> ByteTable | None:
     else:
         return None
     size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    pieces: list[str | bytes] = []
+    pieces = []
     for token_id in range(size):
         token = backend.id_to_token(token_id)
-        pieces.append("" if token is None else _as_text(token_bytes(token)))
+        pieces.append(b"" if token is None else token_bytes(token))
     return ByteTable(pieces, strips_first_space=_STRIP_STAGE in stages)
 
 
@@ -440,13 +439,6 @@ def _decoder_stages(decoder: Any) -> list[dict[str, Any]]:
     if decoder["type"] != "Sequence":
         return [decoder]
     return [stage for inner in decoder["decoders"] for stage in _decoder_stages(inner)]
-
-
-def _as_text(data: bytes) -> str | bytes:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return data
 
 
 def _byte_level_alphabet() -> dict[str, int]:
