@@ -285,6 +285,6 @@ def test_a_loop_that_is_closed_while_a_caller_waits(
     held.open()
     if way == "abort":
         assert len(run_async(tools.read_ids(engine, [4], tools.stream(5)))) == 5
-        wait_until(lambda: not engine._requests.awaits_events)
+        wait_until(lambda: not engine._requests._freed)
     run_async(engine.shutdown())
     del left

@@ -20,6 +20,7 @@ from tpengine.messages import Candidates, SamplingRules
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.sequence import Request, Sequence
+from tpengine.scheduling.step import StepDecisions
 
 MAX_TOKENS = 14
 WIDTHS, PENALTIES = (2, 4, 8), (0.5, 1.0, 2.0)
@@ -264,6 +265,6 @@ def test_end_ids_cost_little() -> None:
             scores = sorted((-10 * rng.random() for _ in range(count)), reverse=True)
             ids = rng.sample(range(5000), count)
             sampled.append((sequence, Candidates(ids, scores, scores), None))
-        return lambda: BeamSearch(request, 100, None).advance(sampled)
+        return lambda: BeamSearch(request, 100, None).advance(sampled, StepDecisions())
 
     assert cost_ratio(search(*ends), search()) < 3

@@ -18,8 +18,6 @@ from tpengine.messages import SamplingRules
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.block_manager import NO_BLOCK, AllocStatus, BlockManager
-from tpengine.scheduling.fairness import FairShares
-from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import SchedulerOutput
@@ -135,7 +133,7 @@ class Loop:
             policy, without swap, but for those that passed another which had no room.
     """
 
-    def __init__(self, limits: Limits = Limits(), policy: SchedulingPolicy | None = None) -> None:
+    def __init__(self, limits: Limits = Limits()) -> None:
         self.limits = limits
         self.config = SchedulerConfig(
             max_num_batched_tokens=limits.tokens,
@@ -149,13 +147,12 @@ class Loop:
             fairness=limits.fairness,
         )
         never_swaps = limits.mode == "recompute" or not limits.num_host_blocks
-        self.is_in_order = limits.policy == "fcfs" and policy is None and never_swaps
-        if limits.fairness == "owner":
-            self.is_in_order, policy = False, FairShares(POLICIES[limits.policy])
-        self.policy = POLICIES[limits.policy]() if policy is None else policy
+        is_by_arrival = limits.policy == "fcfs" and limits.fairness == "none"
+        self.is_in_order = is_by_arrival and never_swaps
         self.events: Counter[str] = Counter()
         self.blocks, self.worker = self._open_cache(limits.num_blocks, last_step=0)
-        self.scheduler = Scheduler(self.config, self.blocks, self.policy)
+        self.scheduler = Scheduler(self.config, self.blocks)
+        self.policy = self.scheduler._queues.waiting
         self.processor = OutputProcessor(None, limits.model_len)
         self.outputs: dict[str, RequestOutput] = {}
         self.admitted: list[Request] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tpengine.scheduling.policy import Priority
+import pytest
+
+from tpengine.scheduling.policy import POLICIES, Priority
 from tpengine.scheduling.sequence import Request
 
 from .loop import Limits, Loop, sizes, statuses
@@ -69,8 +71,10 @@ class _PreemptedLast(Priority):
         self._waiting.remove(request)
 
 
-def test_no_admission_in_a_step_that_preempted() -> None:
-    loop = Loop(Limits(num_blocks=5), _PreemptedLast())
+def test_no_admission_in_a_step_that_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "fcfs", _PreemptedLast)
+    loop = Loop(Limits(num_blocks=5))
+    loop.is_in_order = False
     first, second, third = loop.add_plain(8, 12, 4)
     assert loop.step().rows == [*first.sequences, *second.sequences]
     output = loop.step()

@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +48,8 @@ from tpengine.structured.grammars import Vocabulary
 grammar_checks.CPU_S = 3600
 vocabulary, checks = Vocabulary(*json.loads(sys.stdin.readline())), grammar_checks.GrammarChecks()
 checks.check(vocabulary, StructuredOutputsParams(regex="a"), Thinking.NONE, [])
-print(checks._own.process._process.pid, flush=True)
+(process,) = checks._processes.values()
+print(process._process.pid, flush=True)
 endless = StructuredOutputsParams(grammar=sys.argv[1])
 checks.check(vocabulary, endless, Thinking.NONE, [])
 """
@@ -99,14 +101,14 @@ def test_a_check_beyond_its_memory_ends(
 def test_processes_that_were_killed(checks: GrammarChecks, vocabulary: Vocabulary) -> None:
     """An idle one is replaced; the request of a busy one fails, which is no fault of its client."""
     check(checks, vocabulary, regex="first")
-    own = checks._own.process
-    own.end()
+    own = threading.get_ident()
+    checks._processes[own].end()
     assert "second" in check(checks, vocabulary, regex="second")
     endless = f"{ENDLESS[0]['grammar']}\n"
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(check, checks, vocabulary, grammar=endless)
-        wait_until(lambda: bool(checks._processes - {own, checks._own.process}))
-        (busy,) = checks._processes - {own, checks._own.process}
+        wait_until(lambda: len(checks._processes) == 2)
+        (busy,) = (process for thread, process in checks._processes.items() if thread != own)
         busy.end()
         with pytest.raises(RequestFailedError, match="try again later"):
             asked.result(PATIENCE_S)

@@ -44,7 +44,6 @@ _FREE_S = 60.0
 _CUT_OFF_S = 2.0
 """The least time that a drain gives the present step to end."""
 _POLL_S = 0.01
-_WATCH_S = 1.0
 
 
 class _Intake(enum.Enum):
@@ -89,7 +88,6 @@ class AsyncLLMEngine:
         self._max_step_s = max_step_s
         self._intake = _Intake.OPEN
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch: asyncio.TimerHandle | None = None
         self._thread = EngineThread(build)
         self.llm_engine = self._thread.start(start_timeout_s)
         self._admission = Admission(limits, self.llm_engine.get_scheduler_config().fairness)
@@ -442,7 +440,8 @@ class AsyncLLMEngine:
         if self._intake is _Intake.OPEN:
             self._intake = _Intake.DRAINING
         end = time.monotonic() + timeout_s
-        await self._requests.wait_until_empty(timeout_s)
+        while len(self._requests) and time.monotonic() < end:
+            await asyncio.sleep(_POLL_S)
         await asyncio.sleep(0)  # a request whose last output is on its way finishes
         why = f"the engine ends, and gave its requests {timeout_s:.1f} s to finish"
         # A step that hangs must not prolong the drain.
@@ -465,8 +464,6 @@ class AsyncLLMEngine:
         if self._loop is not None and self._loop.is_closed():
             self._requests.leave_loop()
         self._fail_all()
-        if self._watch is not None:
-            self._watch.cancel()
         self._texts.close()
         thread = self._thread
         await self._wait_until(lambda: thread.stop(0) or thread.ended, step_s, "a step")
@@ -495,10 +492,8 @@ class AsyncLLMEngine:
                 text = f"requests of another event loop are being served; {rule}"
                 raise errors.EngineError(text)
             self._requests.leave_loop()
-            self._loop, self._watch = loop, None
+            self._loop = loop
             self._thread.bind(loop, self._requests.receive, self._fail_all)
-        if self._watch is None:
-            self._watch = loop.call_later(_WATCH_S, self._look)
 
     def _tokenizer(self) -> Tokenizer:
         return need_tokenizer(self.llm_engine.tokenizer, self.model_config)
@@ -513,15 +508,6 @@ class AsyncLLMEngine:
     def _fail_all(self) -> None:
         """Finishes all requests, because the engine has ended."""
         self._requests.fail_all(self._death)
-
-    def _look(self) -> None:
-        """Bounds every wait for an output: a thread that died may not have said so."""
-        loop = asyncio.get_running_loop()
-        self._watch = None
-        if self._thread.ended:
-            loop.call_soon(self._fail_all)  # after the events that it has sent
-        elif self._requests.awaits_events:
-            self._watch = loop.call_later(_WATCH_S, self._look)
 
     def _death(self) -> errors.EngineDeadError:
         if self._thread.failure is None:

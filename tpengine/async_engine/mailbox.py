@@ -54,8 +54,8 @@ class Mailbox:
     Attributes:
         merges: whether outputs are deltas.
         error: why no more outputs will come; the reader gets it in their place.
-        listener: if set, called instead of waking a reader in `take` when there is something to
-            take. It must not raise: outputs of other requests are delivered after it.
+        listener: if set, called when there is something to take, for a reader that does not wait in
+            `take`. It must not raise: outputs of other requests are delivered after it.
         finished: whether no more outputs will come, without an error.
         num_output_tokens: tokens that have come, over all sequences.
     """
@@ -66,7 +66,7 @@ class Mailbox:
     finished: bool = False
     num_output_tokens: int = 0
     _unread: list[RequestOutput] = field(default_factory=list)
-    _waiter: asyncio.Future[None] | None = None
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def closed(self) -> bool:
@@ -112,21 +112,17 @@ class Mailbox:
         Raises:
             Exception: the `error`, or that of the work.
         """
-        if not self.closed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            first: set[asyncio.Future[Any]] = {work, self._waiter}
-            try:
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:
-                work.cancel()
-                raise
-            finally:
-                self._waiter = None
+        news = asyncio.ensure_future(self._news.wait())
+        first: set[asyncio.Future[Any]] = {work, news}
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+            work.cancel()  # no effect on work that is done
         if not self.closed:
             return work.result()
         # asyncio logs an error that is never retrieved.
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
-        work.cancel()
         if self.error is not None:
             raise self.error
         return None
@@ -134,12 +130,9 @@ class Mailbox:
     async def await_news(self) -> None:
         """Waits until there is an output or an error to take, or no more will come. The engine's
         end ends the wait with an error."""
-        if not self._unread and not self.closed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        while not self._unread and not self.closed:
+            self._news.clear()
+            await self._news.wait()
 
     async def take(self) -> RequestOutput:
         """Waits for an output and takes it. The engine's end ends the wait with an error.
@@ -164,8 +157,6 @@ class Mailbox:
         return self.take_unread()
 
     def _wake(self) -> None:
-        if self._waiter is not None:
-            if not self._waiter.done():
-                self._waiter.set_result(None)
-        elif self.listener is not None:
+        self._news.set()
+        if self.listener is not None:
             self.listener()

@@ -49,7 +49,6 @@ class LiveRequest:
         timers: its deadlines.
         ends_as_output: True: an abort, or a prompt that is too long, gives the reader a last
             output. False: it gives an error.
-        freed: done when the engine has freed all of it; None: no caller waits for that.
     """
 
     request_id: str
@@ -61,7 +60,6 @@ class LiveRequest:
     outcome: str | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     ends_as_output: bool = False
-    freed: asyncio.Future[None] | None = None
 
     @property
     def started_at(self) -> float | None:
@@ -160,16 +158,11 @@ class RequestTable:
     _log_requests: bool
     refused: Counter[str] = field(default_factory=Counter)
     _live: dict[str, LiveRequest] = field(default_factory=dict)
-    _waits_for_free: set[asyncio.Future[None]] = field(default_factory=set)
-    _emptied: asyncio.Future[None] | None = None
+    # Done when the engine has freed all of a request; of those for which a caller waits.
+    _freed: dict[LiveRequest, asyncio.Future[None]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._live)
-
-    @property
-    def awaits_events(self) -> bool:
-        """Whether a reader or a caller waits for the engine's thread."""
-        return bool(self._live or self._waits_for_free)
 
     def all(self) -> tuple[LiveRequest, ...]:
         """Returns the live requests."""
@@ -244,18 +237,17 @@ class RequestTable:
     async def abort(self, live: LiveRequest, timeout_s: float) -> None:
         """Finishes a request for a caller, and waits until the engine has freed it, or the time is
         over."""
-        if live.ends_as_output:
+        freed = self._freeing(live)
+        if live.ends_as_output and live.num_prompt_tokens:  # the engine has it
             self._abort_in_engine(live)  # its last output comes before the event None
-            await asyncio.wait({self._freeing(live)}, timeout=timeout_s)
-        if live.outcome is None:  # the reader gets an error, or there was no output to come
+        else:
             error = None
             if not live.ends_as_output:
                 why = f"request {live.request_id!r} was aborted"
                 error = errors.RequestAbortedError(why, live.mailbox.take_unread())
-            freed = self._freeing(live)
             self.finish(live, _ABORTED)
             live.mailbox.close(error)
-            await asyncio.wait({freed}, timeout=timeout_s)
+        await asyncio.wait({freed}, timeout=timeout_s)
 
     async def cut_off(self, why: str, timeout_s: float, *lives: LiveRequest) -> None:
         """Finishes requests with an error, and waits until the engine has freed them, or the time
@@ -273,13 +265,6 @@ class RequestTable:
         if waits_for_free:
             await asyncio.wait(waits_for_free, timeout=timeout_s)
 
-    async def wait_until_empty(self, timeout_s: float) -> None:
-        """Returns when no request is left, or the time is over."""
-        if self._live and timeout_s > 0:
-            if self._emptied is None or self._emptied.done():
-                self._emptied = asyncio.get_running_loop().create_future()
-            await asyncio.wait({self._emptied}, timeout=timeout_s)
-
     def receive(self, events: Iterable[Event]) -> None:
         """Takes the news of the engine's thread, in order: each output comes into the mailbox of
         its request."""
@@ -289,34 +274,30 @@ class RequestTable:
             elif news is not None:
                 if self._take_out(live, "refused", news):
                     self.refused[type(news).__name__] += 1
-            elif (freed := live.freed) in self._waits_for_free and not freed.done():
-                freed.set_result(None)
+            elif live in self._freed:
+                self._freed.pop(live).set_result(None)
 
     def fail_all(self, make_error: Callable[[], Exception]) -> None:
         """Finishes all requests, because the engine is gone. Each reader gets an error object of
         its own, so that each has its own traceback."""
         for live in self.all():
             self._take_out(live, "engine dead", make_error())
-        for freed in tuple(self._waits_for_free):
-            if not freed.done():
-                freed.set_result(None)
+        while self._freed:
+            self._freed.popitem()[1].set_result(None)
 
     def leave_loop(self) -> None:
         """Finishes all requests, because the loop of their readers was closed. Callers that waited
         there are gone, and their futures cannot be used any more."""
-        self._waits_for_free -= {f for f in self._waits_for_free if f.get_loop().is_closed()}
-        self._emptied = None
+        waits = self._freed.items()
+        self._freed = {live: freed for live, freed in waits if not freed.get_loop().is_closed()}
         for live in self.all():
-            live.freed = None
             self.finish(live, "left by its reader")
 
     def _freeing(self, live: LiveRequest) -> asyncio.Future[None]:
         """Returns the future that is done when the engine has freed all of a request."""
-        if live.freed is None or live.freed.done():
-            live.freed = asyncio.get_running_loop().create_future()
-            self._waits_for_free.add(live.freed)
-            live.freed.add_done_callback(self._waits_for_free.discard)
-        return live.freed
+        if live not in self._freed:
+            self._freed[live] = asyncio.get_running_loop().create_future()
+        return self._freed[live]
 
     def _expire(self, live: LiveRequest) -> None:
         age_s = time.time() - live.arrival_time
@@ -366,6 +347,4 @@ class RequestTable:
             live.log_finish()
         if error is not None:
             live.mailbox.close(error)
-        if not self._live and self._emptied is not None and not self._emptied.done():
-            self._emptied.set_result(None)
         return True

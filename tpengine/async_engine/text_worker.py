@@ -30,15 +30,18 @@ _CALLS = "calls of no request"
 """In the place of an owner's account."""
 Answer = TypeVar("Answer")
 _Work = tuple[Callable[[], Any], asyncio.Future[Any]]
+_Turn = tuple[ThreadPoolExecutor, str]
+"""(threads, account)"""
 
 
 class TextWorker:
     """Checks requests, which tokenizes their prompts, and runs the work of tokenize and detokenize
-    calls. One thread does what is short, and there requests come before those calls.
+    calls. One thread does what is short; long texts and the checks of grammars have two threads of
+    their own. A tokenizer that is written in Python does not serve two threads at once, so all of
+    its work is done by the first thread.
 
-    Long texts and the checks of grammars have two threads of their own. There owners take turns,
-    and of one owner one piece of work is done at a time, in order. A tokenizer that is written in
-    Python does not serve two threads at once, so all of its work is done by the first thread.
+    On each of them owners take turns, and of one owner one piece of work is done at a time, in
+    order. All tokenize and detokenize calls together have the turn of one owner.
 
     Args:
         max_texts: number of such calls that may wait; admission bounds the requests.
@@ -49,9 +52,7 @@ class TextWorker:
         self._max_texts = max_texts
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tpengine-text")
         self._slow_pool = ThreadPoolExecutor(_NUM_SLOW, thread_name_prefix="tpengine-slow")
-        self._requests: deque[_Work] = deque()
-        self._texts: deque[_Work] = deque()
-        self._slow: dict[str, deque[_Work]] = {}  # by account
+        self._waiting: dict[_Turn, deque[_Work]] = {}
         self._turns = threading.Lock()
         self._open: set[asyncio.Future[Any]] = set()
 
@@ -71,9 +72,8 @@ class TextWorker:
             return self._engine.check_request(request)
         work = partial(self._engine.check_request, request)
         texts = (request.prompt, token_ids, request.messages, request.chat_options)
-        if self._is_slow(texts, has_grammar):
-            return self._begin_slow(request.owner.account, work)
-        return self._begin(self._requests, work)
+        pool = self._choose_pool(texts, has_grammar)
+        return self._begin((pool, request.owner.account), work)
 
     async def run(self, work: Callable[[], Answer], text: object) -> Answer:
         """Does the work of a tokenize or detokenize call on a thread; returns its result.
@@ -85,15 +85,14 @@ class TextWorker:
             QueueFullError: too much of it waits.
             EngineDeadError: the engine was shut down.
         """
-        num_waiting = len(self._texts) + len(self._slow.get(_CALLS, ()))
+        pools = self._pool, self._slow_pool
+        num_waiting = sum(len(self._waiting.get((pool, _CALLS), ())) for pool in pools)
         if num_waiting >= self._max_texts:
             raise QueueFullError(
                 f"{num_waiting} texts wait already for the tokenizer, and no more than "
                 f"{self._max_texts} may; try again later"
             )
-        if self._is_slow(text):
-            return await self._begin_slow(_CALLS, work)
-        return await self._begin(self._texts, work)
+        return await self._begin((self._choose_pool(text), _CALLS), work)
 
     def close(self) -> None:
         """Takes no more work, and fails what waits. The threads finish their present work in the
@@ -101,16 +100,16 @@ class TextWorker:
         for pool in (self._pool, self._slow_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         with self._turns:
-            self._slow.clear()
+            self._waiting.clear()
         for answer in tuple(self._open):
             if not answer.done() and not answer.get_loop().is_closed():
                 answer.set_exception(_death())
 
-    def _is_slow(self, text: object, has_grammar: bool = False) -> bool:
-        """Whether other threads than the first read a text."""
+    def _choose_pool(self, text: object, has_grammar: bool = False) -> ThreadPoolExecutor:
+        """The threads that read a text."""
         tokenizer = self._engine.tokenizer
         if tokenizer is not None and tokenizer.fast_backend is None:
-            return False
+            return self._pool
         parts = [text]
         size = _LONG_SIZE + 1 if has_grammar else 0
         while parts and size <= _LONG_SIZE:
@@ -121,53 +120,37 @@ class TextWorker:
                 parts += part
             elif isinstance(part, str | list | tuple):
                 size += len(part)
-        return size > _LONG_SIZE
+        return self._slow_pool if size > _LONG_SIZE else self._pool
 
-    def _begin(self, queue: deque[_Work], work: Callable[[], Answer]) -> asyncio.Future[Answer]:
-        answer = self._open_answer()
-        queue.append((work, answer))
-        self._submit(self._pool, self._do_next)
-        return answer
-
-    def _begin_slow(self, account: str, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
-        answer = self._open_answer()
-        with self._turns:
-            if account not in self._slow:
-                self._submit(self._slow_pool, self._do_turn, account)
-            self._slow.setdefault(account, deque()).append((work, answer))
-        return answer
-
-    def _open_answer(self) -> asyncio.Future[Any]:
+    def _begin(self, turn: _Turn, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
         answer = asyncio.get_running_loop().create_future()
+        with self._turns:
+            if turn not in self._waiting:
+                self._submit(turn)
+            self._waiting.setdefault(turn, deque()).append((work, answer))
         self._open.add(answer)
         answer.add_done_callback(self._open.discard)
         return answer
 
-    @staticmethod
-    def _submit(pool: ThreadPoolExecutor, call: Callable[..., None], *args: str) -> None:
+    def _submit(self, turn: _Turn) -> None:
         try:
-            pool.submit(call, *args)
+            turn[0].submit(self._do_turn, turn)
         except RuntimeError as error:
             raise _death() from error
 
-    def _do_next(self) -> None:
-        """Runs on the first thread, once for each piece of work that was queued."""
-        _do(*(self._requests or self._texts).popleft())
-
-    def _do_turn(self, account: str) -> None:
-        """Runs on a thread for slow work: does an owner's next piece of it; then others have their
-        turns."""
+    def _do_turn(self, turn: _Turn) -> None:
+        """Runs on a thread: does an owner's next piece of work; then others have their turns."""
         with self._turns:
-            queue = self._slow.get(account)
-        if queue is None:  # `close` has failed what waits
-            return
-        _do(*queue[0])
+            queue = self._waiting.get(turn)
+            if queue is None:  # `close` has failed what waits
+                return
+            work, answer = queue.popleft()
+        _do(work, answer)
         with self._turns:
-            queue.popleft()
-            if queue and account in self._slow:
-                self._submit(self._slow_pool, self._do_turn, account)
+            if queue and turn in self._waiting:
+                self._submit(turn)
             else:
-                self._slow.pop(account, None)
+                self._waiting.pop(turn, None)
 
 
 def _do(work: Callable[[], Any], answer: asyncio.Future[Any]) -> None:

@@ -9,6 +9,7 @@ to look at, while transformers takes the best `max(2, 1 + number of end ids) * k
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -83,12 +84,13 @@ class BeamSearch:
         # cumulative one, divided by the number of output tokens to the power of the length penalty.
         self._complete: list[tuple[float, CompletionOutput]] = []
 
-    def advance(self, sampled: list[Sampled]) -> StepDecisions:
+    def advance(self, sampled: list[Sampled], decisions: StepDecisions) -> None:
         """Chooses the beams that live on after one more token of each.
 
-        Returns:
-            The tokens and forks of the beams that live on. All sequences of the request finish if
-            the search ends: what they hold is complete, or was not good enough.
+        Args:
+            decisions: of the step; they get the tokens and forks of the beams that live on. All
+                sequences of the request finish if the search ends: what they hold is complete, or
+                was not good enough.
 
         Raises:
             InvalidSamplingParamsError: no beam can go on, and none is complete.
@@ -114,10 +116,9 @@ class BeamSearch:
             elif len(living) < width:
                 living.append(continuation)
         if not living or self._is_done(living[0].score, num_output):
-            stopped = SequenceStatus.FINISHED_STOPPED
-            finished = [(sequence, stopped) for sequence in self._request.unfinished_sequences]
-            return StepDecisions(finished=finished)
-        return self._live_on(living)
+            _stop(self._request.unfinished_sequences, decisions)
+        else:
+            self._live_on(living, decisions)
 
     def best(self) -> list[CompletionOutput]:
         """The best n beams of a finished request, best first and without text: complete beams, or
@@ -189,7 +190,7 @@ class BeamSearch:
             length = self._max_num_tokens - len(self._request.prompt_token_ids)
         return bool(best_score / length**params.length_penalty <= self._complete[-1][0])
 
-    def _live_on(self, living: list[_Continuation]) -> StepDecisions:
+    def _live_on(self, living: list[_Continuation], decisions: StepDecisions) -> None:
         """Gives each living continuation a sequence. The first one of a parent keeps the parent's
         sequence; the others take sequences whose beam has no living continuation."""
         staying: dict[int, _Continuation] = {}
@@ -203,13 +204,10 @@ class BeamSearch:
         children = list(zip(moving, vacant, strict=False))
         chosen = [(stays, stays.parent) for stays in staying.values()] + children
         self._live |= {sequence.seq_id: self._extend(beam) for beam, sequence in chosen}
-        unused = vacant[len(children) :]  # bans left too few continuations
-        return StepDecisions(
-            tokens=[(sequence, beam.token_id) for beam, sequence in chosen],
-            finished=[(sequence, SequenceStatus.FINISHED_STOPPED) for sequence in unused],
-            forks=[(beam.parent, child) for beam, child in children],
-            overridden=[sequence for _, sequence in chosen],
-        )
+        decisions.tokens.extend((sequence, beam.token_id) for beam, sequence in chosen)
+        decisions.forks.extend((beam.parent, child) for beam, child in children)
+        decisions.overridden.extend(sequence for _, sequence in chosen)
+        _stop(vacant[len(children) :], decisions)  # bans left too few continuations
 
     def _extend(self, new: _Continuation) -> _LiveBeam:
         """The parent's beam with the continuation's token."""
@@ -219,6 +217,10 @@ class BeamSearch:
             tokenizer = self._tokenizer if self._params.detokenize else None
             logprobs = [*parent.logprobs, as_logprobs(new.token_id, chosen, tokenizer)]
         return _LiveBeam(new.score, parent.cumulative_logprob + new.logprob, logprobs)
+
+
+def _stop(sequences: Iterable[Sequence], decisions: StepDecisions) -> None:
+    decisions.finished.extend((s, SequenceStatus.FINISHED_STOPPED) for s in sequences)
 
 
 def _output(token_ids: list[int], beam: _LiveBeam, finish_reason: str) -> CompletionOutput:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import islice
 
 from tpengine.engine.tokenizer import ByteTable, Tokenizer
 from tpengine.messages import TokenLogprobs
@@ -31,16 +32,17 @@ class ByteStream:
     the output completes it. In a run of byte-fallback tokens that is invalid UTF-8, the valid
     characters stay; the tokenizer turns each byte of such a run, also bytes that were already
     shown, into U+FFFD.
+
+    Args:
+        hidden: ids without a text.
     """
 
-    __slots__ = ("_drop", "_pending", "_pieces")
+    __slots__ = ("_drop", "_hidden", "_pending", "_pieces")
 
     def __init__(
-        self, table: ByteTable, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, table: ByteTable, prompt_token_ids: Sequence[int], hidden: frozenset[int]
     ) -> None:
-        self._pieces = table.pieces
-        if params.skip_special_tokens:
-            self._pieces = table.visible_pieces_with(tuple(params.visible_token_ids))
+        self._pieces, self._hidden = table.pieces, hidden
         self._pending = b""
         # A first character that does not belong to the output: U+FFFD for the prompt's unfinished
         # character, or the space that the tokenizer removes from the start of a whole text.
@@ -54,16 +56,9 @@ class ByteStream:
 
     def push(self, token_id: int) -> str:
         """Returns the text that `token_id` completes; empty while a character is unfinished."""
-        try:
-            piece = self._pieces[token_id]
-        except IndexError:  # logits may have more rows than the tokenizer has tokens
-            return ""
-        if isinstance(piece, str) and not self._pending:
-            text = piece
-        else:
-            data = self._pending + (piece.encode() if isinstance(piece, str) else piece)
-            text, num_decoded = codecs.utf_8_decode(data, "replace", False)
-            self._pending = data[num_decoded:]
+        data = self._pending + self._piece(token_id)
+        text, num_decoded = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[num_decoded:]
         return self._first(text) if self._drop and text else text
 
     def flush(self) -> str:
@@ -72,6 +67,11 @@ class ByteStream:
         text = self._pending.decode("utf-8", "replace")
         self._pending = b""
         return self._first(text) if self._drop and text else text
+
+    def _piece(self, token_id: int) -> bytes:
+        # Logits may have more rows than the tokenizer has tokens.
+        is_shown = token_id < len(self._pieces) and token_id not in self._hidden
+        return self._pieces[token_id] if is_shown else b""
 
     def _first(self, text: str) -> str:
         text = text.removeprefix(self._drop)
@@ -82,8 +82,7 @@ class ByteStream:
         """The prompt's last bytes, enough to see whether it ends inside a character."""
         tail = b""
         for token_id in reversed(prompt_token_ids):
-            piece = self._pieces[token_id] if token_id < len(self._pieces) else ""
-            tail = (piece.encode() if isinstance(piece, str) else piece) + tail
+            tail = self._piece(token_id) + tail
             if len(tail) >= _MAX_CHARACTER_BYTES:
                 break
         return tail
@@ -95,24 +94,20 @@ class WindowStream:
 
     Decodes the last tokens with and without the new one; the difference is new text. Costs two
     decodes of a few tokens for each token, however long the text is.
+
+    Args:
+        hidden: ids without a text.
     """
 
     __slots__ = ("_context", "_context_length", "_held", "_hidden", "_tokenizer")
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], hidden: frozenset[int]
     ) -> None:
-        self._tokenizer = tokenizer
-        hidden = tokenizer.special_token_ids if params.skip_special_tokens else frozenset[int]()
-        self._hidden = hidden.difference(params.visible_token_ids)
+        self._tokenizer, self._hidden = tokenizer, hidden
         self._held: list[int] = []
-        self._context: list[int] = []
-        for token_id in reversed(prompt_token_ids):
-            if len(self._context) == _CONTEXT_TOKENS:
-                break
-            if token_id not in self._hidden:
-                self._context.append(token_id)
-        self._context.reverse()
+        visible = (i for i in reversed(prompt_token_ids) if i not in hidden)
+        self._context = list(islice(visible, _CONTEXT_TOKENS))[::-1]
         self._context_length = len(self._decode(self._context))
 
     def push(self, token_id: int) -> str:
@@ -144,9 +139,12 @@ def open_stream(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
 ) -> ByteStream | WindowStream:
     """Returns the cheapest stream that is correct for `tokenizer`."""
+    hidden = tokenizer.special_token_ids.difference(params.visible_token_ids)
+    if not params.skip_special_tokens:
+        hidden = frozenset()
     if tokenizer.byte_table is not None:
-        return ByteStream(tokenizer.byte_table, prompt_token_ids, params)
-    return WindowStream(tokenizer, prompt_token_ids, params)
+        return ByteStream(tokenizer.byte_table, prompt_token_ids, hidden)
+    return WindowStream(tokenizer, prompt_token_ids, hidden)
 
 
 class Detokenizer:

@@ -31,7 +31,6 @@ from tpengine.executor.local_executor import create_executor
 from tpengine.host import deferred_interrupt
 from tpengine.inputs import LoRARequest, PromptInputs
 from tpengine.logger import init_logger
-from tpengine.messages import StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
@@ -362,7 +361,7 @@ class LLMEngine:
         try:
             with deferred_interrupt():
                 try:
-                    if self._recovery.go_on() and self._compile_grammars():
+                    if self._recovery.go_on():
                         self._step()
                 except BaseException as error:
                     self._recovery.die(error)
@@ -373,15 +372,22 @@ class LLMEngine:
         return outputs
 
     def _step(self) -> None:
-        """Schedule, execute, process, update; and report."""
-        start = time.perf_counter()
-        scheduled = self._scheduler.schedule()
-        for request in scheduled.ignored:
-            logger.warning("request %r ends: %s", request.request_id, request.error)
-        self._report(scheduled.ignored)
-        sent = time.perf_counter()
-        answer = self._execute(scheduled)
-        if answer is None:
+        """Schedule, execute, process, update; and report. If ranks are lost, the step has not
+        happened."""
+        scheduled: SchedulerOutput | None = None
+        try:
+            self._compile_grammars()
+            start = time.perf_counter()
+            scheduled = self._scheduler.schedule()
+            for request in scheduled.ignored:
+                logger.warning("request %r ends: %s", request.request_id, request.error)
+            self._report(scheduled.ignored)
+            if scheduled.is_empty:
+                return
+            sent = time.perf_counter()
+            answer = self._executor.execute_model(scheduled.step_input)
+        except GroupLostError as error:
+            self._report(self._recovery.begin(error.loss, scheduled))
             return
         answered = time.perf_counter()
         decisions = self._output_processor.process(scheduled, answer)
@@ -437,33 +443,15 @@ class LLMEngine:
                         self._failed_loggers.add(name)
                         logger.exception("the logger %r failed; this is logged once", name)
 
-    def _compile_grammars(self) -> bool:
-        """Has the ranks compile new grammars beside the steps, while their requests wait; returns
-        whether no rank was lost."""
+    def _compile_grammars(self) -> None:
+        """Has the ranks compile new grammars beside the steps, while their requests wait."""
         scheduler = self._scheduler
-        if not scheduler.lacks_grammars:
-            return True
-        assert self.tokenizer is not None, "a grammar was checked without one"
-        wait_s = 0.0 if scheduler.may_step else _GRAMMAR_S
-        try:
+        if scheduler.lacks_grammars:
+            assert self.tokenizer is not None, "a grammar was checked without one"
+            wait_s = 0.0 if scheduler.may_step else _GRAMMAR_S
             requests = scheduler.unfinished_requests()
             grammars = self._rank_grammars.compile(requests, self.tokenizer, wait_s)
-        except GroupLostError as error:
-            self._report(self._recovery.begin(error.loss))
-            return False
-        scheduler.use_grammars(grammars)
-        return True
-
-    def _execute(self, scheduled: SchedulerOutput) -> StepOutput | None:
-        """The answer of rank 0; None if nothing is to be computed, or if the ranks were lost: then
-        the step has not happened."""
-        if scheduled.is_empty:
-            return None
-        try:
-            return self._executor.execute_model(scheduled.step_input)
-        except GroupLostError as error:
-            self._report(self._recovery.begin(error.loss, scheduled))
-            return None
+            scheduler.use_grammars(grammars)
 
     def _report(self, requests: Iterable[Request]) -> None:
         """Builds the outputs of these requests; `step` returns them."""

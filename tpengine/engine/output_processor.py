@@ -302,14 +302,9 @@ class OutputProcessor:
         assert tracked.beams is not None
         request = tracked.request
         try:
-            of_beams = tracked.beams.advance(group)
+            tracked.beams.advance(group, decisions)
         except Exception as error:
             _fail(request, error, decisions)
-            return
-        decisions.tokens.extend(of_beams.tokens)
-        decisions.finished.extend(of_beams.finished)
-        decisions.forks.extend(of_beams.forks)
-        decisions.overridden.extend(of_beams.overridden)
         decisions.to_report[request.request_id] = request
 
     def _tokenizer_for(self, request: Request) -> Tokenizer | None:

@@ -85,7 +85,6 @@ class Recovery:
         self._reason = ""  # of the attempt that failed last, without its numbers
         self._lost_at = self._last_line_at = self._progress_at = time.monotonic()
         self._attempt_at = self._lost_at  # the next attempt begins then
-        self._last_step_at: float | None = None
         # Requests without a token since the loss, with the time of their last one.
         self._gaps: dict[str, tuple[Request, float]] = {}
 
@@ -177,7 +176,7 @@ class Recovery:
     def note_step(self) -> None:
         """Notes that a step was completed."""
         self._poison.note_step()
-        self._last_step_at = self._progress_at = time.monotonic()
+        self._progress_at = time.monotonic()
         if not self._gaps or not self.records:
             return
         record = self.records[-1]
@@ -194,14 +193,11 @@ class Recovery:
         now = time.monotonic()
         running = self.state is EngineState.RUNNING
         is_idle = running and not self._scheduler.has_unfinished_requests()
-        last_step_at = self._last_step_at
         return EngineHealth(
             state=self.state,
             epoch=self._executor.epoch,
             num_recoveries=self._num_recoveries,
-            last_step_age_s=None if last_step_at is None else now - last_step_at,
             stalled_s=0.0 if is_idle else now - self._progress_at,
-            last_loss=self._loss,
             failure=self._failure,
             recovery=self._progress(now),
         )

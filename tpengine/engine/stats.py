@@ -298,9 +298,7 @@ class EngineHealth:
     Attributes:
         epoch: number of the group of ranks, from 1.
         num_recoveries: groups that were rebuilt.
-        last_step_age_s: seconds since a step was completed; None before the first.
         stalled_s: seconds for which there was work, or no group, and no step was completed.
-        last_loss: the latest rank that was lost; None: no rank was lost.
         failure: the error that ended the engine; None: no error did.
         recovery: the one that goes on; None: none does.
     """
@@ -308,9 +306,7 @@ class EngineHealth:
     state: EngineState
     epoch: int
     num_recoveries: int
-    last_step_age_s: float | None
     stalled_s: float
-    last_loss: RankLoss | None
     failure: BaseException | None = None
     recovery: RecoveryProgress | None = None
 

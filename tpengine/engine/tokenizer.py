@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import json
 import re
@@ -58,33 +57,17 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, eq=False)
 class ByteTable:
-    """The text of every id, for tokenizers that decode each token independently of its neighbours.
-
-    A token that is complete UTF-8 is a `str`; a token that begins or ends inside a character is
-    `bytes`; an id that the tokenizer does not know is empty.
+    """The text of every id in UTF-8, for tokenizers that decode each token independently of its
+    neighbours.
 
     Attributes:
-        pieces: by id.
-        visible_pieces: by id; special tokens are empty.
+        pieces: by id. A token may begin or end inside a character; an id that the tokenizer does
+            not know is empty.
         strips_first_space: the whole text loses one leading space (SentencePiece).
     """
 
-    pieces: list[str | bytes]
-    visible_pieces: list[str | bytes]
+    pieces: list[bytes]
     strips_first_space: bool
-
-    def visible_pieces_with(self, token_ids: tuple[int, ...]) -> list[str | bytes]:
-        """`visible_pieces` with the texts of these special tokens."""
-        return _visible_pieces(self, token_ids) if token_ids else self.visible_pieces
-
-
-@functools.lru_cache(4)  # a list of a large vocabulary takes 1 MB; a model asks for one
-def _visible_pieces(table: ByteTable, token_ids: tuple[int, ...]) -> list[str | bytes]:
-    pieces = list(table.visible_pieces)
-    for token_id in token_ids:
-        if token_id < len(pieces):
-            pieces[token_id] = table.pieces[token_id]
-    return pieces
 
 
 class Tokenizer:
@@ -124,7 +107,7 @@ class Tokenizer:
         # Where `hf` adds nothing to its backend's decode, most of its time is overhead: skip it.
         self._plain_backend: Any = self.fast_backend if _decodes_plainly(hf) else None
         if self._plain_backend is not None:
-            self.byte_table = _build_byte_table(self._plain_backend, self.special_token_ids)
+            self.byte_table = _build_byte_table(self._plain_backend)
         self._vocabulary: Vocabulary | None = None
         self._making = threading.Lock()
 
@@ -193,8 +176,8 @@ class Tokenizer:
         table = self.byte_table
         if table is None:
             return self.decode([token_id], skip_special_tokens=False)
-        piece = table.pieces[token_id] if token_id < len(table.pieces) else ""
-        return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
+        piece = table.pieces[token_id] if token_id < len(table.pieces) else b""
+        return piece.decode("utf-8", "replace")
 
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, **options: Any
@@ -428,7 +411,7 @@ def _decodes_plainly(hf: Any) -> bool:
     return True
 
 
-def _build_byte_table(backend: Any, special_token_ids: frozenset[int]) -> ByteTable | None:
+def _build_byte_table(backend: Any) -> ByteTable | None:
     """Builds the table if the backend's decoder is one of two known kinds, else returns None.
 
     Byte-level BPE (GPT-2, OPT, BLOOM, Llama 3, Qwen) and SentencePiece BPE with byte fallback
@@ -444,14 +427,11 @@ def _build_byte_table(backend: Any, special_token_ids: frozenset[int]) -> ByteTa
     else:
         return None
     size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    pieces: list[str | bytes] = []
+    pieces = []
     for token_id in range(size):
         token = backend.id_to_token(token_id)
-        pieces.append("" if token is None else _as_text(token_bytes(token)))
-    visible_pieces = list(pieces)
-    for token_id in special_token_ids:
-        visible_pieces[token_id] = ""
-    return ByteTable(pieces, visible_pieces, strips_first_space=_STRIP_STAGE in stages)
+        pieces.append(b"" if token is None else token_bytes(token))
+    return ByteTable(pieces, strips_first_space=_STRIP_STAGE in stages)
 
 
 def _decoder_stages(decoder: Any) -> list[dict[str, Any]]:
@@ -460,13 +440,6 @@ def _decoder_stages(decoder: Any) -> list[dict[str, Any]]:
     if decoder["type"] != "Sequence":
         return [decoder]
     return [stage for inner in decoder["decoders"] for stage in _decoder_stages(inner)]
-
-
-def _as_text(data: bytes) -> str | bytes:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return data
 
 
 def _byte_level_alphabet() -> dict[str, int]:

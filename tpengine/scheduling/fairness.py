@@ -32,7 +32,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import merge
 
-from tpengine.config import SchedulerConfig
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.policy import Rank, SchedulingPolicy
 from tpengine.scheduling.sequence import Request
@@ -51,7 +50,7 @@ class Account:
 
     Attributes:
         label: of its metrics.
-        weight: of the owner's latest request.
+        weight: of the owner's latest request; 0 without an unfinished one.
         waiting: its waiting requests.
         counter: cost of its tokens, divided by the weight.
         rank: the counter at the beginning of the step, or when its first request began in the step.
@@ -90,16 +89,17 @@ class FairShares:
 
     Args:
         make_policy: makes the policy within an account.
+        num_slots: slots for sequences, which accounts share.
     """
 
-    def __init__(self, make_policy: Callable[[], SchedulingPolicy]) -> None:
-        self._make_policy = make_policy
+    def __init__(self, make_policy: Callable[[], SchedulingPolicy], num_slots: int) -> None:
+        self._make_policy, self._num_slots = make_policy, num_slots
         self._order = make_policy()  # it gives ranks, and holds no request
         self._accounts: dict[str, Account] = {}  # by name, those with unfinished requests
         self._begun: set[Account] = set()
         self._others: list[Account] = []  # of which nothing has begun, by `_place`
         self._idle: dict[str, Account] = {}
-        self._weights: Counter[float] = Counter()  # how many accounts have a weight
+        self._total_weight = 0.0  # of the accounts with unfinished requests
         self._num_waiting = 0
         self._floor = 0.0
         self._num_charged: dict[str, int] = {}  # prompt tokens, by request id
@@ -146,12 +146,10 @@ class FairShares:
             account = self._idle.pop(owner.account, None) or self._open(owner.account)
             account.counter = max(account.counter, lowest)
             self._accounts[owner.account] = account
-            self._weights[account.weight] += 1
         with self._changing(self._accounts[owner.account]) as account:
             account.num_requests += 1
-        self._weights[account.weight] -= 1
+        self._total_weight += owner.weight - account.weight
         account.weight = owner.weight
-        self._weights[account.weight] += 1
 
     def leave(self, request: Request) -> None:
         """Forgets a request that has ended."""
@@ -162,8 +160,8 @@ class FairShares:
         if account.num_requests:
             return
         del self._accounts[name]
-        self._weights[account.weight] -= 1
-        self._weights = +self._weights
+        self._total_weight -= account.weight
+        account.weight = 0.0
         self._floor = self._lowest() if self._accounts else account.counter
         self._idle[name] = account
         if len(self._idle) > _MAX_IDLE:  # what is not ahead of others loses nothing by this
@@ -204,28 +202,25 @@ class FairShares:
         return all(other is not own and own.counter <= other.counter for other in accounts)
 
     def choose_victims(
-        self,
-        first: Request,
-        running: Sequence[Request],
-        num_free_slots: int,
-        blocks: BlockManager,
-        config: SchedulerConfig,
+        self, first: Request, running: Sequence[Request], num_free: int, blocks: BlockManager
     ) -> list[Request]:
         """Running requests whose room is due to a waiting one, which has none; empty: no room is.
 
         Args:
             running: in order of rank.
+            num_free: slots that no sequence has.
         """
         victims: list[Request] = []
-        if self._share(self.account(first)) == 1:
+        if len(self._accounts) == 1:
             return victims
-        limits = config.max_num_seqs, blocks.num_total_blocks
+        # Of an account of weight 1.
+        limits = [room / self._total_weight for room in (self._num_slots, blocks.num_total_blocks)]
         own, holdings = self.account(first), self._holdings(running, blocks)
         need = len(first.unfinished_sequences), blocks.num_needed_blocks(first)
         held = [number + more for number, more in zip(holdings[own], need, strict=True)]
-        if any(holdings[own]) and self._exceeds(own, held, limits):
+        if any(holdings[own]) and _exceeds(own, held, limits):
             return []
-        lacking = [need[0] - num_free_slots, blocks.num_missing_blocks(first)]
+        lacking = [need[0] - num_free, blocks.num_missing_blocks(first)]
         num_left = Counter(map(self.account, running))
         for request in reversed(running):
             if max(lacking) <= 0:
@@ -233,7 +228,7 @@ class FairShares:
             account = self.account(request)
             if account is own or num_left[account] < 2:
                 continue
-            if self._exceeds(account, holdings[account], limits):
+            if _exceeds(account, holdings[account], limits):
                 victims.append(request)
                 num_left[account] -= 1
                 for at, number in enumerate(_held(request, blocks)):
@@ -244,10 +239,10 @@ class FairShares:
     def may_swap(self, victim: Request, swapped: Sequence[Request], blocks: BlockManager) -> bool:
         """Whether a request may take host blocks beside the swapped ones of its owner."""
         account = self.account(victim)
-        share, total = self._share(account), blocks.host.num_blocks
+        share = blocks.host.num_blocks * account.weight / self._total_weight
         own = [request for request in swapped if self.account(request) is account]
         num_held = sum(map(blocks.num_host_blocks, own)) + blocks.num_held_blocks(victim)
-        return share == 1 or num_held <= share * total
+        return len(self._accounts) == 1 or num_held <= share
 
     def stats(self) -> dict[str, OwnerStats]:
         """The requests and tokens of each owner, by label; any thread may ask."""
@@ -269,7 +264,7 @@ class FairShares:
             and all(account.num_requests == counted[account] for account in accounts)
             and self._begun == {account for account in accounts if account.num_begun}
             and self._others == sorted(accounts - self._begun, key=self._place)
-            and self._weights.total() == len(accounts)
+            and abs(self._total_weight - sum(account.weight for account in accounts)) < 1e-6
         )
 
     def _place(self, account: Account) -> tuple[float, int, Rank]:
@@ -293,7 +288,7 @@ class FairShares:
     def _open(self, name: str) -> Account:
         label = name if name in self._served or len(self._served) < _MAX_LABELS else _OTHERS
         self._served[label] += 0
-        return Account(label, 1.0, self._make_policy(), 0.0)
+        return Account(label, 0.0, self._make_policy(), 0.0)
 
     def _charge(self, request: Request, num_tokens: int, cost: int) -> None:
         account = self.account(request)
@@ -305,14 +300,6 @@ class FairShares:
         counters = [account.counter for account in (*self._begun, *self._others[:1])]
         return min(counters, default=self._floor)
 
-    def _share(self, account: Account) -> float:
-        total = sum(weight * count for weight, count in self._weights.items())
-        return account.weight / total
-
-    def _exceeds(self, account: Account, held: Sequence[int], limits: Sequence[int]) -> bool:
-        share = self._share(account)
-        return any(number > share * limit for number, limit in zip(held, limits, strict=True))
-
     def _holdings(
         self, running: Sequence[Request], blocks: BlockManager
     ) -> dict[Account, list[int]]:
@@ -322,6 +309,11 @@ class FairShares:
             for at, number in enumerate(_held(request, blocks)):
                 holdings[self.account(request)][at] += number
         return holdings
+
+
+def _exceeds(account: Account, held: Sequence[int], limits: Sequence[float]) -> bool:
+    """Whether one of these numbers is more than an account's share of room."""
+    return any(number > account.weight * limit for number, limit in zip(held, limits, strict=True))
 
 
 def _held(request: Request, blocks: BlockManager) -> tuple[int, int]:

@@ -29,62 +29,55 @@ MAX_LOOKED = 256
 
 
 class Passing:
-    """Remembers until when waiting requests may be passed.
+    """Remembers until when waiting requests may be passed, as long as a group of workers lives.
 
     Args:
         config: the limits of a step and of a sequence.
+        blocks: those of the workers' cache.
         adapters: who has slots for adapters.
+        running: the requests that hold slots.
     """
 
-    def __init__(self, config: SchedulerConfig, adapters: AdapterSlots) -> None:
-        self._config = config
-        self._adapters = adapters
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        adapters: AdapterSlots,
+        running: Sequence[Request],
+    ) -> None:
+        self._config, self._blocks = config, blocks
+        self._adapters, self._running = adapters, running
         # By the id of a first request: the step that has asked last, and what it was told.
         self._latest_starts: dict[str, tuple[int, int]] = {}
         # The first request, free slots and blocks of a search that found no request. With the same
         # first and no more of them, another search finds none until a request comes or goes.
         self._searched_with: tuple[Request, int, int] | None = None
 
-    def choose(
-        self,
-        waiting: Iterable[Request],
-        running: Sequence[Request],
-        blocks: BlockManager,
-        num_free_slots: int,
-        step: int,
-    ) -> Request | None:
+    def choose(self, waiting: Iterable[Request], num_free_slots: int, step: int) -> Request | None:
         """The first request that passes the first of `waiting`, which has no room; None: none does.
 
         Args:
-            running: the requests that hold slots.
             step: number of the step that is being scheduled.
         """
         queue = iter(waiting)
         first = next(queue)
-        if not num_free_slots or self._is_searched(first, num_free_slots, blocks):
+        if not num_free_slots or self._is_searched(first, num_free_slots):
             return None
-        latest = self.latest_start(first, running, blocks, num_free_slots, step)
+        latest = self.latest_start(first, num_free_slots, step)
         if latest is None:
             return None
         for request in islice(queue, MAX_LOOKED):
             if (
                 len(request.unfinished_sequences) <= num_free_slots
                 and step + self.num_steps(request) <= latest
-                and self._adapters.has_room(request, running)
-                and blocks.num_missing_blocks(request) <= 0
+                and self._adapters.has_room(request, self._running)
+                and self._blocks.num_missing_blocks(request) <= 0
             ):
                 return request
-        self._searched_with = first, num_free_slots, blocks.num_free_blocks
+        self._searched_with = first, num_free_slots, self._blocks.num_free_blocks
         return None
 
-    def latest_start(
-        self,
-        first: Request,
-        running: Sequence[Request],
-        blocks: BlockManager,
-        num_free_slots: int,
-        step: int,
-    ) -> int | None:
+    def latest_start(self, first: Request, num_free_slots: int, step: int) -> int | None:
         """The step by which `first`, which has no room, starts; a request that passes it will have
         ended by then. None: no request passes it. See `choose`."""
         if first.metrics.num_preemptions:
@@ -92,7 +85,7 @@ class Passing:
         asked, before = self._latest_starts.get(first.request_id, (None, None))
         if asked == step:  # many ask in one step, and what passes does not change the answer
             return before
-        room_at = step + self._steps_until_room(first, running, blocks, num_free_slots)
+        room_at = step + self._steps_until_room(first, num_free_slots)
         latest = room_at + self.num_steps(first)
         latest = latest if before is None else min(latest, before)
         self._latest_starts[first.request_id] = step, latest
@@ -107,11 +100,6 @@ class Passing:
         self._latest_starts.pop(request.request_id, None)
         self._searched_with = None
 
-    def restart(self) -> None:
-        """Forgets all, since no request runs any more."""
-        self._latest_starts.clear()
-        self._searched_with = None
-
     def num_steps(self, request: Request) -> int:
         """Most steps until a request ends, if each computes all that it may of the request."""
         config = self._config
@@ -124,17 +112,16 @@ class Passing:
             most = max(most, num_left + sequence.num_behind // config.max_num_batched_tokens)
         return most
 
-    def _is_searched(self, first: Request, num_free_slots: int, blocks: BlockManager) -> bool:
+    def _is_searched(self, first: Request, num_free_slots: int) -> bool:
         if self._searched_with is None:
             return False
         searched_for, most_slots, most_blocks = self._searched_with
-        is_no_more = num_free_slots <= most_slots and blocks.num_free_blocks <= most_blocks
+        is_no_more = num_free_slots <= most_slots and self._blocks.num_free_blocks <= most_blocks
         return is_no_more and first is searched_for
 
-    def _steps_until_room(
-        self, first: Request, running: Sequence[Request], blocks: BlockManager, num_free_slots: int
-    ) -> int:
+    def _steps_until_room(self, first: Request, num_free_slots: int) -> int:
         """Most steps until `first` has room, if no request had passed it."""
+        blocks, running = self._blocks, self._running
         older = [other for other in running if other.arrival_index < first.arrival_index]
         passed = [other for other in running if other.arrival_index > first.arrival_index]
         num_slots = len(first.unfinished_sequences) - num_free_slots

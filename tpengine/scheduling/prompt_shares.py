@@ -21,15 +21,14 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from tpengine.config import SchedulerConfig
-from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.hopeless_requests import why_never
 from tpengine.scheduling.passing import MAX_LOOKED
 from tpengine.scheduling.queues import RequestQueues
 from tpengine.scheduling.sequence import Request
 from tpengine.scheduling.step import StepBuilder
 
-Part = tuple[int, Request]
-"""(tokens that it has to compute, request)"""
+Part = tuple[Request, int]
+"""(request, tokens that it has to compute)"""
 
 
 class PromptShares:
@@ -47,53 +46,65 @@ class PromptShares:
     ) -> None:
         self._queues, self._config, self._start = queues, config, start
 
-    def divide(
-        self, first: Request, num_left: int, step: StepBuilder, number: int, blocks: BlockManager
-    ) -> None:
+    def divide(self, first: Request, num_left: int, step: StepBuilder) -> None:
         """Notes in `step` how many tokens it may hold of each prompt, and starts waiting ones.
 
         Args:
             first: the running request that continues now, with `num_left` tokens to compute.
-            number: of the step.
+        """
+        rows = {sequence.seq_id for sequence, _ in step.sized_rows()}
+        others = {
+            request: self._num_behind(request)
+            for request in self._queues.running
+            if request is not first and not any(s.seq_id in rows for s in request.sequences)
+        }
+        prompts = {r: num for r, num in others.items() if num > len(r.running_sequences)}
+        num_decodes = sum(others.values()) - sum(prompts.values())
+        # Half of the step is for prompts even if all the rest decodes.
+        left = max(step.tokens_left - num_decodes, step.tokens_left - step.tokens_left // 2)
+        prompts = {first: num_left, **prompts}
+        lacking = sum(map(self._queues.blocks.num_lacking_blocks, [first, *others]))
+        left -= self._give_half(prompts, left // 2, lacking, step)
+        # What remains goes to all prompts in their order.
+        for request, num in prompts.items():
+            more = min(num - step.parts[request], left)
+            step.parts[request] += more
+            left -= more
+
+    def _give_half(
+        self, prompts: dict[Request, int], half: int, lacking: int, step: StepBuilder
+    ) -> int:
+        """Gives `half` the tokens to waiting requests that come before the first prompt, and then
+        to shorter prompts, running or waiting; returns how many they take.
+
+        Args:
+            prompts: those that run, each with its tokens to compute; the first one first.
+            lacking: blocks that running requests still need.
         """
         queues, rank = self._queues, self._queues.waiting.rank
-        rows = {row.seq_id for row in (*step.singles, *step.chunks)}
-        others = [
-            (self._num_behind(request), request)
-            for request in queues.running
-            if request is not first and not any(s.seq_id in rows for s in request.sequences)
-        ]
-        lacking = blocks.num_lacking_blocks(first)
-        lacking += sum(blocks.num_lacking_blocks(request) for _, request in others)
-        prompts = [(num, r) for num, r in others if num > len(r.running_sequences)]
-        num_decodes = sum(num for num, _ in others) - sum(num for num, _ in prompts)
-        left = max(step.tokens_left - num_decodes, step.tokens_left - step.tokens_left // 2)
-        computing = [first, *(request for _, request in prompts)]
-        spare = half = left // 2
-        candidates = [*prompts, *self._waiting(first, step)]
-        candidates.sort(key=lambda part: (rank(part[1]) > rank(first), part[0]))
-        for num, request in candidates:
-            if not spare:
+        (first, num_left), *others = prompts.items()
+        computing, num_given = list(prompts), 0
+        candidates = [*others, *self._waiting(first, step)]
+        candidates.sort(key=lambda part: (rank(part[0]) > rank(first), part[1]))
+        for request, num in candidates:
+            if num_given == half:
                 break
             waits = not queues.is_running(request)
             if waits:
-                num -= blocks.num_cached_tokens(request)
+                num -= queues.blocks.num_cached_tokens(request)
+            # One that comes before the first prompt need not be shorter.
             is_shorter = num < num_left and self._gives_way(first, request)
             if not is_shorter and rank(request) > rank(first):
                 continue
-            if waits and not self._may_begin(request, computing, blocks, lacking, number):
+            if waits and not self._may_begin(request, computing, lacking, step.number):
                 continue
-            step.parts[request] = size = min(num, spare)
-            spare -= size
+            step.parts[request] = min(num, half - num_given)
+            num_given += step.parts[request]
             if waits:
                 computing.append(request)
                 step.owed.append(request)
                 self._start(request, step)
-        left += spare - half
-        for num, request in [(num_left, first), *prompts]:
-            size = step.parts.get(request, 0)
-            step.parts[request] = size + min(num - size, left)
-            left -= step.parts[request] - size
+        return num_given
 
     def _num_behind(self, request: Request) -> int:
         """Tokens that a running request has to compute; before its fork, only the common ones."""
@@ -108,7 +119,7 @@ class PromptShares:
         if step.preempted or queues.swapped or not queues.slots.num_free:
             return []
         waiting = queues.waiting if shares is None else shares.account(first).waiting
-        return [(request.num_common_tokens, request) for request in islice(waiting, MAX_LOOKED)]
+        return [(request, request.num_common_tokens) for request in islice(waiting, MAX_LOOKED)]
 
     def _gives_way(self, first: Request, other: Request) -> bool:
         """Whether a prompt may get less because of another one."""
@@ -117,16 +128,11 @@ class PromptShares:
         return is_own and other.priority <= first.priority
 
     def _may_begin(
-        self,
-        request: Request,
-        computing: Iterable[Request],
-        blocks: BlockManager,
-        lacking: int,
-        number: int,
+        self, request: Request, computing: Iterable[Request], lacking: int, number: int
     ) -> bool:
         """Whether there is room for a waiting request beside the first one and beside the `lacking`
         blocks of running ones, and the `computing` prompts compute nothing for it."""
-        queues, head = self._queues, self._queues.waiting.head()
+        queues, blocks, head = self._queues, self._queues.blocks, self._queues.waiting.head()
         num_slots = len(request.unfinished_sequences)
         num_blocks = lacking + blocks.num_missing_blocks(request)
         keeps_room = head is not request and queues.has_room(head)

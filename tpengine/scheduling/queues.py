@@ -80,17 +80,18 @@ class BatchSlots:
         message.token_overrides = [(slot_of(s), s.token_ids[-1]) for s in overridden]
         self._freed, self._forks, self._overrides = [], {}, {}
 
-    def are_whole(self, sequences: list[Sequence], max_num_seqs: int) -> bool:
-        """Whether free slots and those of `sequences` are all slots, each once."""
+    def are_whole(self, sequences: list[Sequence], num_slots: int) -> bool:
+        """Whether free slots and those of `sequences` are all `num_slots` slots, each once."""
         taken = [slot_of(sequence) for sequence in sequences]
         once = len(set(self._freed)) == len(self._freed)
-        return once and sorted(self._free + taken) == list(range(max_num_seqs))
+        return once and sorted(self._free + taken) == list(range(num_slots))
 
 
 class RequestQueues:
     """The three queues. A move between them changes statuses, slots and blocks together.
 
     Attributes:
+        blocks: those of the present cache.
         waiting: the policy: it holds the requests that hold no blocks and may run, in its order.
         barred: by id, waiting requests that may not run; see `restrict` and `use_grammars`.
         running, swapped: requests with device or host blocks, in order of the policy's `rank`.
@@ -108,7 +109,6 @@ class RequestQueues:
     def __init__(
         self, blocks: BlockManager, policy: SchedulingPolicy, config: SchedulerConfig
     ) -> None:
-        max_num_seqs = config.max_num_seqs
         self.waiting = policy
         self.shares = policy if isinstance(policy, FairShares) else None
         self._rank = policy.rank
@@ -119,11 +119,11 @@ class RequestQueues:
         self.request_of: dict[int, Request] = {}
         self.unforked: dict[str, int] = {}
         self.forking: list[Sequence] = []
-        self.slots = BatchSlots(max_num_seqs)
+        self.slots = BatchSlots(config.max_num_seqs)
         self.adapters = AdapterSlots(config.max_loras)
-        self.passing = Passing(config, self.adapters)
-        self._blocks = blocks
-        self._max_num_seqs = max_num_seqs
+        self.passing = Passing(config, blocks, self.adapters, self.running)
+        self.blocks = blocks
+        self._config = config
         self._allowed: frozenset[str] | None = None
         self._grammars: frozenset[str] = frozenset()
 
@@ -157,7 +157,7 @@ class RequestQueues:
     def has_room(self, request: Request) -> bool:
         """Whether a waiting request can start: there are slots and blocks for it."""
         is_free = self.has_slots(request)
-        return is_free and self._blocks.can_allocate(request) is AllocStatus.OK
+        return is_free and self.blocks.can_allocate(request) is AllocStatus.OK
 
     def choose_passing(self, step: int) -> Request | None:
         """The waiting request to admit before the first one, which has no room; None: none is.
@@ -165,13 +165,11 @@ class RequestQueues:
         Args:
             step: number of the step that is being scheduled.
         """
-        num_free = self.slots.num_free
-        return self.passing.choose(self.waiting, self.running, self._blocks, num_free, step)
+        return self.passing.choose(self.waiting, self.slots.num_free, step)
 
     def may_pass(self, request: Request, step: int) -> bool:
         """Whether a waiting request may start before the first one, which has no room."""
-        num_free, first = self.slots.num_free, self.waiting.head()
-        latest = self.passing.latest_start(first, self.running, self._blocks, num_free, step)
+        latest = self.passing.latest_start(self.waiting.head(), self.slots.num_free, step)
         return latest is not None and step + self.passing.num_steps(request) <= latest
 
     def tell_changes(self, message: StepInput) -> None:
@@ -187,7 +185,7 @@ class RequestQueues:
         for sequence in sequences:  # while they wait, all have the prompt's one list
             if sequence.token_ids is request.prompt_token_ids:
                 sequence.token_ids = sequence.token_ids.copy()
-        self._blocks.allocate(request)
+        self.blocks.allocate(request)
         sequences[0].move_to(SequenceStatus.RUNNING)
         if len(sequences) > 1:
             self.unforked[request.request_id] = request.num_common_tokens
@@ -197,7 +195,7 @@ class RequestQueues:
         """Swapped to running; returns the (host, device) blocks to copy."""
         self.swapped.remove(request)
         sequences = request.unfinished_sequences
-        pairs = self._blocks.swap_in(request)
+        pairs = self.blocks.swap_in(request)
         for sequence in sequences:
             sequence.move_to(SequenceStatus.RUNNING)
         self._run(request, sequences)
@@ -206,7 +204,7 @@ class RequestQueues:
     def swap_out(self, request: Request) -> list[BlockPair]:
         """Running to swapped; returns the (device, host) blocks to copy."""
         self.running.remove(request)
-        pairs = self._blocks.swap_out(request)
+        pairs = self.blocks.swap_out(request)
         for sequence in request.unfinished_sequences:
             self._take_slot(sequence)
             sequence.move_to(SequenceStatus.SWAPPED)
@@ -225,21 +223,17 @@ class RequestQueues:
         Args:
             blocks: the block manager of the new cache; no sequence holds blocks of it.
         """
-        self._blocks = blocks
-        self.slots = BatchSlots(self._max_num_seqs)
-        self.adapters.restart()
-        self.passing.restart()
-        self.request_of.clear()
-        self.unforked.clear()
-        self.forking.clear()
-        self._grammars = frozenset()
         lost = [*self.running, *self.swapped]
+        for request in lost:
+            self._reset(request)
         self.running.clear()
         self.swapped.clear()
-        for request in lost:
-            for sequence in request.sequences:
-                sequence.slot = None
-                _start_over(sequence)
+        self.forking.clear()
+        self.blocks = blocks
+        self.slots = BatchSlots(self._config.max_num_seqs)
+        self.adapters.restart()
+        self.passing = Passing(self._config, blocks, self.adapters, self.running)
+        self._grammars = frozenset()
         self._sort(lost)
 
     def restrict(self, allowed: frozenset[str] | None) -> None:
@@ -295,7 +289,7 @@ class RequestQueues:
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Gives the child the parent's blocks of the first `num_tokens` tokens."""
-        self._blocks.fork(parent, child, num_tokens)
+        self.blocks.fork(parent, child, num_tokens)
         child.num_computed_tokens = num_tokens
 
     def fork_waiting(self) -> None:
@@ -312,10 +306,10 @@ class RequestQueues:
     def release(self, sequence: Sequence) -> None:
         """Takes slot and blocks back, if the sequence has any; the next message tells the
         workers."""
-        if self._blocks.holds_blocks(sequence):
-            self._blocks.free(sequence)
+        if self.blocks.holds_blocks(sequence):
+            self.blocks.free(sequence)
         else:
-            self._blocks.forget(sequence)
+            self.blocks.forget(sequence)
         if sequence.slot is not None:
             self._take_slot(sequence)
 
@@ -325,7 +319,7 @@ class RequestQueues:
         Raises:
             EngineError: an invariant does not hold; the message names it.
         """
-        status = SequenceStatus
+        status, num_slots = SequenceStatus, self._config.max_num_seqs
         members = [s for request in self.running for s in request.unfinished_sequences]
         groups = [request for request in self.running if request.request_id in self.unforked]
         unforked = [s for request in groups for s in request.unfinished_sequences[1:]]
@@ -334,10 +328,10 @@ class RequestQueues:
         idle = [*self.waiting, *self.barred.values()]
         waiting = [s for request in idle for s in request.unfinished_sequences]
         blank = waiting + unforked
-        self._blocks.check_invariants(running, swapped)
+        self.blocks.check_invariants(running, swapped)
         queued = sorted(r.request_id for r in [*self.running, *self.swapped, *idle])
         invariants = {
-            "free and held slots are all slots": self.slots.are_whole(members, self._max_num_seqs),
+            "free and held slots are all slots": self.slots.are_whole(members, num_slots),
             "every request is in one queue": queued == sorted(self.requests),
             "sequences in running are RUNNING": all(s.status is status.RUNNING for s in running),
             "sequences in swapped are SWAPPED": all(s.status is status.SWAPPED for s in swapped),
@@ -381,7 +375,9 @@ class RequestQueues:
         self.unforked.pop(request.request_id, None)
         for sequence in request.unfinished_sequences:
             self.release(sequence)
-            _start_over(sequence)
+            sequence.num_computed_tokens = 0
+            if sequence.status is not SequenceStatus.WAITING:
+                sequence.move_to(SequenceStatus.WAITING)
 
     def _sort(self, stopped: list[Request]) -> None:
         """Sorts requests that hold no blocks into those that may run and those that may not.
@@ -413,11 +409,3 @@ class RequestQueues:
         if self.shares is not None:
             self.shares.leave(request)
         del self.requests[request.request_id]
-
-
-def _start_over(sequence: Sequence) -> None:
-    """Lets an unfinished sequence without slot and blocks wait."""
-    if not sequence.status.finished:
-        sequence.num_computed_tokens = 0
-        if sequence.status is not SequenceStatus.WAITING:
-            sequence.move_to(SequenceStatus.WAITING)

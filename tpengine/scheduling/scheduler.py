@@ -25,7 +25,7 @@ from tpengine.scheduling import step as steps
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.hopeless_requests import outgrown, why_never, why_no_more, why_too_long
-from tpengine.scheduling.policy import POLICIES, SchedulingPolicy
+from tpengine.scheduling.policy import POLICIES
 from tpengine.scheduling.prompt_shares import PromptShares
 from tpengine.scheduling.queues import RequestQueues
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
@@ -44,21 +44,14 @@ class Scheduler:
 
     Args:
         block_manager: no other scheduler uses it.
-        policy: order of the requests; None: the policy that the configuration names, within each
-            owner if it has fairness.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        block_manager: BlockManager,
-        policy: SchedulingPolicy | None = None,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
         self._config = config
-        self._blocks = block_manager
-        if policy is None:
-            make_policy = POLICIES[config.policy]
-            policy = make_policy() if config.fairness == "none" else FairShares(make_policy)
+        make_policy = POLICIES[config.policy]
+        policy = make_policy()
+        if config.fairness == "owner":
+            policy = FairShares(make_policy, config.max_num_seqs)
         self._queues = RequestQueues(block_manager, policy, config)
         self._prompt_shares = PromptShares(self._queues, config, self._start)
         self._num_steps = 0
@@ -67,7 +60,7 @@ class Scheduler:
     @property
     def block_manager(self) -> BlockManager:
         """The blocks of the present cache."""
-        return self._blocks
+        return self._queues.blocks
 
     @property
     def num_waiting(self) -> int:
@@ -129,7 +122,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Chooses the rows of the next step, and moves requests between the queues for it."""
-        step = StepBuilder(self._config.max_num_batched_tokens)
+        step = StepBuilder(self._num_steps + 1, self._config.max_num_batched_tokens)
         running, shares = self._queues.running, self._queues.shares
         if self._config.enable_chunked_prefill:
             if shares is not None:
@@ -144,15 +137,14 @@ class Scheduler:
                 self._num_admitted_since_decode = 0
                 self._continue(running, step)
                 self._admit_swapped(step)
-        if step.is_empty:
-            if step.message.block_moves:
-                raise EngineError("a step without rows moves blocks, but it is never sent")
-            return step.build(self._num_steps + 1)
-        self._num_steps += 1
-        if self._config.looks_ahead:
-            step.message.next_slots = list(map(steps.slot_of, self._look_ahead(step)))
-        self._queues.tell_changes(step.message)
-        return step.build(self._num_steps)
+        if not step.is_empty:
+            self._num_steps = step.number
+            if self._config.looks_ahead:
+                step.message.next_slots = list(map(steps.slot_of, self._look_ahead(step)))
+            self._queues.tell_changes(step.message)
+        elif step.message.block_moves:
+            raise EngineError("a step without rows moves blocks, but it is never sent")
+        return step.build()
 
     def update(self, output: SchedulerOutput, decisions: StepDecisions) -> None:
         """Applies an answered step and what was decided about its tokens.
@@ -161,7 +153,7 @@ class Scheduler:
         blocks, and appends the tokens. Finished sequences give blocks and slots back; a request
         without an unfinished sequence leaves.
         """
-        queues, blocks = self._queues, self._blocks
+        queues, blocks = self._queues, self.block_manager
         for sequence, status in decisions.finished:
             sequence.move_to(status)
         # Before the rows, so that blocks of a failed request are not offered to the prefix cache.
@@ -207,7 +199,6 @@ class Scheduler:
         Args:
             block_manager: an empty one of the new cache.
         """
-        self._blocks = block_manager
         self._queues.restart(block_manager)
 
     def restrict(self, allowed: frozenset[str] | None) -> None:
@@ -245,7 +236,7 @@ class Scheduler:
 
     def _continue(self, requests: Iterable[Request], step: StepBuilder) -> None:
         """Schedules running requests in order, and preempts from the end if blocks are missing."""
-        blocks, running = self._blocks, SequenceStatus.RUNNING
+        blocks, running = self.block_manager, SequenceStatus.RUNNING
         for request in tuple(requests):
             if not step.tokens_left:
                 return
@@ -264,19 +255,16 @@ class Scheduler:
 
     def _continue_group(self, request: Request, step: StepBuilder) -> None:
         """Schedules the part of a running request with several sequences that fits."""
-        if not self._queues.is_running(request):  # preempted earlier in this step
+        rows = steps.choose_rows(request, step.tokens_left)
+        if not rows:  # they do not fit, or the request was preempted earlier in this step
             return
-        is_forked = request.request_id not in self._queues.unforked
-        rows = steps.choose_rows(request, step.tokens_left) if is_forked else []
-        if is_forked and not rows:
-            return
-        lacking = self._blocks.num_lacking_blocks(request)
+        lacking = self.block_manager.num_lacking_blocks(request)
         if lacking:
             # For all its sequences: preemption takes the blocks of all, so none is a row before.
             self._make_room(request, lacking, step)
         if not self._queues.is_running(request):
             return
-        if not is_forked:
+        if request.request_id in self._queues.unforked:
             self._compute_common(request, step, lacking > 0)
             return
         if any(size > 1 for _, size in rows):
@@ -317,7 +305,7 @@ class Scheduler:
                 shares.charge_prompt(request, sequence, size)
         is_known = self._queues.slots.is_known(sequence)
         if grow:
-            growth = self._blocks.append(sequence)
+            growth = self.block_manager.append(sequence)
             if growth.block_ids and is_known:
                 step.add_blocks(sequence, growth.block_ids)
             if growth.copy is not None:
@@ -329,7 +317,7 @@ class Scheduler:
             self._queues.slots.enter(sequence)
             request = self._queues.request_of[sequence.seq_id]
             adapter_slot = self._queues.adapters.slot_of(request)
-            step.enter(request, sequence, self._blocks.block_ids(sequence), adapter_slot)
+            step.enter(request, sequence, self.block_manager.block_ids(sequence), adapter_slot)
         step.add(sequence, size)
 
     def _chunk_size(self, request: Request, num_left: int, step: StepBuilder) -> int:
@@ -337,8 +325,7 @@ class Scheduler:
         If they do not fit beside a token of each other sequence, the step is divided."""
         is_divided = request in step.parts or not self._config.enable_chunked_prefill
         if not is_divided and num_left + self._num_without_row(step) - 1 > step.tokens_left:
-            number = self._num_steps + 1
-            self._prompt_shares.divide(request, num_left, step, number, self._blocks)
+            self._prompt_shares.divide(request, num_left, step)
         return min(num_left, step.tokens_left, step.parts.get(request, num_left))
 
     def _num_without_row(self, step: StepBuilder) -> int:
@@ -347,7 +334,7 @@ class Scheduler:
     def _make_room(self, request: Request, num_blocks: int, step: StepBuilder) -> None:
         """Preempts requests until `num_blocks` are free for `request`, or until it is preempted
         itself. The running request that is last in the policy's order is preempted first."""
-        blocks, queues = self._blocks, self._queues
+        blocks, queues = self.block_manager, self._queues
         if blocks.num_free_blocks < num_blocks:
             # Requests that cannot go on even alone are ended before any is preempted for them. If
             # all others were swapped out for such a request and it was preempted last, the step
@@ -374,10 +361,10 @@ class Scheduler:
         wanted = mode == "swap" or (mode == "auto" and is_group)
         # Before the fork only the first sequence has blocks: few to keep, and none are shared.
         is_forked = victim.request_id not in self._queues.unforked
-        if not (wanted and is_forked and self._blocks.can_swap_out(victim)):
+        if not (wanted and is_forked and self.block_manager.can_swap_out(victim)):
             return False
         shares, swapped = self._queues.shares, self._queues.swapped
-        return shares is None or shares.may_swap(victim, swapped, self._blocks)
+        return shares is None or shares.may_swap(victim, swapped, self.block_manager)
 
     def _admit_swapped(self, step: StepBuilder) -> None:
         """Brings swapped requests back while there are tokens, slots and blocks for the first.
@@ -388,10 +375,10 @@ class Scheduler:
         queues = self._queues
         while queues.swapped and step.tokens_left and not step.preempted:
             request = queues.swapped[0]
-            status = self._blocks.can_swap_in(request)
+            status = self.block_manager.can_swap_in(request)
             if status is AllocStatus.NEVER:
-                num_needed = self._blocks.num_needed_blocks(request)
-                self._ignore(request, outgrown(request, num_needed, self._blocks), step)
+                num_needed = self.block_manager.num_needed_blocks(request)
+                self._ignore(request, outgrown(request, num_needed, self.block_manager), step)
                 continue
             if status is AllocStatus.LATER or not queues.has_slots(request):
                 return
@@ -412,11 +399,11 @@ class Scheduler:
             if not chunked and is_decode_due and queues.running:
                 return
             first = queues.waiting.head()
-            is_next = queues.has_room(first) or why_never(first, self._config, self._blocks)
-            request = first if is_next else queues.choose_passing(self._num_steps + 1)
+            is_next = queues.has_room(first) or why_never(first, self._config, queues.blocks)
+            request = first if is_next else queues.choose_passing(step.number)
             if request is None:
                 return
-            if (reason := why_never(request, self._config, self._blocks)) is not None:
+            if (reason := why_never(request, self._config, queues.blocks)) is not None:
                 self._ignore(request, reason, step)
                 continue
             # Cached tokens count too: whether they are in the cache depends on other requests.
@@ -432,7 +419,7 @@ class Scheduler:
         Returns:
             The other running requests, in the order in which they continue.
         """
-        queues, blocks = self._queues, self._blocks
+        queues, blocks = self._queues, self.block_manager
         queues.begin_step(shares)
         others = queues.running.copy()
         rivals = [*steps.find_catching_up(others), *queues.swapped[:1]] if queues.waiting else []
@@ -442,7 +429,7 @@ class Scheduler:
                 break
             if not queues.has_room(first) and queues.adapters.has_room(first, queues.running):
                 running, num_free = list(filter(queues.is_running, others)), queues.slots.num_free
-                for victim in shares.choose_victims(first, running, num_free, blocks, self._config):
+                for victim in shares.choose_victims(first, running, num_free, blocks):
                     self._preempt(victim, step)
             if not queues.has_room(first):
                 break
@@ -489,10 +476,11 @@ class Scheduler:
             is_last = max_tokens is not None and sequence.num_output_tokens + 1 >= max_tokens
             if not is_last and len(sequence.token_ids) + 1 < self._config.max_model_len:
                 sequences.append(sequence)
-        if self._blocks.num_free_blocks < len(sequences):  # no preemption for what is only probable
+        # No preemption for what is only probable.
+        if self.block_manager.num_free_blocks < len(sequences):
             return []
         for sequence in sequences:
-            growth = self._blocks.append(sequence, 1)
+            growth = self.block_manager.append(sequence, 1)
             if growth.copy is not None:  # this step's row made its last block its own
                 raise EngineError(f"{sequence} would be written a step early to a shared block")
             if growth.block_ids:
@@ -501,7 +489,7 @@ class Scheduler:
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
         """See `hopeless_requests.why_too_long`. Any thread may ask."""
-        return why_too_long(num_prompt_tokens, self._config, self._blocks)
+        return why_too_long(num_prompt_tokens, self._config, self.block_manager)
 
     def _ignore(self, request: Request, reason: str, step: StepBuilder) -> None:
         request.error = RequestIgnoredError(reason)

@@ -9,6 +9,7 @@ message for the ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError, RequestError
@@ -17,6 +18,8 @@ from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 SequencePair = tuple[Sequence, Sequence]
 """(parent, child)"""
+SizedRow = tuple[Sequence, int]
+"""(sequence, tokens that it computes in the step)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +81,22 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Collects a step while the scheduler chooses its rows."""
+    """Collects a step while the scheduler chooses its rows.
 
+    Attributes:
+        number: of the step.
+        tokens_left: tokens that it may still compute.
+    """
+
+    number: int
     tokens_left: int
-    singles: list[Sequence] = field(default_factory=list)
-    chunks: list[Sequence] = field(default_factory=list)
-    chunk_sizes: list[int] = field(default_factory=list)
+    singles: list[SizedRow] = field(default_factory=list)
+    chunks: list[SizedRow] = field(default_factory=list)
     message: StepInput = field(default_factory=lambda: StepInput(0, [], []))
     """What workers are told; `build` adds the rows."""
     forks: list[SequencePair] = field(default_factory=list)
     ignored: list[Request] = field(default_factory=list)
-    parts: dict[Request, int] = field(default_factory=dict)
+    parts: Counter[Request] = field(default_factory=Counter)
     """Most tokens of each prompt, if the step cannot hold all of them."""
     owed: list[Request] = field(default_factory=list)
     """Requests that start before the running ones continue; the step has their rows."""
@@ -102,16 +110,12 @@ class StepBuilder:
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """Makes a running sequence a row; `num_tokens` is at most `tokens_left`."""
         self.tokens_left -= num_tokens
-        if num_tokens == 1:
-            self.singles.append(sequence)
-        else:
-            self.chunks.append(sequence)
-            self.chunk_sizes.append(num_tokens)
+        rows = self.singles if num_tokens == 1 else self.chunks
+        rows.append((sequence, num_tokens))
 
-    def sized_rows(self) -> list[tuple[Sequence, int]]:
-        """The rows and their numbers of tokens, in the order of the message."""
-        sizes = [1] * len(self.singles) + self.chunk_sizes
-        return list(zip(self.singles + self.chunks, sizes, strict=True))
+    def sized_rows(self) -> list[SizedRow]:
+        """The rows in the order of the message."""
+        return self.singles + self.chunks
 
     def add_blocks(self, sequence: Sequence, block_ids: list[int]) -> None:
         """Tells the workers about blocks at the end of the table of a sequence that they hold."""
@@ -137,17 +141,17 @@ class StepBuilder:
             )
         )
 
-    def build(self, number: int) -> SchedulerOutput:
+    def build(self) -> SchedulerOutput:
         """Orders the rows, and finds those whose last token is computed: they are sampled, once
         for their own sequence and once for each sequence that is forked from it."""
         message, sampled = self.message, list[Sequence]()
-        rows = self.singles + self.chunks
-        sizes = [1] * len(self.singles) + self.chunk_sizes
-        num_prefill_tokens = sum(self.chunk_sizes)
-        for row, sequence in enumerate(rows):
-            slot = slot_of(sequence)
+        rows = list[Sequence]()
+        num_prefill_tokens = sum(size for _, size in self.chunks)
+        for row, (sequence, size) in enumerate(self.sized_rows()):
+            slot, num_computed = slot_of(sequence), sequence.num_computed_tokens
+            rows.append(sequence)
             message.slots.append(slot)
-            num_computed, size = sequence.num_computed_tokens, sizes[row]
+            message.num_scheduled_tokens.append(size)
             if num_computed + size == len(sequence.token_ids):
                 sampled.append(sequence)
                 message.sample_rows.append(row)
@@ -159,7 +163,7 @@ class StepBuilder:
                         message.sample_slots.append(slot_of(child))
             if size == 1 and num_computed < sequence.num_prompt_tokens:
                 num_prefill_tokens += 1
-        message.step, message.num_scheduled_tokens = number, sizes
+        message.step = self.number
         return SchedulerOutput(
             message, rows, sampled, self.ignored, self.preempted, num_prefill_tokens, self.forks
         )
@@ -176,9 +180,8 @@ def slot_of(sequence: Sequence) -> int:
     return sequence.slot
 
 
-def choose_rows(request: Request, tokens_left: int) -> list[tuple[Sequence, int]]:
-    """The running sequences of a request that fit into a step with `tokens_left` free tokens, each
-    with its number of tokens.
+def choose_rows(request: Request, tokens_left: int) -> list[SizedRow]:
+    """The running sequences of a request that fit into a step with `tokens_left` free tokens.
 
     Beams are compared with each other after every token, so either all of them compute their last
     token in a step or none of them does.

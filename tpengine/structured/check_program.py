@@ -1,24 +1,22 @@
 """The program that checks constraints: `python -m` with this module's name.
 
 It reads lines of JSON: first the arguments of a `Vocabulary`, then one order after another, each
-with its bounds. It answers each with a line, [error, grammar]; beyond a bound the kernel ends it.
-When the driver ends, its input does, and so it ends too, in the middle of a check by a signal.
+with its bounds. It answers each with a line, [error, grammar]; beyond a bound the kernel ends it,
+and also when the driver ends, in the middle of a check too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
 import resource
-import select
-import signal
 import sys
 import time
 from pathlib import Path
 
+from tpengine import host
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.structured.constraints import Thinking, to_grammar
@@ -28,7 +26,8 @@ _ENDLESS = resource.RLIM_INFINITY
 
 
 def main() -> None:
-    """Serves orders until the input ends."""
+    """Serves orders until the input ends. The argument is the number of the driver's process."""
+    host.end_with_parent(int(sys.argv[1]), "tpengine-check")
     vocabulary = Vocabulary(*json.loads(sys.stdin.readline()))
     with contextlib.suppress(InvalidSamplingParamsError):  # else each check finds it anew
         vocabulary.load()
@@ -41,7 +40,6 @@ def main() -> None:
         _bound(resource.RLIMIT_AS, own_bytes + num_bytes)
         _bound(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
         error_text = grammar = ""
-        _end_with_driver(fcntl.FASYNC)
         try:
             constraint = StructuredOutputsParams(**fields)
             # Without a thought first: it would hide that no answer begins.
@@ -51,24 +49,7 @@ def main() -> None:
                 vocabulary.compile((), [grammar])
         except InvalidSamplingParamsError as error:
             error_text = str(error)
-        _end_with_driver(0)
         print(json.dumps([error_text, grammar]), flush=True)
-
-
-def _end_with_driver(flag: int) -> None:
-    """Has the kernel end this process when the other end of its input is closed, or no longer.
-
-    Args:
-        flag: FASYNC or 0. Orders raise the signal, too, and none comes during a check.
-    """
-    source = sys.stdin.fileno()
-    fcntl.fcntl(source, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(source, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(source, fcntl.F_SETFL, fcntl.fcntl(source, fcntl.F_GETFL) & ~fcntl.FASYNC | flag)
-    poll = select.poll()
-    poll.register(source, 0)
-    if poll.poll(0):  # closed before
-        os._exit(0)
 
 
 def _bound(kind: int, value: int) -> None:

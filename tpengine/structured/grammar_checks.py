@@ -7,14 +7,14 @@ bounds on both. What stays within them, rank 0 compiles too.
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from tpengine import envs
@@ -45,10 +45,8 @@ class GrammarChecks:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[Vocabulary, str], _Answer] = OrderedDict()
-        self._own = threading.local()
-        self._processes: weakref.WeakSet[_Process] = weakref.WeakSet()
+        self._answer = functools.lru_cache(_MAX_KNOWN)(self._ask)
+        self._processes: dict[int, _Process] = {}  # by thread
 
     def check(
         self,
@@ -68,28 +66,18 @@ class GrammarChecks:
             order = json.dumps([vars(constraint), thinking.name, list(special_tokens)])
         except (RecursionError, TypeError, ValueError) as error:
             raise refusal(f"{constraint.kinds[0]} cannot be read: {error!s:.300}") from error
-        key = vocabulary, order
-        with self._lock:
-            answer = self._known.pop(key, None)
-        answer = answer or self._ask(vocabulary, order)
-        with self._lock:
-            self._known[key] = answer
-            if len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
-        error_text, grammar = answer
+        error_text, grammar = self._answer(vocabulary, order)
         if error_text:
             raise InvalidSamplingParamsError(error_text, field="structured_outputs")
         return grammar
 
     def close(self) -> None:
         """Ends the processes; a check that goes on fails."""
-        with self._lock:
-            processes = tuple(self._processes)
-        for process in processes:
+        for process in tuple(self._processes.values()):
             process.end()
 
     def _ask(self, vocabulary: Vocabulary, order: str) -> _Answer:
-        process = getattr(self._own, "process", None)
+        process = self._processes.get(threading.get_ident())
         try:
             if process is None or process.vocabulary is not vocabulary or process.has_ended:
                 process = self._start(vocabulary)
@@ -109,15 +97,13 @@ class GrammarChecks:
         raise RequestFailedError(f"structured_outputs: {failure}; try again later")
 
     def _start(self, vocabulary: Vocabulary) -> _Process:
-        self._own.process = process = _Process(vocabulary)
-        with self._lock:
-            self._processes.add(process)
+        process = self._processes[threading.get_ident()] = _Process(vocabulary)
         return process
 
 
 class _Process:
     """A process that checks constraints, one after another; see `check_program.py`. It ends when
-    this object is dropped.
+    this object is dropped, or with the thread that started it.
 
     Raises:
         OSError: it cannot be started.
@@ -130,7 +116,8 @@ class _Process:
         self._answers = self._socket.makefile()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", check_program.__name__],  # -P: as for ranks
+                # -P: as for ranks
+                [sys.executable, "-P", "-m", check_program.__name__, str(os.getpid())],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 env=envs.for_children(),

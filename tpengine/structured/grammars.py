@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpengine.errors import InvalidSamplingParamsError
@@ -58,7 +57,6 @@ class Vocabulary:
         self.size = size
         self.end_token_ids = list(end_token_ids)
         self._lock = threading.Lock()
-        self._loading = threading.Lock()
         self._tokens: LLTokenizer | None = None
         self._compiled: dict[str, Future[LLMatcher]] = {}
         self._waiting: deque[tuple[str, Future[LLMatcher]]] = deque()
@@ -84,9 +82,9 @@ class Vocabulary:
                 self._compiled.pop(grammar, None)
             for grammar in grammars:
                 self._begin(grammar)
-            first = [compiled for _, compiled in self._waiting][:1]
-        wait(first, wait_s)
-        return len(self._waiting)
+            waiting = [compiled for _, compiled in self._waiting]
+        wait(waiting[:1], wait_s)
+        return sum(not compiled.done() for compiled in waiting)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Returns a matcher at the beginning of a grammar, for one sequence.
@@ -108,25 +106,23 @@ class Vocabulary:
             return compiled.deep_copy()
 
     def load(self) -> LLTokenizer:
-        """Makes what the library needs of the tokens, at the first call.
+        """Makes what the library needs of the tokens, at the first call. Only one thread at a time
+        compiles, and only it calls this.
 
         Raises:
             InvalidSamplingParamsError: it cannot use this tokenizer.
         """
         from llguidance import LLTokenizer
 
-        with self._loading:
-            if self._tokens is None:
-                try:
-                    self._tokens = LLTokenizer(
-                        self._tokenizer, n_vocab=self.size, eos_token=self.end_token_ids
-                    )
-                except Exception as error:  # the library raises errors of several types
-                    raise InvalidSamplingParamsError.of_field(
-                        "structured_outputs",
-                        f"cannot be used with this model's tokenizer: {error!s:.{_MAX_REASON}}",
-                    ) from error
-            return self._tokens
+        if self._tokens is None:
+            try:
+                self._tokens = LLTokenizer(
+                    self._tokenizer, n_vocab=self.size, eos_token=self.end_token_ids
+                )
+            except Exception as error:  # the library raises errors of several types
+                text = f"cannot be used with this model's tokenizer: {error!s:.{_MAX_REASON}}"
+                raise InvalidSamplingParamsError.of_field("structured_outputs", text) from error
+        return self._tokens
 
     def _begin(self, grammar: str) -> Future[LLMatcher]:
         """Adds a new grammar to those that wait; starts the thread, with a large stack, if none
@@ -151,20 +147,18 @@ class Vocabulary:
 
     def _compile_waiting(self) -> None:
         """Runs on the thread until no grammar waits."""
-        is_last = False
-        while not is_last:
+        while True:
             grammar, compiled = self._waiting[0]
             try:
-                settle = partial(compiled.set_result, self._compile(grammar))
+                compiled.set_result(self._compile(grammar))
             except InvalidSamplingParamsError as error:
-                settle = partial(compiled.set_exception, error)
+                compiled.set_exception(error)
             except BaseException as error:  # the library's panics are no `Exception`
-                failure = refusal(f"llguidance failed: {error!s:.{_MAX_REASON}}")
-                settle = partial(compiled.set_exception, failure)
+                compiled.set_exception(refusal(f"llguidance failed: {error!s:.{_MAX_REASON}}"))
             with self._lock:
                 self._waiting.popleft()
-                is_last = not self._waiting
-            settle()
+                if not self._waiting:
+                    return
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
