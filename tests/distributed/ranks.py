@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tpengine.distributed import collectives as collectives_module
-from tpengine.distributed.collectives import GlooCollectives, HostCollectives, connect_ranks
+from tpengine.distributed.collectives import GlooCollectives, connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import Meeting, RendezvousStore
 from tpengine.messages import Rendezvous
@@ -145,9 +145,8 @@ def open_store(state: Rank, name: str) -> int:
 def connect(state: Rank, kind: str, name: str, rendezvous: Rendezvous) -> None:
     master = state.stores.get(name)
     if "gloo" in kind:
-        kind_of_group = GlooCollectives if kind == "gloo" else HostCollectives
         meeting = Meeting(state.rank, rendezvous, master)
-        group = kind_of_group(meeting, rendezvous.collective_timeout_s)
+        group = GlooCollectives(meeting, rendezvous.collective_timeout_s)
         state.groups[name] = ParallelState(state.rank, state.size, group)
         return
     state.groups[name], line = connect_ranks(state.rank, rendezvous, torch.device("cpu"), master)

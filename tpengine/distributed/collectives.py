@@ -82,7 +82,7 @@ def _connect_gpus(
                 "ranks share a GPU, which NCCL refuses: they exchange through the host and run "
                 "without CUDA graphs, and both are slow; give each rank its own GPU"
             )
-        return HostCollectives(meeting, timeout_s), "gloo through the host"
+        return GlooCollectives(meeting, timeout_s), "gloo through the host"
     return NcclCollectives(meeting, device, timeout_s), "NCCL"
 
 
@@ -189,20 +189,20 @@ class _TorchCollectives:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenation over ranks along the last dimension."""
-        return torch.cat(list(self._gather_parts("all_gather", x).unbind()), dim=-1)
+        return torch.cat(list(self._gather_parts("all_gather", x).unbind()), dim=-1).to(x.device)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """Concatenation over ranks at rank 0; elsewhere None (the other ranks drop the result)."""
         parts = self._gather_parts("gather", x)
-        return torch.cat(list(parts.unbind()), dim=-1) if self._rank == 0 else None
+        return torch.cat(list(parts.unbind()), dim=-1).to(x.device) if self._rank == 0 else None
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `x`, in place if `x` is contiguous."""
-        x = x.contiguous()
+        """Rank 0's `x`, in place if `x` is contiguous and the group sends it from where it is."""
+        sent = self._placed(x)
         options = self._options(dist.BroadcastOptions())
         options.rootRank = 0
-        self._run("broadcast", x, lambda: self.group.broadcast([_bytes(x)], options))
-        return x
+        self._run("broadcast", x, lambda: self.group.broadcast([_bytes(sent)], options))
+        return sent.to(x.device)
 
     def abandon(self) -> None:
         """Breaks the connections; to the other ranks this looks like the death of this rank."""
@@ -214,9 +214,13 @@ class _TorchCollectives:
         with contextlib.suppress(RuntimeError):
             self.group.shutdown()
 
+    def _placed(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, contiguous, where the group can send it from."""
+        return x.contiguous()
+
     def _gather_parts(self, operation: str, x: torch.Tensor) -> torch.Tensor:
-        """Collects every rank's x, `[size, *x.shape]`."""
-        x = x.contiguous()
+        """Collects every rank's x, `[size, *x.shape]`, where the group has placed it."""
+        x = self._placed(x)
         parts = x.new_empty(self._size, *x.shape)
         buffers, options = (_bytes(parts), _bytes(x)), self._options(AllgatherOptions())
         self._run(operation, x, lambda: self.group._allgather_base(*buffers, options))
@@ -250,7 +254,8 @@ class _TorchCollectives:
 
 
 class GlooCollectives(_TorchCollectives):
-    """`Collectives` for CPU ranks of several hosts.
+    """`Collectives` for CPU ranks of several hosts, and for ranks that share a GPU: their tensors are
+    copied to the host and back.
 
     Sums are computed as over shared memory (in rank order and float32), so that a model's tokens do
     not depend on the placement of its ranks. gloo listens on the node's address, not on the address
@@ -274,19 +279,22 @@ class GlooCollectives(_TorchCollectives):
         group._set_default_timeout(datetime.timedelta(seconds=timeout_s))
         super().__init__(group, meeting, timeout_s)
 
+    def _placed(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cpu().contiguous()
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks."""
         if self._size == 2 or x.nbytes < _DIVIDED_SUM_BYTES:
-            return _sum(self._gather_parts("all_reduce", x)).to(x.dtype)
+            return _sum(self._gather_parts("all_reduce", x)).to(x)
         share = -(-x.numel() // self._size)
-        flat = x.new_zeros(self._size, share)
+        flat = torch.zeros(self._size, share, dtype=x.dtype)
         flat.view(-1)[: x.numel()] = x.flatten()
         parts = torch.empty_like(flat)
         received, sent, exchange = _bytes(parts), _bytes(flat), self.group.alltoall_base
         options = dist.AllToAllOptions()
         self._run("all_reduce", x, lambda: exchange(received, sent, [], [], options))
         sums = self._gather_parts("all_reduce", _sum(parts).to(x.dtype))
-        return sums.view(-1)[: x.numel()].view(x.shape)
+        return sums.view(-1)[: x.numel()].view(x.shape).to(x.device)
 
 
 class NcclCollectives(_TorchCollectives):
@@ -337,27 +345,6 @@ class NcclCollectives(_TorchCollectives):
 
     def _wait(self, work: dist.Work | None) -> None:
         """Does not wait: the stream keeps the order, and torch returns no handle."""
-
-
-class HostCollectives(GlooCollectives):
-    """`Collectives` for ranks that share a GPU: tensors are copied to the host and back."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks."""
-        return super().all_reduce(x.cpu()).to(x.device)
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenation over ranks along the last dimension."""
-        return super().all_gather(x.cpu()).to(x.device)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Concatenation over ranks at rank 0; elsewhere None."""
-        gathered = super().gather(x.cpu())
-        return None if gathered is None else gathered.to(x.device)
-
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `x`."""
-        return super().broadcast(x.cpu()).to(x.device)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
