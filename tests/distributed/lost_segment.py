@@ -9,5 +9,5 @@ from pathlib import Path
 
 from tpengine.distributed.shared_memory import SegmentFile
 
-SegmentFile("engine", 0, Path(sys.argv[1]))
+SegmentFile("engine", 0, 2, 4096, Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -14,11 +14,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from tpengine.distributed import collectives as collectives_module
 from tpengine.distributed.collectives import GlooCollectives, connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.distributed.rendezvous import Meeting, RendezvousStore
+from tpengine.distributed.rendezvous import Meeting, make_store
 from tpengine.messages import Rendezvous
 
 ADDRESS = "127.0.0.1"
@@ -40,7 +41,7 @@ class Rank:
     rank: int
     size: int
     groups: dict[str, ParallelState] = field(default_factory=dict)
-    stores: dict[str, RendezvousStore] = field(default_factory=dict)
+    stores: dict[str, TCPStore] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> ParallelState:
@@ -138,7 +139,7 @@ class Ranks:
 
 
 def open_store(state: Rank, name: str) -> int:
-    state.stores[name] = RendezvousStore(ADDRESS)
+    state.stores[name] = make_store(ADDRESS)
     return state.stores[name].port
 
 

@@ -24,26 +24,23 @@ def dead_pid() -> int:
 
 
 def test_all_of_it_is_allocated(tmp_path: Path) -> None:
-    file = SegmentFile("engine", 3, tmp_path)
-    file.allocate(4, 8192)
+    file = SegmentFile("engine", 3, 4, 8192, tmp_path)
     stat = os.fstat(file.fd)
     assert stat.st_size == segment_bytes(4, 8192)
     assert stat.st_blocks * 512 >= stat.st_size
-    file.remove()
+    file.close()
     assert not list(tmp_path.iterdir())
-    os.close(file.fd)
 
 
 @pytest.mark.parametrize(("num_ranks", "capacity"), [(65, 4096), (2, 4095)])
 def test_impossible_shapes(num_ranks: int, capacity: int, tmp_path: Path) -> None:
-    file = SegmentFile("engine", 0, tmp_path)
     with pytest.raises(SharedMemoryError, match="at most 64 ranks"):
-        file.allocate(num_ranks, capacity)
-    os.close(file.fd)
+        SegmentFile("engine", 0, num_ranks, capacity, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_found_by_its_token(tmp_path: Path) -> None:
-    file = SegmentFile("engine", 0, tmp_path)
+    file = SegmentFile("engine", 0, 2, 4096, tmp_path)
     fd = find_segment_file(file.path, file.token)
     assert fd is not None
     os.close(fd)
@@ -58,7 +55,7 @@ def test_sweep_removes_what_the_dead_left(dead_pid: int, tmp_path: Path) -> None
     other = tmp_path / "tpengine-notes"
     for path in (left, reused, other):
         path.write_bytes(b"x")
-    mine = SegmentFile("engine", 0, tmp_path)
+    mine = SegmentFile("engine", 0, 2, 4096, tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([other, mine.path])
     assert sweep_segments(tmp_path) == []
     os.close(mine.fd)
@@ -76,7 +73,7 @@ def test_sweep_does_not_wait_for_parents(tmp_path: Path) -> None:
 
 def test_sweep_spares_what_is_in_use_elsewhere(dead_pid: int, tmp_path: Path) -> None:
     """A creator in another process namespace looks dead here, but still holds its lock."""
-    mine = SegmentFile("engine", 0, tmp_path)
+    mine = SegmentFile("engine", 0, 2, 4096, tmp_path)
     foreign = tmp_path / f"tpengine-engine-0-{dead_pid}-12345"
     mine.path.rename(foreign)
     assert sweep_segments(tmp_path) == []

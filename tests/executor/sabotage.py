@@ -64,9 +64,9 @@ def killed_with_its_file(module: Any) -> None:
     """Rank 0's end between making the file in shared memory and removing its name."""
 
     def connect(_: Any, rendezvous: Any) -> None:
-        from tpengine.distributed.shared_memory import SegmentFile
+        from tpengine.distributed.shared_memory import CAPACITY_BYTES, SegmentFile
 
-        SegmentFile(rendezvous.engine_id, rendezvous.epoch)
+        SegmentFile(rendezvous.engine_id, rendezvous.epoch, 2, CAPACITY_BYTES)
         kill_self()
 
     module.Worker.connect = connect

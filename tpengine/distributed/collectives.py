@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,16 +23,14 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from tpengine import envs
 from tpengine.distributed import shared_memory
 from tpengine.distributed.parallel_state import Collectives, ParallelState
-from tpengine.distributed.rendezvous import Meeting, RendezvousStore, interface_of
+from tpengine.distributed.rendezvous import Meeting, interface_of
 from tpengine.distributed.shared_memory import CAPACITY_BYTES, SegmentFile, SharedMemoryCollectives
 from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError, is_device_fault
-from tpengine.host import SHM_FOLDER
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
 from tpengine.ops.shared_memory_ops import has_shared_memory, segment_bytes
 
 logger = init_logger(__name__)
-_BY_GLOO = "the ranks exchange by gloo, more slowly, until they start again: %s"
 
 _DIVIDED_SUM_BYTES = 65536
 """From this size on each rank sums one part and the ranks exchange the sums: less traffic, but one
@@ -42,7 +39,7 @@ _Options = TypeVar("_Options", dist.AllreduceOptions, AllgatherOptions, dist.Bro
 
 
 def connect_ranks(
-    rank: int, rendezvous: Rendezvous, device: torch.device, master: RendezvousStore | None
+    rank: int, rendezvous: Rendezvous, device: torch.device, master: dist.TCPStore | None
 ) -> tuple[ParallelState, str]:
     """Connects this rank with the others; all ranks call this at the same time.
 
@@ -103,69 +100,45 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> SharedMemoryCo
     Equal host names or addresses are no proof of that (containers), so each rank looks for the
     file that rank 0 has just created.
     """
-    file = _offer_file(rendezvous, meeting.size) if meeting.rank == 0 else None
-    fd = None
-    try:
+    with contextlib.ExitStack() as stack:
         if meeting.rank == 0:
-            where = file and {"path": str(file.path), "token": file.token.hex()}
+            where, file = None, _offer_file(rendezvous, meeting.size)
+            if file is not None:
+                stack.callback(file.close)
+                where = {"path": str(file.path), "token": file.token.hex()}
             meeting.publish("segment", json.dumps(where).encode())
         offer = json.loads(meeting.read("segment", 0))
+        segment = None
         if offer is not None and has_shared_memory():
-            fd = shared_memory.find_segment_file(Path(offer["path"]), bytes.fromhex(offer["token"]))
-        seen = meeting.exchange("seen", b"" if fd is None else b"1")
-        if fd is None or not all(seen):
-            return None
-        if file is not None:
-            meeting.publish("allocated", _allocate(meeting.size, file))
-        if not meeting.read("allocated", 0):
-            return None
-        own_fd, fd = fd, None  # the segment closes it
-        segment = _attach(meeting, own_fd, rendezvous.collective_timeout_s)
-        try:
-            attached = meeting.exchange("attached", b"" if segment is None else b"1")
-            if all(attached):
-                meeting.part()
-        except RendezvousError:
+            segment = _attach(meeting, offer, rendezvous.collective_timeout_s)
+        with contextlib.ExitStack() as undo:
             if segment is not None:
-                segment.close()
-            raise
-        if segment is not None and not all(attached):
-            segment.close()
-            return None
+                undo.callback(segment.close)
+            if not all(meeting.exchange("attached", b"" if segment is None else b"1")):
+                return None
+            meeting.part()
+            undo.pop_all()
         return segment
-    finally:
-        if fd is not None:
-            os.close(fd)
-        if file is not None:
-            file.remove()
-            os.close(file.fd)
 
 
 def _offer_file(rendezvous: Rendezvous, num_ranks: int) -> SegmentFile | None:
     if not has_shared_memory():
         return None
     try:
-        return SegmentFile(rendezvous.engine_id, rendezvous.epoch)
-    except OSError as error:
-        size = segment_bytes(num_ranks, CAPACITY_BYTES)
-        logger.warning(_BY_GLOO, shared_memory.describe_lack(num_ranks, size, SHM_FOLDER, error))
+        return SegmentFile(rendezvous.engine_id, rendezvous.epoch, num_ranks, CAPACITY_BYTES)
+    except SharedMemoryError as error:
+        logger.warning("the ranks exchange by gloo, more slowly, until they start again: %s", error)
         return None
 
 
-def _allocate(num_ranks: int, file: SegmentFile) -> bytes:
-    """Returns whether the segment has its memory, as bytes that are empty if not."""
+def _attach(
+    meeting: Meeting, offer: Mapping[str, str], timeout_s: float
+) -> SharedMemoryCollectives | None:
+    fd = shared_memory.find_segment_file(Path(offer["path"]), bytes.fromhex(offer["token"]))
+    if fd is None:
+        return None
     try:
-        file.allocate(num_ranks, CAPACITY_BYTES)
-    except SharedMemoryError as error:
-        logger.warning(_BY_GLOO, error)
-        return b""
-    return b"1"
-
-
-def _attach(meeting: Meeting, fd: int, timeout_s: float) -> SharedMemoryCollectives | None:
-    try:
-        place = fd, meeting.rank, meeting.size
-        return SharedMemoryCollectives(*place, CAPACITY_BYTES, timeout_s)
+        return SharedMemoryCollectives(fd, meeting.rank, meeting.size, CAPACITY_BYTES, timeout_s)
     except OSError as error:
         logger.warning(
             "rank %d cannot map the shared memory of its group: %s; raise its limit of memory "

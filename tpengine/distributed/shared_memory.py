@@ -29,54 +29,49 @@ _MIB = 1 << 20
 
 
 class SegmentFile:
-    """The file of a segment, created by rank 0.
+    """The file of a segment, created by rank 0, with all its memory.
 
     Attributes:
         path: where the other ranks open it.
         token: its first bytes; a rank that reads them at this path has the same file.
 
     Raises:
-        OSError: no file can be created in the folder.
+        SharedMemoryError: no file can be created in the folder, there is not enough memory, or the
+            sizes are not allowed.
     """
 
-    def __init__(self, engine_id: str, epoch: int, folder: Path = SHM_FOLDER) -> None:
+    def __init__(
+        self, engine_id: str, epoch: int, num_ranks: int, capacity: int, folder: Path = SHM_FOLDER
+    ) -> None:
+        size = native.segment_bytes(num_ranks, capacity)
+        if size == 0 or capacity % native.PAGE_BYTES:
+            raise SharedMemoryError(
+                f"no segment for {num_ranks} ranks with {capacity} bytes for each: at most "
+                f"64 ranks, and multiples of {native.PAGE_BYTES} bytes"
+            )
         sweep_segments(folder)
         self.path = folder / segment_name(engine_id, epoch)
         self.token = secrets.token_bytes(native.TOKEN_BYTES)
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            lock_bytes(self.fd, native.MAX_RANKS, 1)
-            os.write(self.fd, self.token)
-        except OSError:
-            self.remove()
-            os.close(self.fd)
-            raise
-
-    def allocate(self, num_ranks: int, capacity_bytes: int) -> None:
-        """Allocates all memory now, because a lack of it later would raise SIGBUS.
-
-        Raises:
-            SharedMemoryError: there is not enough memory, or the sizes are not allowed.
-        """
-        size = native.segment_bytes(num_ranks, capacity_bytes)
-        if size == 0 or capacity_bytes % native.PAGE_BYTES:
-            raise SharedMemoryError(
-                f"no segment for {num_ranks} ranks with {capacity_bytes} bytes for each: at most "
-                f"64 ranks, and multiples of {native.PAGE_BYTES} bytes"
-            )
-        try:
-            os.posix_fallocate(self.fd, 0, size)
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                lock_bytes(self.fd, native.MAX_RANKS, 1)
+                os.write(self.fd, self.token)
+                os.posix_fallocate(self.fd, 0, size)  # a lack of it later would raise SIGBUS
+            except OSError:
+                self.close()
+                raise
         except OSError as error:
-            lack = describe_lack(num_ranks, size, self.path.parent, error)
-            raise SharedMemoryError(lack) from error
+            raise SharedMemoryError(_describe_lack(num_ranks, size, folder, error)) from error
 
-    def remove(self) -> None:
-        """Removes the name; the memory stays until the last process unmaps it."""
+    def close(self) -> None:
+        """Removes the name, too; the memory stays until the last process unmaps it."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+        os.close(self.fd)
 
 
-def describe_lack(num_ranks: int, size: int, folder: Path, error: OSError) -> str:
+def _describe_lack(num_ranks: int, size: int, folder: Path, error: OSError) -> str:
     """Why there is no segment of `size` bytes, and what to change."""
     stat = os.statvfs(folder)
     free, total = (blocks * stat.f_frsize / _MIB for blocks in (stat.f_bavail, stat.f_blocks))
