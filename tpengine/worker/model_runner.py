@@ -41,24 +41,6 @@ as many tokens. Fewer would read the output head's weights too often."""
 
 
 @dataclass(slots=True)
-class ModelRows:
-    """Rows that the model computes next. Their inputs are on the device.
-
-    Attributes:
-        num_rows: rows, of one token or more.
-        wanted: int64 `[num_wanted]`, the tokens whose hidden states are returned; None: all.
-        inputs: arguments of the model; None: the inputs lie where `recorded` reads them.
-        lora_rows: rows of `inputs` with an adapter; None: none has one.
-    """
-
-    num_rows: int
-    wanted: torch.Tensor | None
-    inputs: tuple[torch.Tensor, AttentionMetadata] | None = None
-    lora_rows: LoRARows | None = None
-    recorded: DecodeGraphs | DecodeRecording | None = None
-
-
-@dataclass(slots=True)
 class SampleInputs:
     """What a step makes of the hidden states of its tokens.
 
@@ -152,9 +134,9 @@ class ModelRunner:
         """
         self.apply(step)
         samples = self.prepare_samples(step)
-        rows = self.prepare_rows(step.slots, step.num_scheduled_tokens, samples.wanted)
+        forward = self.prepare_rows(step.slots, step.num_scheduled_tokens, samples.wanted)
         start = time.perf_counter()
-        hidden = self.forward(rows)
+        hidden = forward()
         answer = self.sample(step, samples, hidden)
         return self.append(step, answer, start)
 
@@ -187,8 +169,9 @@ class ModelRunner:
         num_scheduled_tokens: Sequence[int],
         wanted: torch.Tensor | None = None,
         token_ids: torch.Tensor | None = None,
-    ) -> ModelRows:
-        """Sends the inputs of rows to the device, for one call of `forward`.
+    ) -> Callable[[], torch.Tensor]:
+        """Sends the inputs of rows to the device. Returns a function that runs the model over them:
+        hidden states `[num_wanted, hidden_size]`, valid until the model runs again.
 
         Args:
             wanted: int64, the tokens whose hidden states are returned; None: all.
@@ -205,23 +188,15 @@ class ModelRunner:
             recorded.write(arrays, self.uploads, token_ids)
             if isinstance(recorded, DecodeRecording) and grouped is not None:
                 recorded.write_adapters(*grouped)
-            return ModelRows(num_rows, wanted, recorded=recorded)
+            return lambda: keep_rows(recorded.run(num_rows), wanted)
         sent_ids, metadata = self._upload(arrays)
-        inputs = (sent_ids if token_ids is None else token_ids.int(), metadata)
+        ids = sent_ids if token_ids is None else token_ids.int()
         if grouped is None:
             metadata.wanted_rows = wanted
-            return ModelRows(num_rows, wanted, inputs)
+            return lambda: self.model.forward(ids, self.cache_engine.kv_caches, metadata)
         # The last layer keeps all rows, so that all layers have the same ones.
-        return ModelRows(num_rows, wanted, inputs, LoRARows(*self.uploads.send(grouped)))
-
-    def forward(self, rows: ModelRows) -> torch.Tensor:
-        """Runs the model; hidden states `[num_wanted, hidden_size]`, valid until the next call."""
-        if rows.inputs is None:
-            assert rows.recorded is not None
-            return keep_rows(rows.recorded.run(rows.num_rows), rows.wanted)
-        if rows.lora_rows is None:
-            return self.model.forward(rows.inputs[0], self.cache_engine.kv_caches, rows.inputs[1])
-        return keep_rows(self._forward_adapters(*rows.inputs, rows.lora_rows), rows.wanted)
+        lora_rows = LoRARows(*self.uploads.send(grouped))
+        return lambda: keep_rows(self._forward_adapters(ids, metadata, lora_rows), wanted)
 
     def _forward_adapters(
         self, token_ids: torch.Tensor, metadata: AttentionMetadata, lora_rows: LoRARows
