@@ -13,7 +13,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from tpengine import host
@@ -172,8 +171,7 @@ class GroupExecutor(Executor):
             self._times.seconds.clear()
             self._reserve.give_back()
             try:
-                end = partial(self._end_lost, lost)
-                self.home.replace(lost.places, end, self._times, self._check)
+                self.home.replace(lost.places, lost.end, self._times, self._check)
                 self._start_group(lost.epoch + 1)
                 with self._times.phase("profile"):
                     peaks = {rank: (peak,) for rank, peak in enumerate(self._peaks)}
@@ -299,14 +297,7 @@ class GroupExecutor(Executor):
         """
         try:
             if self._group is not None:
-                self._group.end(orderly)
-                host.sweep_segments()
+                self._group.end(orderly=orderly)
         finally:
             for home in (*self._former_homes, self.home):
                 home.give_places_back()
-
-    @staticmethod
-    def _end_lost(lost: Group, silent: set[str]) -> None:
-        """Ends what is left of a lost group, except on nodes that do not answer."""
-        lost.end(orderly=False, silent=silent)
-        host.sweep_segments()
