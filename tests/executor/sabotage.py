@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from tpengine.executor.launch import rank_process
-from tpengine.executor.launch.rank_process import ProcessRank
 from tpengine.executor.rank import Rank
 
 Sabotage = Callable[[Any], None]
@@ -30,7 +29,7 @@ def harm(target: Rank, rank: int | None, sabotage: Sabotage) -> None:
         sabotage(module)
 
 
-class SabotagedProcess(ProcessRank):
+class SabotagedProcess(Rank):
     """A rank that is not Ray's."""
 
     def create(self, config: Any) -> None:

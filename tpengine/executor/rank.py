@@ -105,10 +105,13 @@ class Rank:
         """Makes this process a rank, which sends heartbeats from now on.
 
         Args:
-            place: the fields of its `RankPlace`.
+            place: the fields of its `RankPlace`. It takes the GPUs that this names; none: the same
+                as the driver, or those that Ray gave it.
         """
         self._rank = self._heartbeat.rank = rank
         self.place = RankPlace(*place)
+        if self.place.devices:
+            envs.set_visible_gpus(self.place.devices)
         self._heartbeat.start()
 
     def create(self, config: EngineConfig) -> None:

@@ -81,9 +81,8 @@ class RayWorker(Rank):
 
     def prepare(self, model_impl: str) -> RankPlace:
         """Imports all that a rank of such a model needs, for a spare; returns where it is."""
-        place = self.describe()
         self.import_all(model_impl)
-        return place
+        return self.describe()
 
     def describe(self, devices: tuple[str, ...] | None = None) -> RankPlace:
         """Where this actor is.
@@ -96,8 +95,6 @@ class RayWorker(Rank):
         if devices is None:
             accelerators = context.get_accelerator_ids().values()
             devices = tuple(str(device) for ids in accelerators for device in ids)
-        elif devices:
-            envs.set_visible_gpus(devices)
         machine = context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname()
         process = os.getpid(), host.start_ticks(os.getpid()) or 0
         self.place = RankPlace(*machine, devices, *process, own_error_log())
