@@ -40,10 +40,10 @@ class Spares:
 
     Args:
         count: how many are kept ready.
-        start: starts one on a node, without waiting for it; None: none can be started now.
+        start: starts one on a node, without waiting for it.
     """
 
-    def __init__(self, count: int, start: Callable[[str], Spare | None]) -> None:
+    def __init__(self, count: int, start: Callable[[str], Spare]) -> None:
         self._count = count
         self._start = start
         self._spares: list[Spare] = []
@@ -83,14 +83,12 @@ class Spares:
             self._timer = None
             wanted = Counter(node_ids[i % len(node_ids)] for i in range(self._count))
             wanted.subtract(spare.node_id for spare in self._spares)
-            for node_id in wanted.elements():
-                try:
-                    spare = None if len(self._spares) >= self._count else self._start(node_id)
-                except Exception as error:
-                    logger.warning(_NO_SPARE, error)
-                    return
-                if spare is not None:
-                    self._spares.append(spare)
+            missing = self._count - len(self._spares)
+            try:
+                for node_id in list(wanted.elements())[:missing]:
+                    self._spares.append(self._start(node_id))
+            except Exception as error:
+                logger.warning(_NO_SPARE, error)
 
     def take(self, node_ids: Sequence[str]) -> list[Spare | None]:
         """Takes a spare on each of these nodes, if possible one that has imported everything; None:
@@ -106,11 +104,6 @@ class Spares:
                     usable.remove(spare)
                     self._spares.remove(spare)
             return taken
-
-    @property
-    def num_started(self) -> int:
-        """Number of spares that were started, ready or not."""
-        return len(self._spares)
 
     def places(self) -> list[RankPlace]:
         """Where the spares are that have imported everything."""

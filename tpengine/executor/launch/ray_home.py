@@ -160,9 +160,8 @@ class RayHome(Home):
         self._launcher = RayLauncher(placement, self._bundle, actors, devices, self._agents)
         return self._launcher
 
-    def _start_spare(self, node_id: str) -> ActorSpare | None:
-        if not ray.is_initialized():
-            return None
+    def _start_spare(self, node_id: str) -> ActorSpare:
+        self.check()
         return ActorSpare(node_id, self._agents, self._config.model.model_impl)
 
     def give_places_back(self) -> None:
