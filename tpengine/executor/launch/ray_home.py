@@ -53,8 +53,6 @@ class RayHome(Home):
         self.spares = Spares(ranks.spare_workers, self._start_spare)
         self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._placement: Placement | None = None
-        self._launcher: RayLauncher | None = None
-        self._spare_devices: list[tuple[str, ...]] | None = None
         self._places_before: Places = []
         self._num_failed = 0  # starts in a row in which a rank did not appear
 
@@ -102,14 +100,6 @@ class RayHome(Home):
             self._placement = self._placer(check).replace(old, silent)
             if silent_before - silent:  # ranks on nodes that answer again have to end first
                 end(silent)
-            self._spare_devices = self._devices_in(self._placement, self._placement is old)
-
-    def _devices_in(self, placement: Placement, is_old: bool) -> list[tuple[str, ...]] | None:
-        """The devices of each bundle, for a spare that takes it; None: only Ray knows them, and no
-        spare may take one."""
-        if is_old and self._launcher is not None and self._launcher.bundle_devices:
-            return list(self._launcher.bundle_devices)
-        return None if self._config.device == "cuda" else [()] * len(placement.node_ids)
 
     @property
     def _all_ran_here(self) -> bool:
@@ -153,12 +143,12 @@ class RayHome(Home):
         placement = self._placement
         assert placement is not None, "ranks before their places"
         spares: list[Spare | None] = [None] * len(placement.node_ids)
-        if self._spare_devices is not None and self.may_use_spares:
+        if placement.devices is None and self._config.device == "cpu":
+            placement.devices = [()] * len(placement.node_ids)
+        if placement.devices is not None and self.may_use_spares:
             spares = self.spares.take(placement.node_ids)
         actors = [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares]
-        devices = self._spare_devices or []
-        self._launcher = RayLauncher(placement, self._bundle, actors, devices, self._agents)
-        return self._launcher
+        return RayLauncher(placement, self._bundle, actors, self._agents)
 
     def _start_spare(self, node_id: str) -> ActorSpare:
         self.check()
