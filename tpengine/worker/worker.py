@@ -153,7 +153,8 @@ class Worker:
             CacheSizeError: not even one block fits.
         """
         one_block, cache = self._cache_shape().block_bytes, self._config.cache
-        space = device.host_swap_bytes(cache.swap_space_bytes, self._num_local_ranks)
+        share = device.SWAP_SHARE
+        space = device.host_budget_bytes(cache.swap_space_bytes, share, self._num_local_ranks)
         num_host_blocks = space // one_block
         # A GPU also holds buffers for swaps, which come with the cache, and attention's scratch,
         # which is there already.
