@@ -240,14 +240,14 @@ class BadWords:
         self._beginnings = sorted(last_ids)
         self._last_ids = [last_ids[beginning] for beginning in self._beginnings]
         self._num_tail = max(map(len, self._beginnings)) // _ID_BYTES
-        self._within: list[int | None] = []  # place of the longest that this one begins with
-        around: list[int] = []
+        # Places of all beginnings that each one begins with, the shortest first, and its own.
+        self._chains: list[list[int]] = []
+        chain: list[int] = []
         for place, beginning in enumerate(self._beginnings):
-            while around and not beginning.startswith(self._beginnings[around[-1]]):
-                around.pop()
-            self._within.append(around[-1] if around else None)
-            around.append(place)
-        self._chains: dict[int, list[int]] = {}
+            while chain and not beginning.startswith(self._beginnings[chain[-1]]):
+                chain.pop()
+            chain.append(place)
+            self._chains.append(chain.copy())
         self._banned: dict[int, Int64] = {}
 
     def banned_after(self, token_ids: Int32) -> Int64 | None:
@@ -256,20 +256,10 @@ class BadWords:
         last = bisect_right(self._beginnings, tail) - 1
         if last < 0:
             return None
-        chain = self._chain(last)
+        chain = self._chains[last]
         # The shortest come first: if one of them does not begin the tail, no longer one does.
         count = bisect_left(chain, True, key=lambda at: not tail.startswith(self._beginnings[at]))
         return self._banned_by(chain[:count]) if count else None
-
-    def _chain(self, last: int) -> list[int]:
-        """Places of all beginnings that this one begins with, the shortest first, and its own."""
-        if last not in self._chains:
-            chain, place = [last], self._within[last]
-            while place is not None:
-                chain.append(place)
-                place = self._within[place]
-            self._chains[last] = chain[::-1]
-        return self._chains[last]
 
     def _banned_by(self, chain: list[int]) -> Int64:
         if chain[-1] not in self._banned:
