@@ -158,8 +158,5 @@ class ParallelState:
 
     @property
     def _connected(self) -> Collectives:
-        if self.collectives is None:
-            raise EngineError(
-                f"rank {self.tp_rank} of {self.tp_size} is not connected to the others"
-            )
+        assert self.collectives is not None, "ranks exchange before they have met"
         return self.collectives

@@ -105,12 +105,6 @@ class Spares:
                     self._spares.remove(spare)
             return taken
 
-    def places(self) -> list[RankPlace]:
-        """Where the spares are that have imported everything."""
-        with self._lock:
-            places = [spare.answer() for spare in self._spares if spare.is_prepared()]
-            return [place for place in places if place is not None]
-
     def _usable(self) -> list[Spare]:
         """The spares that are alive, the prepared ones first; dead and frozen ones are ended."""
         prepared = [spare for spare in self._spares if spare.is_prepared()]
