@@ -164,11 +164,17 @@ def connect_by_any_means(state: Rank, rendezvous: Rendezvous) -> str:
 def hide_shared_memory(state: Rank, blind_rank: int) -> None:
     """Simulates a rank in another container, which does not see the shared memory."""
     if state.rank == blind_rank:
-        collectives_module.shared_memory.find_segment_file = lambda path, token: None
+        collectives_module.shared_memory.find_segment = lambda *_: None
 
 
-def ask_for_too_much(state: Rank, capacity_bytes: int) -> None:
-    collectives_module.CAPACITY_BYTES = capacity_bytes
+def refuse_memory(state: Rank, poor_rank: int) -> None:
+    """Simulates a rank whose machine has too little for a segment."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if state.rank == poor_rank:
+        os.posix_fallocate = refuse
 
 
 def refuse_to_map(state: Rank, poor_rank: int) -> None:

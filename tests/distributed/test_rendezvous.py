@@ -46,7 +46,7 @@ def test_store_that_is_not_there(two: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "lack",
-    [(ranks.hide_shared_memory, 1), (ranks.ask_for_too_much, 1 << 44), (ranks.refuse_to_map, 1)],
+    [(ranks.hide_shared_memory, 1), (ranks.refuse_memory, 0), (ranks.refuse_to_map, 1)],
 )
 def test_gloo_where_memory_is_not_shared(two: Ranks, lack: tuple[ranks.Task, int]) -> None:
     """Equal addresses do not prove that it is; or there is too little to allocate the segment, or

@@ -59,13 +59,13 @@ def missing_rank(module: Any) -> None:
     module.Worker.connect = connect
 
 
-def killed_with_its_file(module: Any) -> None:
-    """Rank 0's end between making the file in shared memory and removing its name."""
+def killed_with_its_segment(module: Any) -> None:
+    """Rank 0's end when it has made the memory that ranks share, and no other has opened it."""
 
     def connect(_: Any, rendezvous: Any) -> None:
-        from tpengine.distributed.shared_memory import CAPACITY_BYTES, SegmentFile
+        from tpengine.distributed.shared_memory import CAPACITY_BYTES, make_segment
 
-        SegmentFile(rendezvous.engine_id, rendezvous.epoch, 2, CAPACITY_BYTES)
+        make_segment(2, CAPACITY_BYTES)
         kill_self()
 
     module.Worker.connect = connect

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import os
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from tpengine import envs
 from tpengine.distributed import shared_memory
 from tpengine.distributed.parallel_state import Collectives, ParallelState
 from tpengine.distributed.rendezvous import Meeting, interface_of
-from tpengine.distributed.shared_memory import CAPACITY_BYTES, SegmentFile, SharedMemoryCollectives
+from tpengine.distributed.shared_memory import CAPACITY_BYTES, SharedMemoryCollectives
 from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError, is_device_fault
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
@@ -98,15 +98,14 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> SharedMemoryCo
     not enough of it.
 
     Equal host names or addresses are no proof of that (containers), so each rank looks for the
-    file that rank 0 has just created.
+    memory that rank 0 has just made.
     """
     with contextlib.ExitStack() as stack:
         if meeting.rank == 0:
-            where, file = None, _offer_file(rendezvous, meeting.size)
-            if file is not None:
-                stack.callback(file.close)
-                where = {"path": str(file.path), "token": file.token.hex()}
-            meeting.publish("segment", json.dumps(where).encode())
+            made = _make_segment(meeting.size)
+            if made is not None:
+                stack.callback(os.close, made[1])
+            meeting.publish("segment", json.dumps(made).encode())
         offer = json.loads(meeting.read("segment", 0))
         segment = None
         if offer is not None and has_shared_memory():
@@ -121,20 +120,20 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> SharedMemoryCo
         return segment
 
 
-def _offer_file(rendezvous: Rendezvous, num_ranks: int) -> SegmentFile | None:
+def _make_segment(num_ranks: int) -> tuple[int, int, str] | None:
     if not has_shared_memory():
         return None
     try:
-        return SegmentFile(rendezvous.engine_id, rendezvous.epoch, num_ranks, CAPACITY_BYTES)
+        return shared_memory.make_segment(num_ranks, CAPACITY_BYTES)
     except SharedMemoryError as error:
         logger.warning("the ranks exchange by gloo, more slowly, until they start again: %s", error)
         return None
 
 
 def _attach(
-    meeting: Meeting, offer: Mapping[str, str], timeout_s: float
+    meeting: Meeting, offer: tuple[int, int, str], timeout_s: float
 ) -> SharedMemoryCollectives | None:
-    fd = shared_memory.find_segment_file(Path(offer["path"]), bytes.fromhex(offer["token"]))
+    fd = shared_memory.find_segment(*offer)
     if fd is None:
         return None
     try:
@@ -227,8 +226,8 @@ class _TorchCollectives:
 
 
 class GlooCollectives(_TorchCollectives):
-    """`Collectives` for CPU ranks of several hosts, and for ranks that share a GPU: their tensors are
-    copied to the host and back.
+    """`Collectives` for CPU ranks of several hosts, and for ranks that share a GPU, whose tensors
+    it copies to the host and back.
 
     Sums are computed as over shared memory (in rank order and float32), so that a model's tokens do
     not depend on the placement of its ranks. gloo listens on the node's address, not on the address

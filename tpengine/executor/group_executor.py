@@ -8,7 +8,6 @@ group that lost a rank is ended as a whole, and `rebuild` starts the next one.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import uuid
@@ -55,8 +54,7 @@ class GroupExecutor(Executor):
         self._former_homes: list[Home] = []
         self._config = config
         self._limits = limits
-        # Part of the names of files in shared memory, so that a file's owner can be told.
-        self._engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:12]}"
+        self._engine_id = uuid.uuid4().hex
         self._deadline = StepDeadline(limits.step_timeout_s)
         self._group: Group | None = None
         self._times = StartTimes(limits.start_timeout_s)

@@ -141,14 +141,12 @@ class NodeAgent:
                 os.kill(process[0], number)
 
     def wait_for_end(self, processes: Sequence[Process], patience_s: float) -> list[Process]:
-        """Waits for processes to end and removes their files in shared memory; returns those that
-        are still there."""
+        """Waits for processes to end; returns those that are still there."""
         deadline = time.monotonic() + patience_s
         left = [process for process in processes if self.state(process)]
         while left and time.monotonic() < deadline:
             time.sleep(0.005)
             left = [process for process in left if self.state(process)]
-        host.sweep_segments()
         return left
 
     def close(self) -> None:
