@@ -199,9 +199,8 @@ class GroupExecutor(Executor):
         with self._in_turn():
             with self._times.phase("cache"):
                 self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
-            if self.home.may_use_spares:
-                delay_s = 0.0 if self.epoch == 1 else _REFILL_S
-                self.home.spares.fill([place.node_id for place in self.places], delay_s)
+            delay_s = 0.0 if self.epoch == 1 else _REFILL_S
+            self.home.spares.fill([place.node_id for place in self.places], delay_s)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank, over the channels; the answer is rank 0's.

@@ -39,12 +39,12 @@ class Spares:
     """Keeps spares ready on the nodes of the ranks.
 
     Args:
-        count: how many are kept ready.
+        count: how many are kept ready; 0: none is started.
         start: starts one on a node, without waiting for it.
     """
 
     def __init__(self, count: int, start: Callable[[str], Spare]) -> None:
-        self._count = count
+        self.count = count
         self._start = start
         self._spares: list[Spare] = []
         self._lock = threading.RLock()
@@ -57,7 +57,7 @@ class Spares:
             node_ids: of the ranks; the spares are spread over nodes in the same proportion.
             delay_s: until they are started, unless `take` or `close` is called before.
         """
-        if not self._count:
+        if not self.count:
             return
         with self._lock:
             self._cancel()
@@ -81,9 +81,9 @@ class Spares:
             if self._timer is not threading.current_thread():
                 return  # it was cancelled meanwhile
             self._timer = None
-            wanted = Counter(node_ids[i % len(node_ids)] for i in range(self._count))
+            wanted = Counter(node_ids[i % len(node_ids)] for i in range(self.count))
             wanted.subtract(spare.node_id for spare in self._spares)
-            missing = self._count - len(self._spares)
+            missing = self.count - len(self._spares)
             try:
                 for node_id in list(wanted.elements())[:missing]:
                     self._spares.append(self._start(node_id))

@@ -49,7 +49,6 @@ class RayHome(Home):
         self._connection = connection
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._agents = Agents(self._node_id)
-        self._num_spares = ranks.spare_workers
         self.spares = Spares(ranks.spare_workers, self._start_spare)
         self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._placement: Placement | None = None
@@ -61,12 +60,6 @@ class RayHome(Home):
         if not ray.is_initialized():
             raise EngineError(RAY_IS_GONE)
 
-    @property
-    def may_use_spares(self) -> bool:
-        """Whether spares may become ranks. Ray does not know that they use the bundle: in the
-        driver's own placement group it could give the bundle to another actor."""
-        return self._placement is not None and not self._placement.is_borrowed
-
     def _placer(self, check: Check) -> Placer:
         size = self._config.parallel.tensor_parallel_size
         find_silent = partial(self._agents.silent, check=check)
@@ -75,9 +68,11 @@ class RayHome(Home):
     def place(self, times: StartTimes, check: Check) -> None:
         check_at_start()
         with times.phase("placement"):
-            self._placement = self._placer(check).place(set())
-        if self._num_spares and not self.may_use_spares:
+            placement = self._placement = self._placer(check).place(set())
+        if self.spares.count and placement.is_borrowed:
+            # Ray does not know that a spare uses a bundle: it could give it to another actor.
             logger.warning("no spare workers: the placement group is the driver's own")
+            self.spares.count = 0
 
     def replace(self, lost: Places, end: EndGroup, times: StartTimes, check: Check) -> None:
         """Makes sure of bundles on nodes that answer; see `Home`."""
@@ -145,7 +140,7 @@ class RayHome(Home):
         spares: list[Spare | None] = [None] * len(placement.node_ids)
         if placement.devices is None and self._config.device == "cpu":
             placement.devices = [()] * len(placement.node_ids)
-        if placement.devices is not None and self.may_use_spares:
+        if placement.devices is not None:
             spares = self.spares.take(placement.node_ids)
         actors = [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares]
         return RayLauncher(placement, self._bundle, actors, self._agents)
