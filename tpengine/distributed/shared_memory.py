@@ -21,7 +21,7 @@ from tpengine.ops.shared_memory_ops import SegmentStatus
 
 CAPACITY_BYTES = 1 << 20
 """Bytes of each rank that the segment holds at a time; a larger tensor is sent in chunks. Two ranks
-need 6 MiB, eight need 18 MiB: the usual 64 MB of a container are enough for several engines."""
+need 6 MiB, eight need 18 MiB."""
 _MIB = 1 << 20
 
 
