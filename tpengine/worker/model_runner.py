@@ -103,7 +103,7 @@ class ModelRunner:
         self.recorded_adapters: DecodeRecording | None = None
         self._adapters = adapters
         self._adapter_errors: dict[bytes, str] = {}
-        self.uploads = Uploads(device, parallel.wait_for)
+        self.uploads = Uploads(device)
         self._downloads = Downloads(device, parallel.wait_for)
         self._scheduler = config.scheduler
         self._parallel = parallel
