@@ -1,4 +1,4 @@
-"""The memory of a segment is fully allocated, and found by its token."""
+"""The memory of a segment is fully allocated, and own_fd by its token."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_found_by_its_token() -> None:
     """A process of another namespace may have the same number, and other files."""
     pid, fd, token = make_segment(2, 4096)
-    found = find_segment(pid, fd, token)
-    assert found is not None
-    assert os.path.sameopenfile(found, fd)
+    own_fd = find_segment(pid, fd, token)
+    assert own_fd is not None
+    assert os.path.sameopenfile(own_fd, fd)
     pipe = os.pipe()
     for other in ((pid, fd, "00" * 64), (pid, pipe[1], token), (pid, 1 << 20, token)):
         assert find_segment(*other) is None
-    for file in (fd, found, *pipe):
+    for file in (fd, own_fd, *pipe):
         os.close(file)

@@ -59,13 +59,13 @@ def find_segment(pid: int, fd: int, token: str) -> int | None:
     """Opens a segment's memory; returns a descriptor, or None if this process does not see it, as
     in another container."""
     try:
-        found = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        own_fd = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     with contextlib.suppress(OSError):  # another process may have this number, and no file here
-        if os.pread(found, native.TOKEN_BYTES, 0) == bytes.fromhex(token):
-            return found
-    os.close(found)
+        if os.pread(own_fd, native.TOKEN_BYTES, 0) == bytes.fromhex(token):
+            return own_fd
+    os.close(own_fd)
     return None
 
 
