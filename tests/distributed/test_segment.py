@@ -1,4 +1,4 @@
-"""The memory of a segment is fully allocated, and own_fd by its token."""
+"""The memory of a segment is fully allocated, and found by its token."""
 
 from __future__ import annotations
 

@@ -114,10 +114,7 @@ class ParallelState:
         Raises:
             CollectiveError, EngineError: see `wait_for`.
         """
-        if device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            self.wait_for(event.query, "an exchange with all ranks")
+        self.wait_for(end_of_work(device), "an exchange with all ranks")
 
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
         """Waits until this rank's device has finished some work.
@@ -160,3 +157,12 @@ class ParallelState:
     def _connected(self) -> Collectives:
         assert self.collectives is not None, "ranks exchange before they have met"
         return self.collectives
+
+
+def end_of_work(device: torch.device) -> Callable[[], bool]:
+    """Returns a function that tells whether a device has done all work that it was given by now."""
+    if device.type != "cuda":
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record()
+    return event.query

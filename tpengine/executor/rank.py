@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import logging
 import select
 import sys
 import traceback
@@ -49,8 +48,7 @@ class Rank:
         self.place: RankPlace | None = None
         self._rank = 0
         self._log = LastLines()
-        init_logger("tpengine")
-        logging.getLogger("tpengine").addHandler(self._log)
+        init_logger("tpengine").addHandler(self._log)
         self._heartbeat: Heartbeat  # from `serve` on
         self._worker: Worker  # from `create` on
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from tpengine.config import EngineConfig
-from tpengine.distributed.parallel_state import ParallelState
+from tpengine.distributed.parallel_state import ParallelState, end_of_work
 from tpengine.layers import sampler
 from tpengine.layers.attention import AttentionMetadata, keep_rows
 from tpengine.layers.device_values import Array, Pending, known, together, upload
@@ -33,7 +33,7 @@ from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
 from tpengine.worker.sampling_state import SamplingSlots
-from tpengine.worker.transfers import Downloads, Uploads, end_of_work
+from tpengine.worker.transfers import Downloads, Uploads
 
 PROMPT_SLICE_ROWS = 32
 """Least number of rows of a slice of a prompt whose log probabilities are wanted, if the step has

@@ -41,20 +41,6 @@ class Uploads:
         return unpack(buffer.to(self.device, non_blocking=True), arrays, places)
 
 
-def end_of_work(device: torch.device) -> Callable[[], bool]:
-    """Returns a function that tells whether a device has done all work that it was given by now."""
-    if device.type != "cuda":
-        return lambda: True
-    event = _new_event()
-    event.record()
-    is_done: Callable[[], bool] = event.query
-    return is_done
-
-
-def _new_event() -> Any:
-    return torch.cuda.Event()
-
-
 def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
     """Returns each array's offset in a buffer, aligned for any dtype, and the buffer's bytes."""
     places, size = [], 0
@@ -108,7 +94,7 @@ class Downloads:
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
-            event = _new_event()
+            event = torch.cuda.Event()
             event.record(self._stream)
 
         def finish() -> list[npt.NDArray[Any]]:

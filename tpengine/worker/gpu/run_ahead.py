@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tpengine.distributed.parallel_state import end_of_work
 from tpengine.layers.attention import keep_rows
 from tpengine.layers.device_values import Int64
 from tpengine.messages import StepInput, StepOutput
 from tpengine.worker.model_runner import ModelRunner
-from tpengine.worker.transfers import end_of_work
 
 
 @dataclass(frozen=True, slots=True)
