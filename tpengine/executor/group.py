@@ -257,7 +257,7 @@ class Group:
             if self.loss is None:
                 if self._is_over.is_set():
                     return EngineError(_OVER)
-                loss = self._diagnosis.unexplained(rank, failure, doing)
+                loss = self._diagnosis.loss_of(rank, doing, str(failure))
                 try:
                     last_phase = "" if self._watch is None else self._watch.phases[rank]
                     loss = self._diagnosis.explain(rank, failure, doing, last_phase)
