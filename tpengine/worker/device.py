@@ -305,5 +305,5 @@ def _read_words(path: Path) -> list[str]:
 
 def _proc_bytes(file: str, key: str) -> int:
     """Returns the bytes that a file of /proc names by a key."""
-    lines = Path("/proc", file).read_text().splitlines()
+    lines = Path(f"/proc/{file}").read_text().splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), 0) * 1024
