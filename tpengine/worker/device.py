@@ -197,8 +197,9 @@ def held_by_others_bytes(device: torch.device) -> int:
     """Returns what other processes hold of a device's memory; on a GPU this includes the CUDA
     context of this process."""
     if device.type == "cpu":
+        # File pages can be given back.
         own = _proc_bytes("self/status", "RssAnon") + _proc_bytes("self/status", "RssShmem")
-        return max(0, cpu_total_bytes() - max(0, cpu_free_bytes()) - own)  # file pages are free
+        return max(0, cpu_total_bytes() - max(0, cpu_free_bytes()) - own)
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device))
 

@@ -138,7 +138,7 @@ class RankProcess:
         self._lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
         self._copier = threading.Thread(target=self._copy, name="tpengine-log", daemon=True)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._close_channels)
+            undo.callback(self._close_channels)  # frames of the error would keep them open
             try:
                 self._process = starter.start_process(self._open_channels())
                 undo.callback(self._process.kill)
