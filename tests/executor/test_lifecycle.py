@@ -79,7 +79,7 @@ def test_joins_the_group_that_the_driver_runs_in(folder: Path) -> None:
         from tpengine.executor.spares import Spares
 
         fills: list[Any] = []
-        Spares.fill = lambda *args: fills.append(args)  # type: ignore[method-assign]
+        Spares._fill = lambda *args: fills.append(args)  # type: ignore[method-assign]
         args = {"executor": "ray", "spare_workers": 1, "dtype": "float32", "device": "cpu"}
         args |= {"num_device_blocks_override": 256, "disable_log_stats": True}
         engine_args = EngineArgs(folder, tensor_parallel_size=tp_size, **args)
