@@ -1,5 +1,5 @@
 """What concerns the process that tpengine runs in: signals, the terminal, and facts that Linux
-knows of processes and of their files in shared memory.
+knows of processes.
 
 No other file of the package installs a signal handler.
 """
@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import math
 import os
-import re
 import resource
 import select
 import signal
 import stat
-import struct
 import sys
 import threading
 import time
@@ -28,9 +25,6 @@ from typing import NoReturn
 
 from tpengine import envs
 from tpengine.errors import error_number
-from tpengine.logger import init_logger
-
-logger = init_logger(__name__)
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """Exit code that shells know of a process that SIGTERM has ended."""
@@ -38,14 +32,12 @@ START_TICKS = 19
 """Index of a process's start time in `living_fields`."""
 _PARENT, _NUM_THREADS = 1, 17
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
-SHM_FOLDER = Path("/dev/shm")
 LOOPBACK = "127.0.0.1"
 """Where what is ours listens if all ranks run on one machine, so that no other one can connect."""
 _MIB = 1 << 20
 _BEGIN_S = 10.0
 _LONGEST_POLL_S = 3600.0
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-_SEGMENT_NAME = re.compile(r"tpengine-.*-(?P<pid>\d+)-(?P<start>\d+)")
 
 
 # Signals. Only the main thread of a process gets them, and only it can install handlers.
@@ -339,7 +331,7 @@ def describe_resources(error: BaseException) -> str:
         error: the failure; it or a cause of it may hold the system's error number.
     """
     parts, ray = [], envs.ray_folders()[0]
-    for folder in (ray if ray.is_dir() else ray.parent, SHM_FOLDER):
+    for folder in (ray if ray.is_dir() else ray.parent, Path("/dev/shm")):
         with contextlib.suppress(OSError):
             facts = os.statvfs(folder)
             free, total = (n * facts.f_frsize / _MIB for n in (facts.f_bavail, facts.f_blocks))
@@ -409,56 +401,3 @@ def close_to_others(path: Path) -> None:
                 os.fchmod(fd, stat.S_IMODE(facts.st_mode) & stat.S_IRWXU)
         finally:
             os.close(fd)
-
-
-# Shared memory. Rank 0 makes a file for the segment of its group and removes its name once all
-# ranks have mapped it. Until then the name tells which process made it:
-# `tpengine-<engine>-<epoch>-<pid>-<start of the process>`.
-
-
-def segment_name(engine_id: str, epoch: int) -> str:
-    """File name of this process's segment."""
-    pid = os.getpid()
-    engine = re.sub(r"\W", "_", engine_id)[:64]
-    return f"tpengine-{engine}-{epoch}-{pid}-{start_ticks(pid)}"
-
-
-def lock_bytes(fd: int, start: int, length: int) -> None:
-    """Locks bytes of a file, until its descriptor is closed.
-
-    Each rank locks the byte of its number, the creator the byte after the last rank's.
-
-    Args:
-        length: number of bytes; 0: all to the end of the file.
-
-    Raises:
-        OSError: another process holds one of them.
-    """
-    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
-
-
-def sweep_segments(folder: Path = SHM_FOLDER) -> list[Path]:
-    """Removes segment files whose creators died before they removed them; returns their paths."""
-    removed = []
-    for path in folder.glob("tpengine-*"):
-        match = _SEGMENT_NAME.fullmatch(path.name)
-        with contextlib.suppress(OSError):
-            if match is None or start_ticks(int(match["pid"])) == int(match["start"]):
-                continue
-            # A creator in another process namespace is invisible here, but it holds a lock.
-            with open(path, "r+b", buffering=0, opener=open_unlinked) as file:
-                lock_bytes(file.fileno(), 0, 0)
-                path.unlink()
-                removed.append(path)
-    if removed:
-        logger.info("removed segment files of dead processes: %s", ", ".join(map(str, removed)))
-    return removed
-
-
-def remove_own_segments(folder: Path = SHM_FOLDER) -> None:
-    """Removes this process's segment files, before it ends in the middle of its work."""
-    pid = os.getpid()
-    for path in folder.glob(f"tpengine-*-{pid}-{start_ticks(pid)}"):
-        with contextlib.suppress(OSError):
-            path.unlink()

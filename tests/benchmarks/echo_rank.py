@@ -10,6 +10,7 @@ from array import array
 from tpengine.executor.channel import Channel, FrameKind, Invitation, connect
 from tpengine.executor.codec import decode_step, encode
 from tpengine.executor.launch import rank_process
+from tpengine.executor.rank import Rank
 from tpengine.messages import StepOutput
 
 TIMEOUT_S = 30.0
@@ -43,7 +44,7 @@ class EchoRank:
         return encode(echo(step.step, len(step.sample_slots) if rank == 0 else 0))
 
 
-class EchoProcess(rank_process.ProcessRank):
+class EchoProcess(Rank):
     """The same as a child of the driver."""
 
     def serve(self, steps: Channel, control: Channel) -> None:

@@ -19,10 +19,10 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import kernel_rows
-from benchmarks.card_times import graph_s, measure_ceilings
+from benchmarks.card_times import eager_s, graph_s, measure_ceilings
 from benchmarks.kernel_rows import Row, Setting
 from tpengine.bench.harness import BenchOptions, report_head
-from tpengine.bench.timing import Action, ReadBandwidth, eager_s, fastest_s
+from tpengine.bench.timing import Action, ReadBandwidth, fastest_s
 from tpengine.config import DEVICES
 from tpengine.errors import ConfigError, NativeLibraryError
 from tpengine.ops import attention_ops as attention

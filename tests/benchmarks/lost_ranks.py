@@ -211,8 +211,10 @@ def _kill(
 
 
 def _wait_for_spares(executor: GroupExecutor, count: int) -> None:
-    spares = executor.home.spares
-    wait_until(lambda: len(spares.places()) >= count, _SPARES_S, f"fewer than {count} spares")
+    def count_ready() -> int:
+        return sum(spare.is_prepared() for spare in executor.home.spares._spares)
+
+    wait_until(lambda: count_ready() >= count, _SPARES_S, f"fewer than {count} spares")
 
 
 def _random_prompts(engine: LLMEngine, rng: random.Random, lens: list[int]) -> list[list[int]]:

@@ -1,8 +1,7 @@
-"""Processes that tests share, and a check that no file is left in shared memory."""
+"""Processes that tests share."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +12,6 @@ from distributed.ranks import Ranks
 from distributed.worker_tasks import BLOCK_SIZE, VOCAB_SIZE
 from tpengine import EngineArgs
 from tpengine.config import EngineConfig
-from tpengine.distributed.shared_memory import SHM_FOLDER
 
 LLAMA = TinyLlama(
     head_dim=16,
@@ -55,10 +53,3 @@ def three() -> Iterator[Ranks]:
     """Three new ranks, which the test may kill."""
     with Ranks(3) as ranks:
         yield ranks
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    """A segment has no name once its ranks are connected: none is left of killed ranks."""
-    yield
-    assert not list(SHM_FOLDER.glob(f"tpengine-{os.getpid()}_*"))

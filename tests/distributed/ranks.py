@@ -14,11 +14,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from tpengine.distributed import collectives as collectives_module
-from tpengine.distributed.collectives import GlooCollectives, HostCollectives, connect_ranks
+from tpengine.distributed.collectives import GlooCollectives, connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.distributed.rendezvous import Meeting, RendezvousStore
+from tpengine.distributed.rendezvous import Meeting, make_store
 from tpengine.messages import Rendezvous
 
 ADDRESS = "127.0.0.1"
@@ -40,7 +41,7 @@ class Rank:
     rank: int
     size: int
     groups: dict[str, ParallelState] = field(default_factory=dict)
-    stores: dict[str, RendezvousStore] = field(default_factory=dict)
+    stores: dict[str, TCPStore] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> ParallelState:
@@ -138,16 +139,15 @@ class Ranks:
 
 
 def open_store(state: Rank, name: str) -> int:
-    state.stores[name] = RendezvousStore(ADDRESS)
+    state.stores[name] = make_store(ADDRESS)
     return state.stores[name].port
 
 
 def connect(state: Rank, kind: str, name: str, rendezvous: Rendezvous) -> None:
     master = state.stores.get(name)
     if "gloo" in kind:
-        kind_of_group = GlooCollectives if kind == "gloo" else HostCollectives
         meeting = Meeting(state.rank, rendezvous, master)
-        group = kind_of_group(meeting, rendezvous.collective_timeout_s)
+        group = GlooCollectives(meeting, rendezvous.collective_timeout_s)
         state.groups[name] = ParallelState(state.rank, state.size, group)
         return
     state.groups[name], line = connect_ranks(state.rank, rendezvous, torch.device("cpu"), master)
@@ -164,11 +164,17 @@ def connect_by_any_means(state: Rank, rendezvous: Rendezvous) -> str:
 def hide_shared_memory(state: Rank, blind_rank: int) -> None:
     """Simulates a rank in another container, which does not see the shared memory."""
     if state.rank == blind_rank:
-        collectives_module.shared_memory.find_segment_file = lambda path, token: None
+        collectives_module.shared_memory.find_segment = lambda *_: None
 
 
-def ask_for_too_much(state: Rank, capacity_bytes: int) -> None:
-    collectives_module.CAPACITY_BYTES = capacity_bytes
+def refuse_memory(state: Rank, poor_rank: int) -> None:
+    """Simulates a rank whose machine has too little for a segment."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if state.rank == poor_rank:
+        os.posix_fallocate = refuse
 
 
 def refuse_to_map(state: Rank, poor_rank: int) -> None:

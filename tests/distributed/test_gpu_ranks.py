@@ -15,7 +15,7 @@ from distributed.worker_tasks import new_worker, run_steps, shut_down, start_wor
 from tpengine.config import EngineConfig
 from tpengine.distributed.collectives import NcclCollectives
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.distributed.rendezvous import Meeting, RendezvousStore
+from tpengine.distributed.rendezvous import Meeting, make_store
 from tpengine.messages import Rendezvous, StepOutput
 from tpengine.worker.gpu.graphs import CudaCapture, agree_on_graphs
 from tpengine.worker.transfers import Downloads
@@ -27,7 +27,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def nccl() -> Iterator[NcclCollectives]:
     """A group of one rank."""
-    store = RendezvousStore(ADDRESS)
+    store = make_store(ADDRESS)
     rendezvous = Rendezvous("nccl_test", 0, [ADDRESS], store.port, 30.0, 30.0)
     group = NcclCollectives(Meeting(0, rendezvous, store), CUDA, 30.0)
     yield group

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distributed.ranks import ADDRESS
 from tpengine.distributed.collectives import NcclCollectives
-from tpengine.distributed.rendezvous import Meeting, RendezvousStore
+from tpengine.distributed.rendezvous import Meeting, make_store
 from tpengine.errors import RendezvousError
 from tpengine.messages import Rendezvous
 
@@ -52,7 +52,7 @@ class StandIn:
 @pytest.fixture
 def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
-    store = RendezvousStore(ADDRESS)
+    store = make_store(ADDRESS)
     return Meeting(0, Rendezvous("nccl", 0, [ADDRESS], store.port, 5.0, 5.0), store)
 
 

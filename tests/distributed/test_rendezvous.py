@@ -13,7 +13,7 @@ import pytest
 
 from distributed import ranks
 from distributed.ranks import Rank, Ranks, connect_by_any_means
-from tpengine.distributed.rendezvous import Meeting, RendezvousStore, interface_of
+from tpengine.distributed.rendezvous import Meeting, interface_of, make_store
 from tpengine.errors import RendezvousError
 from tpengine.messages import Rendezvous
 
@@ -21,7 +21,7 @@ FAILS_S = 60.0
 
 
 def test_store_listens_on_its_address_only() -> None:
-    store = RendezvousStore("127.0.0.1")
+    store = make_store("127.0.0.1")
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", store.port), timeout=2)
     socket.create_connection(("127.0.0.1", store.port), timeout=2).close()
@@ -29,7 +29,7 @@ def test_store_listens_on_its_address_only() -> None:
 
 def test_address_of_another_machine() -> None:
     with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.1"):
-        RendezvousStore("192.0.2.1")
+        make_store("192.0.2.1")
 
 
 def test_interface() -> None:
@@ -46,7 +46,7 @@ def test_store_that_is_not_there(two: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "lack",
-    [(ranks.hide_shared_memory, 1), (ranks.ask_for_too_much, 1 << 44), (ranks.refuse_to_map, 1)],
+    [(ranks.hide_shared_memory, 1), (ranks.refuse_memory, 0), (ranks.refuse_to_map, 1)],
 )
 def test_gloo_where_memory_is_not_shared(two: Ranks, lack: tuple[ranks.Task, int]) -> None:
     """Equal addresses do not prove that it is; or there is too little to allocate the segment, or
@@ -74,7 +74,7 @@ def meet(state: Rank, rendezvous: Rendezvous) -> None:
 def say(state: Rank) -> None:
     """Publishes more than once: the first message to a process that has just died may be sent."""
     for _ in range(5):
-        state.kept["meeting"].publish("seen", b"1")
+        state.kept["meeting"].publish("attached", b"1")
         time.sleep(0.05)
 
 

@@ -48,7 +48,8 @@ class BareRanks:
 
     def spare_processes(self) -> list[tuple[int, int]]:
         """Of the spares that are ready."""
-        return [place.process for place in self.executor.home.spares.places()]
+        ready = [spare for spare in self.executor.home.spares._spares if spare.is_prepared()]
+        return [place.process for spare in ready if (place := spare.answer()) is not None]
 
     def have_transformers(self) -> list[bool]:
         """Whether each rank and each ready spare has loaded a library that only transformers

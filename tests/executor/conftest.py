@@ -1,4 +1,4 @@
-"""What all tests of the executor must leave as it was, and the model that they share."""
+"""The model that tests of the executor share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from pathlib import Path
 import pytest
 from support.models import ModelShop
 from support.zoo import PLAIN
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(nothing_is_left: None) -> None:
-    """No test leaves a file in shared memory."""
 
 
 @pytest.fixture(scope="session")

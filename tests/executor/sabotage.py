@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from tpengine.executor.launch import rank_process
-from tpengine.executor.launch.rank_process import ProcessRank
 from tpengine.executor.rank import Rank
 
 Sabotage = Callable[[Any], None]
@@ -30,7 +29,7 @@ def harm(target: Rank, rank: int | None, sabotage: Sabotage) -> None:
         sabotage(module)
 
 
-class SabotagedProcess(ProcessRank):
+class SabotagedProcess(Rank):
     """A rank that is not Ray's."""
 
     def create(self, config: Any) -> None:
@@ -60,13 +59,13 @@ def missing_rank(module: Any) -> None:
     module.Worker.connect = connect
 
 
-def killed_with_its_file(module: Any) -> None:
-    """Rank 0's end between making the file in shared memory and removing its name."""
+def killed_with_its_segment(module: Any) -> None:
+    """Rank 0's end when it has made the memory that ranks share, and no other has opened it."""
 
     def connect(_: Any, rendezvous: Any) -> None:
-        from tpengine.distributed.shared_memory import SegmentFile
+        from tpengine.distributed.shared_memory import CAPACITY_BYTES, make_segment
 
-        SegmentFile(rendezvous.engine_id, rendezvous.epoch)
+        make_segment(2, CAPACITY_BYTES)
         kill_self()
 
     module.Worker.connect = connect

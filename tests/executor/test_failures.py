@@ -122,14 +122,13 @@ FAILURES = {  # a rank, what it does, and the error of the start
     "raises": (1, sabotage.in_load(sabotage.fail_with_a_line), errors.WorkerError),
     "dies": (1, sabotage.in_load(sabotage.die_with_a_word), errors.WorkerDiedError),
     "misses another": (1, sabotage.missing_rank, errors.RendezvousError),
-    # `nothing_is_left` sees that its file is removed
-    "dies with its file": (0, sabotage.killed_with_its_file, errors.WorkerDiedError),
+    "dies with its segment": (0, sabotage.killed_with_its_segment, errors.WorkerDiedError),
 }
 SAID = {
     "raises": f"ZeroDivisionError: cannot read block 17 | in load_model | {TRACEBACK} | a noise",
     "dies": "load_model | my last words",
     "misses another": "a rank did not come [rank 1 on node",
-    "dies with its file": "SIGKILL",
+    "dies with its segment": "SIGKILL",
 }
 
 

@@ -331,7 +331,7 @@ def test_spares_become_ranks(folder: Path) -> None:
         ranks.lose(1)
         ranks.rebuild()
         # The next spares would take the cores from waiting requests.
-        assert not ranks.executor.home.spares.num_started
+        assert not ranks.executor.home.spares._spares
         assert sorted(place.process for place in ranks.executor.places) == sorted(spares)
         # Reserved again.
         wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"] - 2)

@@ -103,15 +103,14 @@ def below_ranks(executor: str) -> Iterator[Row]:
         traces = WITHOUT_RAY if name == "GCS frozen" else ()
         yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=hold_s, traces=traces)
     lacks = {
-        "shm nearly full": ("by gloo",),
-        "shm full": ("by gloo",),
+        "shm nearly full": (),
+        "shm full": (),
         "disk full": WITHOUT_RAY if executor == "ray" else (),
         "no descriptors": ("errno 24", "Too many open files"),
         "no memory": ("attempt 1 at",),
     }
     for name, traces in lacks.items():
-        hold_s = FULL_S * (2 if "shm" in name else 1)  # until the next ranks have connected
-        yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=hold_s, traces=traces)
+        yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=FULL_S, traces=traces)
     if executor == "ray":  # after these it needs another Ray
         yield Row("GCS and rank 1 killed", (1,), below="GCS killed", hold_s=1.0, traces=WITHOUT_RAY)
         for name in ("GCS killed", "raylet killed"):
@@ -274,7 +273,6 @@ class Campaign:
         for file in Path(f"/proc/{self.pid}/fd").iterdir():
             with suppress(OSError):
                 counts[os.readlink(file).partition(":")[0].partition(".")[0]] += 1
-        counts["segments"] = len(list((self.root / "dev/shm").glob("tpengine-*")))
         own = [state for _, state, parent in process_table().values() if parent == self.pid]
         counts["zombies"] = own.count("Z")
         files = {path.name for path in (self.root / self.folder[1:]).iterdir()}
@@ -297,7 +295,6 @@ class Campaign:
         self.driver.say("end", 0.0)
         assert self.driver.hear(START_S) == "closed"
         left = [f"process {name_of(pid)}" for pid in actors(self.pid)]
-        left += [f"segment {path.name}" for path in (self.root / "dev/shm").glob("tpengine-*")]
         own_ray = {"gcs_server", "raylet"}
         wait_until(lambda: own_ray.isdisjoint(map(name_of, self.marked())), SETTLE_S)
         self.driver.say()

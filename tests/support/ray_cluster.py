@@ -52,15 +52,3 @@ def ray_address() -> Iterator[str]:
         patch.undo()
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def nothing_is_left() -> Iterator[None]:
-    """A test that uses it fails if an engine of this process leaves a file in shared memory."""
-    yield
-    assert not shared_memory_files(os.getpid())
-
-
-def shared_memory_files(driver_pid: int) -> set[str]:
-    """Those of a driver's engines; other tests may run on this machine."""
-    return {path.name for path in Path("/dev/shm").glob(f"tpengine-{driver_pid}_*")}

@@ -18,7 +18,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
 from tpengine.worker.gpu.graphs import DRIVER_BYTES, CudaCapture, CudaGrowth, Recorded, Run
-from tpengine.worker.transfers import NUM_BUFFERS, Downloads, Uploads
+from tpengine.worker.transfers import Downloads, Uploads
 from worker.test_gpu_path import MODES, check_answers, each_mode
 
 pytestmark = GPU
@@ -136,9 +136,8 @@ def test_wrong_use(models: ModelShop) -> None:
 
 
 def test_transfers() -> None:
-    wait_for = ParallelState().wait_for
-    uploads, downloads = Uploads(CUDA, wait_for), Downloads(CUDA, wait_for)
-    for turn in range(5 * NUM_BUFFERS):  # each buffer is used again
+    uploads, downloads = Uploads(CUDA), Downloads(CUDA, ParallelState().wait_for)
+    for turn in range(40):  # buffers are used again
         arrays = [torch.arange(turn, turn + 9).int().numpy(), torch.rand(2, 3).numpy()]
         sent = uploads.send(arrays)
         finish = downloads.start([sent[0] * 2, sent[1] + 1])

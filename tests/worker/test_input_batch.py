@@ -7,7 +7,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.sampler import sample
 from tpengine.messages import NewSequence, SamplingRules, StepInput
@@ -19,7 +18,7 @@ GREEDY = SamplingRules(temperature=0.0)
 
 @pytest.fixture
 def batch() -> InputBatch:
-    uploads = Uploads(torch.device("cpu"), ParallelState().wait_for)
+    uploads = Uploads(torch.device("cpu"))
     return InputBatch(max_num_seqs=8, max_model_len=20, block_size=4, uploads=uploads)
 
 
@@ -165,7 +164,7 @@ def test_parameters_follow_their_slot(batch: InputBatch) -> None:
 def test_blocks_before_the_window_are_not_read() -> None:
     """The next token sees five tokens before it. A decode and a chunk: the blocks that the driver
     has given to others, named or not, become the first one that the row keeps."""
-    uploads = Uploads(torch.device("cpu"), ParallelState().wait_for)
+    uploads = Uploads(torch.device("cpu"))
     batch = InputBatch(8, 20, 4, uploads, num_kept_tokens=5)
     rows = [new(1, list(range(14)), 13, [8, 7, 2, 9]), new(3, list(range(18)), 9, [-1, 5, 6, 3, 4])]
     step = StepInput(1, [1, 3], [1, 9], rows, sample_rows=[0, 1], sample_slots=[1, 3])

@@ -16,7 +16,7 @@ from tpengine.errors import CacheSizeError
 from tpengine.layers.sampler import Sampled, SamplingBatch
 from tpengine.worker import cache_engine, device, model_runner
 from tpengine.worker.cache_engine import CacheEngine, CacheShape
-from tpengine.worker.device import set_num_threads
+from tpengine.worker.device import KV_SHARE, SWAP_SHARE, set_num_threads
 from tpengine.worker.worker import Worker
 
 GIB = 1 << 30
@@ -38,7 +38,7 @@ def test_budget_on_cpu(
     monkeypatch: pytest.MonkeyPatch, free: int, wanted: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(device, "cpu_free_bytes", lambda: free)
-    assert device.cpu_kv_budget_bytes(wanted) == expected
+    assert device.host_budget_bytes(wanted, KV_SHARE) == expected
 
 
 @pytest.mark.parametrize(("free", "kv", "swap"), [(100, 4, 4), (5, 2, 0.5)])
@@ -47,19 +47,19 @@ def test_ranks_of_a_machine_divide_the_defaults(
 ) -> None:
     monkeypatch.setattr(device, "cpu_free_bytes", lambda: free * GIB)
     for ranks in (1, 2, 4):
-        assert device.cpu_kv_budget_bytes(None, ranks) == int(kv * GIB) // ranks
-        assert device.host_swap_bytes(None, ranks) == int(swap * GIB) // ranks
-        assert device.cpu_kv_budget_bytes(GIB, ranks) == GIB, "a requested size is per rank"
-        assert device.host_swap_bytes(0, ranks) == 0
+        assert device.host_budget_bytes(None, KV_SHARE, ranks) == int(kv * GIB) // ranks
+        assert device.host_budget_bytes(None, SWAP_SHARE, ranks) == int(swap * GIB) // ranks
+        assert device.host_budget_bytes(GIB, KV_SHARE, ranks) == GIB, "a requested size is per rank"
+        assert device.host_budget_bytes(0, SWAP_SHARE, ranks) == 0
 
 
 def test_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is neither free nor held by this process."""
     monkeypatch.setattr(device, "cpu_total_bytes", lambda: 1000 * GIB)
     monkeypatch.setattr(device, "cpu_free_bytes", lambda: 900 * GIB)
-    before = device.cpu_held_by_others_bytes()
+    before = device.held_by_others_bytes(CPU)
     mine = torch.ones(GIB // 16, dtype=torch.float32)
-    grown = before - device.cpu_held_by_others_bytes()
+    grown = before - device.held_by_others_bytes(CPU)
     assert 80 * GIB < before < 100 * GIB  # this process may have run many tests before
     assert grown == pytest.approx(mine.nbytes, rel=0.05)
 

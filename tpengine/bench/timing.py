@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 
@@ -17,19 +16,6 @@ COPY_BYTES = 2 << 30
 REPEATS = 7
 
 Action = Callable[[], object]
-
-
-def eager_s(actions: Sequence[Action]) -> float:
-    """Times the actions without a graph, for work that cannot be recorded, in seconds per action. A
-    launch that takes longer than its work is part of the time."""
-    run_all(actions)
-    return events_s(partial(run_all, actions)) / len(actions)
-
-
-def run_all(actions: Sequence[Action]) -> None:
-    """Runs the actions one after another."""
-    for action in actions:
-        action()
 
 
 def events_s(action: Action) -> float:
@@ -49,8 +35,8 @@ def events_s(action: Action) -> float:
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second that a copy within a GPU reads and writes; it takes 4 GiB of its memory."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / eager_s([lambda: target.copy_(source)] * 4)
+    target = torch.empty_like(source).copy_(source)
+    return 2 * COPY_BYTES / events_s(lambda: target.copy_(source))
 
 
 def fastest_s(action: Callable[[], object], repeats: int = REPEATS) -> float:

@@ -14,7 +14,6 @@ import datetime
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,16 +23,14 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from tpengine import envs
 from tpengine.distributed import shared_memory
 from tpengine.distributed.parallel_state import Collectives, ParallelState
-from tpengine.distributed.rendezvous import Meeting, RendezvousStore, interface_of
-from tpengine.distributed.shared_memory import CAPACITY_BYTES, SegmentFile, SharedMemoryCollectives
+from tpengine.distributed.rendezvous import Meeting, interface_of
+from tpengine.distributed.shared_memory import CAPACITY_BYTES, SharedMemoryCollectives
 from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError, is_device_fault
-from tpengine.host import SHM_FOLDER
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
 from tpengine.ops.shared_memory_ops import has_shared_memory, segment_bytes
 
 logger = init_logger(__name__)
-_BY_GLOO = "the ranks exchange by gloo, more slowly, until they start again: %s"
 
 _DIVIDED_SUM_BYTES = 65536
 """From this size on each rank sums one part and the ranks exchange the sums: less traffic, but one
@@ -42,7 +39,7 @@ _Options = TypeVar("_Options", dist.AllreduceOptions, AllgatherOptions, dist.Bro
 
 
 def connect_ranks(
-    rank: int, rendezvous: Rendezvous, device: torch.device, master: RendezvousStore | None
+    rank: int, rendezvous: Rendezvous, device: torch.device, master: dist.TCPStore | None
 ) -> tuple[ParallelState, str]:
     """Connects this rank with the others; all ranks call this at the same time.
 
@@ -82,7 +79,7 @@ def _connect_gpus(
                 "ranks share a GPU, which NCCL refuses: they exchange through the host and run "
                 "without CUDA graphs, and both are slow; give each rank its own GPU"
             )
-        return HostCollectives(meeting, timeout_s), "gloo through the host"
+        return GlooCollectives(meeting, timeout_s), "gloo through the host"
     return NcclCollectives(meeting, device, timeout_s), "NCCL"
 
 
@@ -101,71 +98,46 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> SharedMemoryCo
     not enough of it.
 
     Equal host names or addresses are no proof of that (containers), so each rank looks for the
-    file that rank 0 has just created.
+    memory that rank 0 has just made.
     """
-    file = _offer_file(rendezvous, meeting.size) if meeting.rank == 0 else None
-    fd = None
-    try:
+    with contextlib.ExitStack() as stack:
         if meeting.rank == 0:
-            where = file and {"path": str(file.path), "token": file.token.hex()}
-            meeting.publish("segment", json.dumps(where).encode())
+            made = _make_segment(meeting.size)
+            if made is not None:
+                stack.callback(os.close, made[1])
+            meeting.publish("segment", json.dumps(made).encode())
         offer = json.loads(meeting.read("segment", 0))
+        segment = None
         if offer is not None and has_shared_memory():
-            fd = shared_memory.find_segment_file(Path(offer["path"]), bytes.fromhex(offer["token"]))
-        seen = meeting.exchange("seen", b"" if fd is None else b"1")
-        if fd is None or not all(seen):
-            return None
-        if file is not None:
-            meeting.publish("allocated", _allocate(meeting.size, file))
-        if not meeting.read("allocated", 0):
-            return None
-        own_fd, fd = fd, None  # the segment closes it
-        segment = _attach(meeting, own_fd, rendezvous.collective_timeout_s)
-        try:
-            attached = meeting.exchange("attached", b"" if segment is None else b"1")
-            if all(attached):
-                meeting.part()
-        except RendezvousError:
+            segment = _attach(meeting, offer, rendezvous.collective_timeout_s)
+        with contextlib.ExitStack() as undo:
             if segment is not None:
-                segment.close()
-            raise
-        if segment is not None and not all(attached):
-            segment.close()
-            return None
+                undo.callback(segment.close)
+            if not all(meeting.exchange("attached", b"" if segment is None else b"1")):
+                return None
+            meeting.part()
+            undo.pop_all()
         return segment
-    finally:
-        if fd is not None:
-            os.close(fd)
-        if file is not None:
-            file.remove()
-            os.close(file.fd)
 
 
-def _offer_file(rendezvous: Rendezvous, num_ranks: int) -> SegmentFile | None:
+def _make_segment(num_ranks: int) -> tuple[int, int, str] | None:
     if not has_shared_memory():
         return None
     try:
-        return SegmentFile(rendezvous.engine_id, rendezvous.epoch)
-    except OSError as error:
-        size = segment_bytes(num_ranks, CAPACITY_BYTES)
-        logger.warning(_BY_GLOO, shared_memory.describe_lack(num_ranks, size, SHM_FOLDER, error))
+        return shared_memory.make_segment(num_ranks, CAPACITY_BYTES)
+    except SharedMemoryError as error:
+        logger.warning("the ranks exchange by gloo, more slowly, until they start again: %s", error)
         return None
 
 
-def _allocate(num_ranks: int, file: SegmentFile) -> bytes:
-    """Returns whether the segment has its memory, as bytes that are empty if not."""
+def _attach(
+    meeting: Meeting, offer: tuple[int, int, str], timeout_s: float
+) -> SharedMemoryCollectives | None:
+    fd = shared_memory.find_segment(*offer)
+    if fd is None:
+        return None
     try:
-        file.allocate(num_ranks, CAPACITY_BYTES)
-    except SharedMemoryError as error:
-        logger.warning(_BY_GLOO, error)
-        return b""
-    return b"1"
-
-
-def _attach(meeting: Meeting, fd: int, timeout_s: float) -> SharedMemoryCollectives | None:
-    try:
-        place = fd, meeting.rank, meeting.size
-        return SharedMemoryCollectives(*place, CAPACITY_BYTES, timeout_s)
+        return SharedMemoryCollectives(fd, meeting.rank, meeting.size, CAPACITY_BYTES, timeout_s)
     except OSError as error:
         logger.warning(
             "rank %d cannot map the shared memory of its group: %s; raise its limit of memory "
@@ -189,20 +161,20 @@ class _TorchCollectives:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenation over ranks along the last dimension."""
-        return torch.cat(list(self._gather_parts("all_gather", x).unbind()), dim=-1)
+        return torch.cat(list(self._gather_parts("all_gather", x).unbind()), dim=-1).to(x.device)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """Concatenation over ranks at rank 0; elsewhere None (the other ranks drop the result)."""
         parts = self._gather_parts("gather", x)
-        return torch.cat(list(parts.unbind()), dim=-1) if self._rank == 0 else None
+        return torch.cat(list(parts.unbind()), dim=-1).to(x.device) if self._rank == 0 else None
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `x`, in place if `x` is contiguous."""
-        x = x.contiguous()
+        """Rank 0's `x`, in place if `x` is contiguous and the group sends it from where it is."""
+        sent = self._placed(x)
         options = self._options(dist.BroadcastOptions())
         options.rootRank = 0
-        self._run("broadcast", x, lambda: self.group.broadcast([_bytes(x)], options))
-        return x
+        self._run("broadcast", x, lambda: self.group.broadcast([_bytes(sent)], options))
+        return sent.to(x.device)
 
     def abandon(self) -> None:
         """Breaks the connections; to the other ranks this looks like the death of this rank."""
@@ -214,9 +186,13 @@ class _TorchCollectives:
         with contextlib.suppress(RuntimeError):
             self.group.shutdown()
 
+    def _placed(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, contiguous, where the group can send it from."""
+        return x.contiguous()
+
     def _gather_parts(self, operation: str, x: torch.Tensor) -> torch.Tensor:
-        """Collects every rank's x, `[size, *x.shape]`."""
-        x = x.contiguous()
+        """Collects every rank's x, `[size, *x.shape]`, where the group has placed it."""
+        x = self._placed(x)
         parts = x.new_empty(self._size, *x.shape)
         buffers, options = (_bytes(parts), _bytes(x)), self._options(AllgatherOptions())
         self._run(operation, x, lambda: self.group._allgather_base(*buffers, options))
@@ -250,7 +226,8 @@ class _TorchCollectives:
 
 
 class GlooCollectives(_TorchCollectives):
-    """`Collectives` for CPU ranks of several hosts.
+    """`Collectives` for CPU ranks of several hosts, and for ranks that share a GPU, whose tensors
+    it copies to the host and back.
 
     Sums are computed as over shared memory (in rank order and float32), so that a model's tokens do
     not depend on the placement of its ranks. gloo listens on the node's address, not on the address
@@ -274,19 +251,22 @@ class GlooCollectives(_TorchCollectives):
         group._set_default_timeout(datetime.timedelta(seconds=timeout_s))
         super().__init__(group, meeting, timeout_s)
 
+    def _placed(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cpu().contiguous()
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks."""
         if self._size == 2 or x.nbytes < _DIVIDED_SUM_BYTES:
-            return _sum(self._gather_parts("all_reduce", x)).to(x.dtype)
+            return _sum(self._gather_parts("all_reduce", x)).to(x)
         share = -(-x.numel() // self._size)
-        flat = x.new_zeros(self._size, share)
+        flat = torch.zeros(self._size, share, dtype=x.dtype)
         flat.view(-1)[: x.numel()] = x.flatten()
         parts = torch.empty_like(flat)
         received, sent, exchange = _bytes(parts), _bytes(flat), self.group.alltoall_base
         options = dist.AllToAllOptions()
         self._run("all_reduce", x, lambda: exchange(received, sent, [], [], options))
         sums = self._gather_parts("all_reduce", _sum(parts).to(x.dtype))
-        return sums.view(-1)[: x.numel()].view(x.shape)
+        return sums.view(-1)[: x.numel()].view(x.shape).to(x.device)
 
 
 class NcclCollectives(_TorchCollectives):
@@ -337,27 +317,6 @@ class NcclCollectives(_TorchCollectives):
 
     def _wait(self, work: dist.Work | None) -> None:
         """Does not wait: the stream keeps the order, and torch returns no handle."""
-
-
-class HostCollectives(GlooCollectives):
-    """`Collectives` for ranks that share a GPU: tensors are copied to the host and back."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks."""
-        return super().all_reduce(x.cpu()).to(x.device)
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenation over ranks along the last dimension."""
-        return super().all_gather(x.cpu()).to(x.device)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Concatenation over ranks at rank 0; elsewhere None."""
-        gathered = super().gather(x.cpu())
-        return None if gathered is None else gathered.to(x.device)
-
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `x`."""
-        return super().broadcast(x.cpu()).to(x.device)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -114,10 +114,7 @@ class ParallelState:
         Raises:
             CollectiveError, EngineError: see `wait_for`.
         """
-        if device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            self.wait_for(event.query, "an exchange with all ranks")
+        self.wait_for(end_of_work(device), "an exchange with all ranks")
 
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
         """Waits until this rank's device has finished some work.
@@ -158,8 +155,14 @@ class ParallelState:
 
     @property
     def _connected(self) -> Collectives:
-        if self.collectives is None:
-            raise EngineError(
-                f"rank {self.tp_rank} of {self.tp_size} is not connected to the others"
-            )
+        assert self.collectives is not None, "ranks exchange before they have met"
         return self.collectives
+
+
+def end_of_work(device: torch.device) -> Callable[[], bool]:
+    """Returns a function that tells whether a device has done all work that it was given by now."""
+    if device.type != "cuda":
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record()
+    return event.query

@@ -23,41 +23,29 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=10)
 """For the store's connection to itself, and for writes."""
 
 
-class RendezvousStore:
-    """The store in rank 0's process; it is closed when the object is deleted.
-
-    Attributes:
-        port: chosen by the kernel.
+def make_store(address: str) -> dist.TCPStore:
+    """Starts the store in rank 0's process, at a port that the kernel chooses; it is closed when
+    the object is deleted.
 
     Raises:
         RendezvousError: the address does not belong to this machine.
     """
-
-    def __init__(self, address: str) -> None:
-        listener, self.port = _listen(address)
-        self.store = dist.TCPStore(
-            address,
-            self.port,
-            is_master=True,
-            timeout=_STORE_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # closed by the store
-            use_libuv=True,
-        )
-
-
-def _listen(address: str) -> tuple[socket.socket, int]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((address, 0))
-        listener.listen()
+        listener = socket.create_server((address, 0), family=family)
     except OSError as error:
-        listener.close()
         raise RendezvousError(
             f"rank 0 cannot listen on {address}: {error}; it must be an address of its own node"
         ) from error
-    return listener, int(listener.getsockname()[1])
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # closed by the store
+        use_libuv=True,
+    )
 
 
 def interface_of(address: str) -> str | None:
@@ -87,13 +75,12 @@ class Meeting:
         RendezvousError: rank 0's store cannot be reached.
     """
 
-    def __init__(self, rank: int, rendezvous: Rendezvous, master: RendezvousStore | None) -> None:
+    def __init__(self, rank: int, rendezvous: Rendezvous, master: dist.TCPStore | None) -> None:
         self.rank, self.size = rank, len(rendezvous.addresses)
         self._rendezvous = rendezvous
         self._deadline = time.monotonic() + rendezvous.connect_timeout_s
-        tcp_store = self._join() if master is None else master.store
         prefix = f"{rendezvous.engine_id}/{rendezvous.epoch}"
-        self.store = dist.PrefixStore(prefix, tcp_store)
+        self.store = dist.PrefixStore(prefix, self._join() if master is None else master)
 
     @property
     def address(self) -> str:

@@ -1,8 +1,7 @@
 """Collectives of CPU ranks on one host, over shared memory.
 
-Rank 0 creates a file, all ranks map it, then its name is removed, so that the kernel frees the
-memory when the last rank ends. Until then the name contains the creator's process, so that a later
-start finds and removes the file of a creator that died in between.
+Rank 0 makes the memory as a file without a name (a memfd), and the others open it by rank 0's
+process. The kernel frees it when the last rank ends, however that ends.
 """
 
 from __future__ import annotations
@@ -13,90 +12,60 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import Tensor
 
 from tpengine.errors import CollectiveError, SharedMemoryError
-from tpengine.host import SHM_FOLDER, lock_bytes, segment_name, sweep_segments
 from tpengine.ops import shared_memory_ops as native
 from tpengine.ops.shared_memory_ops import SegmentStatus
 
 CAPACITY_BYTES = 1 << 20
 """Bytes of each rank that the segment holds at a time; a larger tensor is sent in chunks. Two ranks
-need 6 MiB, eight need 18 MiB: the usual 64 MB of a container are enough for several engines."""
+need 6 MiB, eight need 18 MiB."""
 _MIB = 1 << 20
 
 
-class SegmentFile:
-    """The file of a segment, created by rank 0.
-
-    Attributes:
-        path: where the other ranks open it.
-        token: its first bytes; a rank that reads them at this path has the same file.
+def make_segment(num_ranks: int, capacity: int) -> tuple[int, int, str]:
+    """Makes the memory of a segment; returns what `find_segment` needs: this process, its
+    descriptor of the memory, and a token, with which the memory begins.
 
     Raises:
-        OSError: no file can be created in the folder.
+        SharedMemoryError: there is not enough memory, or the sizes are not allowed.
     """
-
-    def __init__(self, engine_id: str, epoch: int, folder: Path = SHM_FOLDER) -> None:
-        sweep_segments(folder)
-        self.path = folder / segment_name(engine_id, epoch)
-        self.token = secrets.token_bytes(native.TOKEN_BYTES)
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            lock_bytes(self.fd, native.MAX_RANKS, 1)
-            os.write(self.fd, self.token)
-        except OSError:
-            self.remove()
-            os.close(self.fd)
-            raise
-
-    def allocate(self, num_ranks: int, capacity_bytes: int) -> None:
-        """Allocates all memory now, because a lack of it later would raise SIGBUS.
-
-        Raises:
-            SharedMemoryError: there is not enough memory, or the sizes are not allowed.
-        """
-        size = native.segment_bytes(num_ranks, capacity_bytes)
-        if size == 0 or capacity_bytes % native.PAGE_BYTES:
-            raise SharedMemoryError(
-                f"no segment for {num_ranks} ranks with {capacity_bytes} bytes for each: at most "
-                f"64 ranks, and multiples of {native.PAGE_BYTES} bytes"
-            )
-        try:
-            os.posix_fallocate(self.fd, 0, size)
-        except OSError as error:
-            lack = describe_lack(num_ranks, size, self.path.parent, error)
-            raise SharedMemoryError(lack) from error
-
-    def remove(self) -> None:
-        """Removes the name; the memory stays until the last process unmaps it."""
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
-
-
-def describe_lack(num_ranks: int, size: int, folder: Path, error: OSError) -> str:
-    """Why there is no segment of `size` bytes, and what to change."""
-    stat = os.statvfs(folder)
-    free, total = (blocks * stat.f_frsize / _MIB for blocks in (stat.f_bavail, stat.f_blocks))
-    return (
-        f"{num_ranks} ranks need {size / _MIB:.1f} MiB of shared memory, and {folder} has "
-        f"{free:.1f} MiB free of {total:.1f} ({error.strerror}); enlarge it (docker run "
-        f"--shm-size=256m; in Kubernetes an emptyDir of medium Memory at {folder}), or "
-        "remove what other programs left there"
-    )
-
-
-def find_segment_file(path: Path, token: bytes) -> int | None:
-    """Opens the segment's file and returns its descriptor; None: this process does not see it."""
+    size = native.segment_bytes(num_ranks, capacity)
+    if size == 0 or capacity % native.PAGE_BYTES:
+        raise SharedMemoryError(
+            f"no segment for {num_ranks} ranks with {capacity} bytes for each: at most "
+            f"64 ranks, and multiples of {native.PAGE_BYTES} bytes"
+        )
+    token = secrets.token_bytes(native.TOKEN_BYTES)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.memfd_create("tpengine", os.MFD_CLOEXEC)
+        try:
+            os.write(fd, token)
+            os.posix_fallocate(fd, 0, size)  # a lack of it later would raise SIGBUS
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise SharedMemoryError(
+            f"{num_ranks} ranks need {size / _MIB:.1f} MiB of shared memory ({error.strerror}); "
+            "free memory, or raise the limits of memory (cgroup) and open files (ulimit -n)"
+        ) from error
+    return os.getpid(), fd, token.hex()
+
+
+def find_segment(pid: int, fd: int, token: str) -> int | None:
+    """Opens a segment's memory; returns a descriptor, or None if this process does not see it, as
+    in another container."""
+    try:
+        own_fd = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
-    if os.pread(fd, native.TOKEN_BYTES, 0) == token:
-        return fd
-    os.close(fd)
+    with contextlib.suppress(OSError):  # another process may have this number, and no file here
+        if os.pread(own_fd, native.TOKEN_BYTES, 0) == bytes.fromhex(token):
+            return own_fd
+    os.close(own_fd)
     return None
 
 
@@ -107,11 +76,11 @@ class SharedMemoryCollectives:
     methods in the same order, each from one thread; any thread may call `abandon` and `close`.
 
     Args:
-        fd: the fully allocated file; closed here.
+        fd: of the memory; closed here.
         capacity: bytes of each rank that the segment holds at a time.
 
     Raises:
-        OSError: the file cannot be mapped.
+        OSError: the memory cannot be mapped.
     """
 
     can_be_recorded = False

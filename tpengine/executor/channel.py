@@ -213,13 +213,11 @@ class Listener:
         self._secret = secret
         self._epoch = epoch
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             check()
-            self._sock.bind((address, 0))  # the kernel chooses the port
-            self._sock.listen(_MAX_HANDSHAKES)
+            # The kernel chooses the port.
+            self._sock = socket.create_server((address, 0), family=family, backlog=_MAX_HANDSHAKES)
         except OSError as error:
-            self._sock.close()
             raise ChannelError(f"cannot listen on {address}: {error}") from error
         self._sock.setblocking(False)
         self.address: tuple[str, int] = self._sock.getsockname()[:2]
@@ -309,9 +307,6 @@ class Listener:
         """Stops listening, also to ranks that still connect; accepted channels stay open."""
         self._sock.close()
         self._close_arrived()
-
-    def __str__(self) -> str:
-        return f"{self.address[0]}:{self.address[1]}"
 
 
 def connect(

@@ -212,17 +212,13 @@ def _step_output(fields: list[Any]) -> messages.StepOutput:
     if type(output.token_ids) is bytes:
         output.token_ids = memoryview(output.token_ids).cast("I").tolist()
     output.chosen_logprobs = array.array("f", output.chosen_logprobs)
-    if output.errors:
-        output.errors = _by_place(messages.RowError, output.errors)
-    if output.logprobs:
-        output.logprobs = _by_place(messages.TokenLogprobs, output.logprobs)
-    if output.candidates:
-        output.candidates = _by_place(messages.Candidates, output.candidates)
-    if output.prompt_logprobs:
-        output.prompt_logprobs = {
-            row: messages.PromptLogprobs(first, [messages.TokenLogprobs(*top) for top in entries])
-            for row, (first, entries) in output.prompt_logprobs.items()
-        }
+    output.errors = _by_place(messages.RowError, output.errors)
+    output.logprobs = _by_place(messages.TokenLogprobs, output.logprobs)
+    output.candidates = _by_place(messages.Candidates, output.candidates)
+    output.prompt_logprobs = {
+        row: messages.PromptLogprobs(first, [messages.TokenLogprobs(*top) for top in entries])
+        for row, (first, entries) in output.prompt_logprobs.items()
+    }
     return cast(messages.StepOutput, output)
 
 

@@ -263,7 +263,7 @@ class Diagnosis:
         """
         if not isinstance(failure, RankFailure):
             if not self._places:
-                return self.unexplained(rank, failure, doing)
+                return self.loss_of(rank, doing, str(failure))
             is_closed = isinstance(failure, ChannelClosedError)
             reason = str(failure)
             if not is_closed and last_phase:
@@ -277,11 +277,7 @@ class Diagnosis:
         else:
             cause = f"waited in vain; which rank did not come is unknown ({failure.message})"
         lines = "\n".join(failure.log_lines)
-        return self._loss(rank, doing, cause, lines, failure.traceback.rstrip())
-
-    def unexplained(self, rank: int, failure: Failure, doing: Doing) -> RankLoss:
-        """What is known without its node."""
-        return self._loss(rank, doing, str(failure))
+        return self.loss_of(rank, doing, cause, lines, failure.traceback.rstrip())
 
     def _of_process(self, rank: int, reason: str, doing: Doing, is_closed: bool) -> RankLoss:
         place = self._places[rank]
@@ -289,7 +285,7 @@ class Diagnosis:
         try:
             ended, state = self._agents.ask(place.node_id, "look", place.process, patience_s)
         except NodeSilentError as error:
-            return self._loss(rank, doing, f"its node does not answer: {reason}; {error}")
+            return self.loss_of(rank, doing, f"its node does not answer: {reason}; {error}")
         if ended:
             cause = f"{ended}: {_OWN_ENDS[ended]}" if ended in _OWN_ENDS else ended
         elif is_closed:
@@ -300,11 +296,12 @@ class Diagnosis:
         if not ended and state:
             stack = self._text(place.node_id, "stack", place.process, _STACK_S)
         lines = self._text(place.node_id, "tail", place.log_path, ANSWER_S)
-        return self._loss(rank, doing, cause, lines, stack)
+        return self.loss_of(rank, doing, cause, lines, stack)
 
-    def _loss(
+    def loss_of(
         self, rank: int, doing: Doing, cause: str, last_lines: str = "", stack: str = ""
     ) -> RankLoss:
+        """The loss of a rank of which this is known; asks no node."""
         place = f"process {rank} that has not told where it is"
         place = str(self._places[rank]) if self._places else place
         step, phase = doing.step, doing.phase

@@ -257,7 +257,7 @@ class Group:
             if self.loss is None:
                 if self._is_over.is_set():
                     return EngineError(_OVER)
-                loss = self._diagnosis.unexplained(rank, failure, doing)
+                loss = self._diagnosis.loss_of(rank, doing, str(failure))
                 try:
                     last_phase = "" if self._watch is None else self._watch.phases[rank]
                     loss = self._diagnosis.explain(rank, failure, doing, last_phase)
@@ -289,13 +289,13 @@ class Group:
         self._is_over.set()
         self._wake_up.set()
 
-    def end(self, orderly: bool, silent: Iterable[str] = ()) -> None:
+    def end(self, silent: Iterable[str] = (), orderly: bool = False) -> None:
         """Ends all processes of the group on nodes that answer; a second call finishes what the
         first could not.
 
         Args:
-            orderly: the workers may clean up before they end.
             silent: nodes that are not asked, as they do not answer.
+            orderly: the workers may clean up before they end.
         """
         self.give_up()
         with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises

@@ -8,12 +8,10 @@ group that lost a rank is ended as a whole, and `rebuild` starts the next one.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from tpengine import host
@@ -56,8 +54,7 @@ class GroupExecutor(Executor):
         self._former_homes: list[Home] = []
         self._config = config
         self._limits = limits
-        # Part of the names of files in shared memory, so that a file's owner can be told.
-        self._engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:12]}"
+        self._engine_id = uuid.uuid4().hex
         self._deadline = StepDeadline(limits.step_timeout_s)
         self._group: Group | None = None
         self._times = StartTimes(limits.start_timeout_s)
@@ -172,8 +169,7 @@ class GroupExecutor(Executor):
             self._times.seconds.clear()
             self._reserve.give_back()
             try:
-                end = partial(self._end_lost, lost)
-                self.home.replace(lost.places, end, self._times, self._check)
+                self.home.replace(lost.places, lost.end, self._times, self._check)
                 self._start_group(lost.epoch + 1)
                 with self._times.phase("profile"):
                     peaks = {rank: (peak,) for rank, peak in enumerate(self._peaks)}
@@ -203,9 +199,8 @@ class GroupExecutor(Executor):
         with self._in_turn():
             with self._times.phase("cache"):
                 self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
-            if self.home.may_use_spares:
-                delay_s = 0.0 if self.epoch == 1 else _REFILL_S
-                self.home.spares.fill([place.node_id for place in self.places], delay_s)
+            delay_s = 0.0 if self.epoch == 1 else _REFILL_S
+            self.home.spares.fill([place.node_id for place in self.places], delay_s)
 
     def execute_model(self, step: StepInput) -> StepOutput:
         """Runs one step on every rank, over the channels; the answer is rank 0's.
@@ -299,14 +294,7 @@ class GroupExecutor(Executor):
         """
         try:
             if self._group is not None:
-                self._group.end(orderly)
-                host.sweep_segments()
+                self._group.end(orderly=orderly)
         finally:
             for home in (*self._former_homes, self.home):
                 home.give_places_back()
-
-    @staticmethod
-    def _end_lost(lost: Group, silent: set[str]) -> None:
-        """Ends what is left of a lost group, except on nodes that do not answer."""
-        lost.end(orderly=False, silent=silent)
-        host.sweep_segments()

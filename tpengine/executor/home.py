@@ -96,11 +96,6 @@ class Home:
 
     spares: Spares
 
-    @property
-    def may_use_spares(self) -> bool:
-        """Whether spares may become ranks here."""
-        return True
-
     def check(self) -> None:
         """Raises EngineError if ranks can neither run nor be started here any more."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import logging
 import select
 import sys
 import traceback
@@ -49,8 +48,7 @@ class Rank:
         self.place: RankPlace | None = None
         self._rank = 0
         self._log = LastLines()
-        init_logger("tpengine")
-        logging.getLogger("tpengine").addHandler(self._log)
+        init_logger("tpengine").addHandler(self._log)
         self._heartbeat: Heartbeat  # from `serve` on
         self._worker: Worker  # from `create` on
 
@@ -105,10 +103,13 @@ class Rank:
         """Makes this process a rank, which sends heartbeats from now on.
 
         Args:
-            place: the fields of its `RankPlace`.
+            place: the fields of its `RankPlace`. It takes the GPUs that this names; none: the same
+                as the driver, or those that Ray gave it.
         """
         self._rank = self._heartbeat.rank = rank
         self.place = RankPlace(*place)
+        if self.place.devices:
+            envs.set_visible_gpus(self.place.devices)
         self._heartbeat.start()
 
     def create(self, config: EngineConfig) -> None:

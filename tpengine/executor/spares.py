@@ -39,12 +39,12 @@ class Spares:
     """Keeps spares ready on the nodes of the ranks.
 
     Args:
-        count: how many are kept ready.
-        start: starts one on a node, without waiting for it; None: none can be started now.
+        count: how many are kept ready; 0: none is started.
+        start: starts one on a node, without waiting for it.
     """
 
-    def __init__(self, count: int, start: Callable[[str], Spare | None]) -> None:
-        self._count = count
+    def __init__(self, count: int, start: Callable[[str], Spare]) -> None:
+        self.count = count
         self._start = start
         self._spares: list[Spare] = []
         self._lock = threading.RLock()
@@ -57,7 +57,7 @@ class Spares:
             node_ids: of the ranks; the spares are spread over nodes in the same proportion.
             delay_s: until they are started, unless `take` or `close` is called before.
         """
-        if not self._count:
+        if not self.count:
             return
         with self._lock:
             self._cancel()
@@ -81,16 +81,14 @@ class Spares:
             if self._timer is not threading.current_thread():
                 return  # it was cancelled meanwhile
             self._timer = None
-            wanted = Counter(node_ids[i % len(node_ids)] for i in range(self._count))
+            wanted = Counter(node_ids[i % len(node_ids)] for i in range(self.count))
             wanted.subtract(spare.node_id for spare in self._spares)
-            for node_id in wanted.elements():
-                try:
-                    spare = None if len(self._spares) >= self._count else self._start(node_id)
-                except Exception as error:
-                    logger.warning(_NO_SPARE, error)
-                    return
-                if spare is not None:
-                    self._spares.append(spare)
+            missing = self.count - len(self._spares)
+            try:
+                for node_id in list(wanted.elements())[:missing]:
+                    self._spares.append(self._start(node_id))
+            except Exception as error:
+                logger.warning(_NO_SPARE, error)
 
     def take(self, node_ids: Sequence[str]) -> list[Spare | None]:
         """Takes a spare on each of these nodes, if possible one that has imported everything; None:
@@ -106,17 +104,6 @@ class Spares:
                     usable.remove(spare)
                     self._spares.remove(spare)
             return taken
-
-    @property
-    def num_started(self) -> int:
-        """Number of spares that were started, ready or not."""
-        return len(self._spares)
-
-    def places(self) -> list[RankPlace]:
-        """Where the spares are that have imported everything."""
-        with self._lock:
-            places = [spare.answer() for spare in self._spares if spare.is_prepared()]
-            return [place for place in places if place is not None]
 
     def _usable(self) -> list[Spare]:
         """The spares that are alive, the prepared ones first; dead and frozen ones are ended."""

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tpengine import host
 from tpengine.errors import EngineError
 from tpengine.executor.channel import Channel, ChannelError, ChannelTimeoutError, FrameKind
 from tpengine.executor.codec import decode_plain
@@ -419,10 +418,8 @@ class Heartbeat(threading.Thread):
 
 
 def end_process(rank: int, code: int, reason: str) -> None:
-    """Ends this process at once; writes the reason to its log and removes its files in shared
-    memory."""
+    """Ends this process at once; writes the reason to its log."""
     time.sleep(_LAST_FRAMES_S)  # the answer to an orderly shutdown is sent first
     with contextlib.suppress(OSError):  # the disk of its log may be full
         os.write(2, f"rank {rank} ends itself: {reason}\n".encode())
-    host.remove_own_segments()
     os._exit(code)

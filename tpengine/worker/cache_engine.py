@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,7 +178,7 @@ class PooledBlocks:
             self._swap_now(moves)
             event = torch.cuda.Event()
             event.record(self._stream)
-        self.caches.events = dict.fromkeys(range(len(self.caches)), event)
+        self.caches.event = event
 
     def _swap_now(self, moves: BlockMoves) -> None:
         outs, ins = defaultdict(list), defaultdict(list)  # by piece of the host's pool
@@ -206,26 +206,20 @@ def staged_blocks(block_bytes: int, num_host_blocks: int) -> int:
 
 
 class LayerCaches(list[KVCache]):
-    """Each layer's (K, V). Iteration makes the current stream wait for copies of a layer before it
-    yields the layer.
+    """Each layer's (K, V). Iteration first makes the current stream wait for copies of blocks.
 
     Attributes:
-        events: by layer, the end of copies on another stream; CUDA only.
+        event: the end of copies on another stream; CUDA only.
     """
 
-    def __init__(self, caches: Iterable[KVCache]) -> None:
-        super().__init__(caches)
-        self.events: dict[int, torch.cuda.Event] = {}
+    event: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Makes the current stream wait for the copies of all layers."""
-        for event in set(self.events.values()):
-            torch.cuda.current_stream().wait_event(event)
-        self.events = {}
+        """Makes the current stream wait for the copies."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+            self.event = None
 
     def __iter__(self) -> Iterator[KVCache]:
-        for layer in range(len(self)):
-            event = self.events.pop(layer, None)
-            if event is not None:
-                torch.cuda.current_stream().wait_event(event)
-            yield self[layer]
+        self.wait()
+        return super().__iter__()

@@ -21,8 +21,7 @@ from tpengine.ops.library import cpu_isa, has_cpu_kernels
 GIB = 1 << 30
 _DEFAULT_BYTES = 4 * GIB
 """Most that the ranks of a machine take for the KV cache, and for swap, unless told otherwise."""
-_KV_DEFAULT_SHARE = 0.4
-_SWAP_DEFAULT_SHARE = 0.1
+KV_SHARE, SWAP_SHARE = 0.4, 0.1
 _POPULATE_PART = 16
 _CGROUP_ROOT = "/sys/fs/cgroup"
 
@@ -129,34 +128,29 @@ def kv_budget_bytes(
         reserved: see `cuda_kv_budget_bytes`.
     """
     if device.type == "cpu":
-        return cpu_total_bytes(), cpu_kv_budget_bytes(config.cpu_kv_cache_bytes, num_local_ranks)
+        wanted = config.cpu_kv_cache_bytes
+        return cpu_total_bytes(), host_budget_bytes(wanted, KV_SHARE, num_local_ranks)
     free, total = torch.cuda.mem_get_info(device)
     return total, cuda_kv_budget_bytes(total, free, config.gpu_memory_utilization, reserved)
 
 
-def cpu_kv_budget_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
-    """Returns bytes for the KV cache of one rank on CPU: what the user asked for, or the rank's
-    part of a modest share of the free memory.
+def host_budget_bytes(wanted: int | None, share: float, num_local_ranks: int = 1) -> int:
+    """Returns bytes of the host's memory for the blocks of one rank: what the user asked for, or
+    the rank's part of a modest share of the free memory.
 
     Args:
+        share: `KV_SHARE` for the KV cache on CPU, `SWAP_SHARE` for swapped blocks.
         num_local_ranks: ranks of the engine that share this machine's memory.
     """
-    return _share_of_free(_KV_DEFAULT_SHARE, num_local_ranks) if wanted is None else wanted
-
-
-def host_swap_bytes(wanted: int | None, num_local_ranks: int = 1) -> int:
-    """The same as `cpu_kv_budget_bytes` for the host memory of swapped blocks."""
-    return _share_of_free(_SWAP_DEFAULT_SHARE, num_local_ranks) if wanted is None else wanted
+    if wanted is not None:
+        return wanted
+    return min(_DEFAULT_BYTES, int(share * max(0, cpu_free_bytes()))) // num_local_ranks
 
 
 def populate_bytes(num_local_ranks: int) -> int:
     """Returns the bytes of one rank's KV cache on CPU that get their memory at the start. It is a
     small part: a cache that is larger than the memory works as long as little of it is used."""
     return max(0, cpu_free_bytes()) // _POPULATE_PART // num_local_ranks
-
-
-def _share_of_free(share: float, num_local_ranks: int) -> int:
-    return min(_DEFAULT_BYTES, int(share * max(0, cpu_free_bytes()))) // num_local_ranks
 
 
 def cuda_kv_budget_bytes(total: int, free: int, share: float, reserved: int) -> int:
@@ -190,25 +184,22 @@ def how_to_get_more(device: torch.device, one_block: int) -> str:
 
 def cpu_total_bytes() -> int:
     """Returns the memory of the machine, or the limit of the cgroup if that is less."""
-    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroup_memory())])
+    return min([_proc_bytes("meminfo", "MemTotal"), *(limit for limit, _ in _cgroup_memory())])
 
 
 def cpu_free_bytes() -> int:
     """Returns what this process could still allocate; negative if a cgroup is over its limit."""
-    return min([_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_memory())])
-
-
-def cpu_held_by_others_bytes() -> int:
-    """Returns the part of the memory that other processes hold."""
-    own = _status("RssAnon") + _status("RssShmem")  # file pages can be given back
-    return max(0, cpu_total_bytes() - max(0, cpu_free_bytes()) - own)
+    left = (limit - used for limit, used in _cgroup_memory())
+    return min([_proc_bytes("meminfo", "MemAvailable"), *left])
 
 
 def held_by_others_bytes(device: torch.device) -> int:
     """Returns what other processes hold of a device's memory; on a GPU this includes the CUDA
     context of this process."""
     if device.type == "cpu":
-        return cpu_held_by_others_bytes()
+        # File pages can be given back.
+        own = _proc_bytes("self/status", "RssAnon") + _proc_bytes("self/status", "RssShmem")
+        return max(0, cpu_total_bytes() - max(0, cpu_free_bytes()) - own)
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device))
 
@@ -241,12 +232,12 @@ class PeakMemory:
         else:
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
-            self.start_bytes = _status("VmRSS")
+            self.start_bytes = _proc_bytes("self/status", "VmRSS")
         return self
 
     def __exit__(self, *exc: object) -> None:
         on_gpu = self._device.type == "cuda"
-        peak = cuda_peak_bytes(self._device) if on_gpu else _status("VmHWM")
+        peak = cuda_peak_bytes(self._device) if on_gpu else _proc_bytes("self/status", "VmHWM")
         self.peak_bytes = max(0, peak - self.start_bytes)
 
 
@@ -313,14 +304,7 @@ def _read_words(path: Path) -> list[str]:
     return " ".join(_read_lines(path)).split()
 
 
-def _meminfo(key: str) -> int:
-    return _read_kib("/proc/meminfo", key)
-
-
-def _status(key: str) -> int:
-    return _read_kib("/proc/self/status", key)
-
-
-def _read_kib(path: str, key: str) -> int:
-    lines = Path(path).read_text().splitlines()
+def _proc_bytes(file: str, key: str) -> int:
+    """Returns the bytes that a file of /proc names by a key."""
+    lines = Path(f"/proc/{file}").read_text().splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), 0) * 1024

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from tpengine.config import EngineConfig
-from tpengine.distributed.parallel_state import ParallelState
+from tpengine.distributed.parallel_state import ParallelState, end_of_work
 from tpengine.layers import sampler
 from tpengine.layers.attention import AttentionMetadata, keep_rows
 from tpengine.layers.device_values import Array, Pending, known, together, upload
@@ -33,29 +33,11 @@ from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
 from tpengine.worker.sampling_state import SamplingSlots
-from tpengine.worker.transfers import Downloads, Uploads, end_of_work
+from tpengine.worker.transfers import Downloads, Uploads
 
 PROMPT_SLICE_ROWS = 32
 """Least number of rows of a slice of a prompt whose log probabilities are wanted, if the step has
 as many tokens. Fewer would read the output head's weights too often."""
-
-
-@dataclass(slots=True)
-class ModelRows:
-    """Rows that the model computes next. Their inputs are on the device.
-
-    Attributes:
-        num_rows: rows, of one token or more.
-        wanted: int64 `[num_wanted]`, the tokens whose hidden states are returned; None: all.
-        inputs: arguments of the model; None: the inputs lie where `recorded` reads them.
-        lora_rows: rows of `inputs` with an adapter; None: none has one.
-    """
-
-    num_rows: int
-    wanted: torch.Tensor | None
-    inputs: tuple[torch.Tensor, AttentionMetadata] | None = None
-    lora_rows: LoRARows | None = None
-    recorded: DecodeGraphs | DecodeRecording | None = None
 
 
 @dataclass(slots=True)
@@ -121,7 +103,7 @@ class ModelRunner:
         self.recorded_adapters: DecodeRecording | None = None
         self._adapters = adapters
         self._adapter_errors: dict[bytes, str] = {}
-        self.uploads = Uploads(device, parallel.wait_for)
+        self.uploads = Uploads(device)
         self._downloads = Downloads(device, parallel.wait_for)
         self._scheduler = config.scheduler
         self._parallel = parallel
@@ -152,9 +134,9 @@ class ModelRunner:
         """
         self.apply(step)
         samples = self.prepare_samples(step)
-        rows = self.prepare_rows(step.slots, step.num_scheduled_tokens, samples.wanted)
+        forward = self.prepare_rows(step.slots, step.num_scheduled_tokens, samples.wanted)
         start = time.perf_counter()
-        hidden = self.forward(rows)
+        hidden = forward()
         answer = self.sample(step, samples, hidden)
         return self.append(step, answer, start)
 
@@ -187,8 +169,9 @@ class ModelRunner:
         num_scheduled_tokens: Sequence[int],
         wanted: torch.Tensor | None = None,
         token_ids: torch.Tensor | None = None,
-    ) -> ModelRows:
-        """Sends the inputs of rows to the device, for one call of `forward`.
+    ) -> Callable[[], torch.Tensor]:
+        """Sends the inputs of rows to the device. Returns a function that runs the model over them:
+        hidden states `[num_wanted, hidden_size]`, valid until the model runs again.
 
         Args:
             wanted: int64, the tokens whose hidden states are returned; None: all.
@@ -205,23 +188,15 @@ class ModelRunner:
             recorded.write(arrays, self.uploads, token_ids)
             if isinstance(recorded, DecodeRecording) and grouped is not None:
                 recorded.write_adapters(*grouped)
-            return ModelRows(num_rows, wanted, recorded=recorded)
+            return lambda: keep_rows(recorded.run(num_rows), wanted)
         sent_ids, metadata = self._upload(arrays)
-        inputs = (sent_ids if token_ids is None else token_ids.int(), metadata)
+        ids = sent_ids if token_ids is None else token_ids.int()
         if grouped is None:
             metadata.wanted_rows = wanted
-            return ModelRows(num_rows, wanted, inputs)
+            return lambda: self.model.forward(ids, self.cache_engine.kv_caches, metadata)
         # The last layer keeps all rows, so that all layers have the same ones.
-        return ModelRows(num_rows, wanted, inputs, LoRARows(*self.uploads.send(grouped)))
-
-    def forward(self, rows: ModelRows) -> torch.Tensor:
-        """Runs the model; hidden states `[num_wanted, hidden_size]`, valid until the next call."""
-        if rows.inputs is None:
-            assert rows.recorded is not None
-            return keep_rows(rows.recorded.run(rows.num_rows), rows.wanted)
-        if rows.lora_rows is None:
-            return self.model.forward(rows.inputs[0], self.cache_engine.kv_caches, rows.inputs[1])
-        return keep_rows(self._forward_adapters(*rows.inputs, rows.lora_rows), rows.wanted)
+        lora_rows = LoRARows(*self.uploads.send(grouped))
+        return lambda: keep_rows(self._forward_adapters(ids, metadata, lora_rows), wanted)
 
     def _forward_adapters(
         self, token_ids: torch.Tensor, metadata: AttentionMetadata, lora_rows: LoRARows

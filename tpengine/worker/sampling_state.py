@@ -2,8 +2,8 @@
 
 `SamplingSlots` holds numbers in arrays, written when a sequence enters and gathered each step: no
 Python object is touched per token. `TokenRules` holds what needs objects, for the sequences that
-ask for biases, bans or allowed tokens. The counts of tokens that penalties need (`TokenCounts` of
-`logit_edits`) are kept here, too.
+ask for biases, bans, allowed tokens or logits processors. The counts of tokens that penalties need
+(`TokenCounts` of `logit_edits`) are kept here, too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class SamplingSlots:
         self._processed = processed
         self._counts = TokenCounts(max_num_seqs, device)
         self._rules = TokenRules(device)
-        self._processors: dict[int, list[LoadedProcessor]] = {}
         self.grammars = GrammarSlots()
 
     def write(self, slot: int, sequence: NewSequence, noise_key: np.uint64) -> None:
@@ -85,9 +84,6 @@ class SamplingSlots:
         self.num_prompt_logprobs[slot] = _count_logprobs(rules.prompt_logprobs)
         self._rules.write(slot, sequence)
         self.grammars.write(slot, sequence)
-        self._processors.pop(slot, None)
-        if rules.logits_processors:
-            self._processors[slot] = [_load(processor) for processor in rules.logits_processors]
         self.num_logprobs[slot] = _count_logprobs(rules.logprobs)
         if rules.logprobs is None and not (sequence.num_candidates or self._is_plain(slot)):
             self.num_logprobs[slot] = 0 if self._processed else RAW_ALONE
@@ -97,8 +93,8 @@ class SamplingSlots:
         """Whether the log probability that the sampling kernel gives for a sequence's tokens is the
         one to report, see `SamplingBatch.num_logprobs`."""
         if not self._processed:
-            edited = self.has_penalties[slot] or slot in self._processors
-            return not (edited or slot in self._rules or slot in self.grammars)
+            edited = self.has_penalties[slot] or slot in self._rules
+            return not (edited or slot in self.grammars)
         temperature, top_k, top_p, min_p = (float(array[slot]) for array in self.filters)
         return temperature == 0 or (temperature, top_k, top_p, min_p) == (1, 0, 1, 0)
 
@@ -155,9 +151,6 @@ class SamplingSlots:
         self._counts.fork(parent_slot, child_slot)
         self._rules.fork(parent_slot, child_slot)
         self.grammars.fork(parent_slot, child_slot)
-        self._processors.pop(child_slot, None)
-        if parent_slot in self._processors:
-            self._processors[child_slot] = self._processors[parent_slot]
 
     def clear(self, slot: int) -> None:
         """Removes what would make later steps slower; the rest is overwritten on entry."""
@@ -166,7 +159,6 @@ class SamplingSlots:
         self._counts.clear(slot)
         self._rules.clear(slot)
         self.grammars.clear(slot)
-        self._processors.pop(slot, None)
 
     def gather(self, slots: Int64, positions: Int32, token_ids: Int32) -> SamplingBatch:
         """Collects the parameters of one step's samples.
@@ -190,14 +182,11 @@ class SamplingSlots:
         )
 
     def _edits(self, slots: Int64, positions: Int32, token_ids: Int32) -> LogitEdits | None:
-        has_objects = self._processors or not self.grammars.is_empty
-        if self._rules.is_empty and self._counts.is_empty and not has_objects:
+        if self._rules.is_empty and self._counts.is_empty and self.grammars.is_empty:
             return None
         edits = self._rules.edits(slots, positions, token_ids)
         edits.masks = self.grammars.begin_masks(slots, positions, token_ids)
         edits.penalties = self._penalties(slots)
-        if self._processors:
-            edits.processors = self._calls(slots, positions, token_ids)
         return None if edits.is_empty else edits
 
     def _penalties(self, slots: Int64) -> Penalties | None:
@@ -212,16 +201,6 @@ class SamplingSlots:
             frequency=upload(self.frequency_penalty[penalised], self._device),
             presence=upload(self.presence_penalty[penalised], self._device),
         )
-
-    def _calls(self, slots: Int64, positions: Int32, token_ids: Int32) -> list[ProcessorCall]:
-        calls = []
-        for row, slot in enumerate(slots.tolist()):
-            processors = self._processors.get(slot)
-            if processors is not None:
-                tokens = token_ids[slot, : positions[row]].tolist()
-                start = int(self.num_prompt_tokens[slot])
-                calls.append(ProcessorCall(row, processors, tokens[:start], tokens[start:]))
-        return calls
 
 
 def _count_logprobs(wanted: int | None) -> int:
@@ -261,14 +240,14 @@ class BadWords:
         self._beginnings = sorted(last_ids)
         self._last_ids = [last_ids[beginning] for beginning in self._beginnings]
         self._num_tail = max(map(len, self._beginnings)) // _ID_BYTES
-        self._within: list[int | None] = []  # place of the longest that this one begins with
-        around: list[int] = []
+        # Places of all beginnings that each one begins with, the shortest first, and its own.
+        self._chains: list[list[int]] = []
+        chain: list[int] = []
         for place, beginning in enumerate(self._beginnings):
-            while around and not beginning.startswith(self._beginnings[around[-1]]):
-                around.pop()
-            self._within.append(around[-1] if around else None)
-            around.append(place)
-        self._chains: dict[int, list[int]] = {}
+            while chain and not beginning.startswith(self._beginnings[chain[-1]]):
+                chain.pop()
+            chain.append(place)
+            self._chains.append(chain.copy())
         self._banned: dict[int, Int64] = {}
 
     def banned_after(self, token_ids: Int32) -> Int64 | None:
@@ -277,20 +256,10 @@ class BadWords:
         last = bisect_right(self._beginnings, tail) - 1
         if last < 0:
             return None
-        chain = self._chain(last)
+        chain = self._chains[last]
         # The shortest come first: if one of them does not begin the tail, no longer one does.
         count = bisect_left(chain, True, key=lambda at: not tail.startswith(self._beginnings[at]))
         return self._banned_by(chain[:count]) if count else None
-
-    def _chain(self, last: int) -> list[int]:
-        """Places of all beginnings that this one begins with, the shortest first, and its own."""
-        if last not in self._chains:
-            chain, place = [last], self._within[last]
-            while place is not None:
-                chain.append(place)
-                place = self._within[place]
-            self._chains[last] = chain[::-1]
-        return self._chains[last]
 
     def _banned_by(self, chain: list[int]) -> Int64:
         if chain[-1] not in self._banned:
@@ -318,6 +287,8 @@ class _Rules:
     first_end_position: int
     words: BadWords | None
     """Those of several tokens; None: there are none."""
+    num_prompt_tokens: int
+    processors: list[LoadedProcessor]
 
     def banned_after(self, token_ids: Int32) -> list[Int64]:
         """Returns the ids that must not follow these tokens, besides `banned_ids`."""
@@ -328,9 +299,14 @@ class _Rules:
             banned.append(ids)
         return banned
 
+    def call(self, row: int, token_ids: list[int]) -> ProcessorCall:
+        """The call of the processors after these tokens."""
+        prompt, output = token_ids[: self.num_prompt_tokens], token_ids[self.num_prompt_tokens :]
+        return ProcessorCall(row, self.processors, prompt, output)
+
 
 class TokenRules:
-    """Biases, bans and allowed tokens of the slots that have some.
+    """Biases, bans, allowed tokens and logits processors of the slots that have some.
 
     The tensors of rules that do not depend on the tokens so far are kept as long as the same slots
     are sampled in the same order, as from one decode step to the next.
@@ -355,7 +331,8 @@ class TokenRules:
         rules = sequence.rules
         words, allowed = rules.bad_words_token_ids, rules.allowed_token_ids
         ends = sequence.end_token_ids if rules.grammar is None else []  # else its masks ban them
-        if not (rules.logit_bias or words or ends or allowed):
+        processors = [_load(processor) for processor in rules.logits_processors or ()]
+        if not (rules.logit_bias or words or ends or allowed or processors):
             return
         bias, long = rules.logit_bias or {}, [word for word in words if len(word) > 1]
         self._rules[slot] = _Rules(
@@ -366,6 +343,8 @@ class TokenRules:
             early_banned_ids=np.array(ends, np.int64),
             first_end_position=sequence.num_prompt_tokens + rules.min_tokens,
             words=BadWords(long) if long else None,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            processors=processors,
         )
         self._cached = None
 
@@ -382,7 +361,7 @@ class TokenRules:
             self._cached = None
 
     def edits(self, slots: Int64, positions: Int32, token_ids: Int32) -> LogitEdits:
-        """Returns biases, allowed tokens and bans of one step's samples, see
+        """Returns biases, allowed tokens, bans and processors of one step's samples, see
         `SamplingSlots.gather`."""
         key = slots.tobytes()
         if self._cached is None or self._cached[0] != key:
@@ -395,7 +374,13 @@ class TokenRules:
             for row, rules in of_row.items()
             for ids in rules.banned_after(token_ids[slots[row], : positions[row]])
         )
-        return replace(static, banned=static.banned if now is None else [*static.banned, now])
+        calls = [
+            rules.call(row, token_ids[slots[row], : positions[row]].tolist())
+            for row, rules in of_row.items()
+            if rules.processors
+        ]
+        banned = static.banned if now is None else [*static.banned, now]
+        return replace(static, processors=calls, banned=banned)
 
     def _static_edits(self, of_row: dict[int, _Rules]) -> LogitEdits:
         """Returns the edits that do not depend on the tokens so far."""

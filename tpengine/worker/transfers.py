@@ -14,10 +14,6 @@ import numpy.typing as npt
 import torch
 
 _ALIGNMENT = 16
-_FIRST_BYTES = 1 << 20
-NUM_BUFFERS = 8
-"""A buffer is free again when its copy is done. A step that was begun early and the few copies of
-the next one may wait for the device at the same time."""
 
 Array = npt.NDArray[np.generic]
 Wait = Callable[[Callable[[], bool], str], None]
@@ -28,54 +24,21 @@ class Uploads:
 
     On a GPU the arrays of a call go as one copy from pinned memory, which neither waits for the
     device nor lets the device wait for the host. On CPU the tensors share the arrays' memory.
-
-    Args:
-        wait_for: see `ParallelState.wait_for`.
     """
 
-    def __init__(self, device: torch.device, wait_for: Wait) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._wait_for = wait_for
         self._on_gpu = device.type == "cuda"
-        self._buffers: list[torch.Tensor | None] = [None] * NUM_BUFFERS
-        self._events: list[Any] = [None] * NUM_BUFFERS
-        self._next = 0
 
     def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         """Returns the arrays as tensors on the device, with the same shapes and dtypes."""
         if not self._on_gpu:
             return [torch.from_numpy(array) for array in arrays]
         places, size = layout(arrays)
-        turn = self._next
-        self._next = (turn + 1) % NUM_BUFFERS
-        event = self._events[turn]
-        if event is not None:
-            self._wait_for(event.query, "an upload")
-        buffer = self._buffers[turn]
-        if buffer is None or len(buffer) < size:
-            capacity = max(_FIRST_BYTES, 2 * size)
-            buffer = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
-            self._buffers[turn] = buffer
+        # torch gives pinned memory out again only when the copies from it are done.
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         pack(buffer.numpy(), arrays, places)
-        sent = buffer[:size].to(self.device, non_blocking=True)
-        if event is None:
-            event = self._events[turn] = _new_event()
-        event.record()
-        return unpack(sent, arrays, places)
-
-
-def end_of_work(device: torch.device) -> Callable[[], bool]:
-    """Returns a function that tells whether a device has done all work that it was given by now."""
-    if device.type != "cuda":
-        return lambda: True
-    event = _new_event()
-    event.record()
-    is_done: Callable[[], bool] = event.query
-    return is_done
-
-
-def _new_event() -> Any:
-    return torch.cuda.Event()
+        return unpack(buffer.to(self.device, non_blocking=True), arrays, places)
 
 
 def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
@@ -131,7 +94,7 @@ class Downloads:
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
-            event = _new_event()
+            event = torch.cuda.Event()
             event.record(self._stream)
 
         def finish() -> list[npt.NDArray[Any]]:

@@ -8,12 +8,13 @@ import platform
 from collections.abc import Iterator
 
 import torch
+from torch.distributed import TCPStore
 
 from tpengine.checkpoint.loader import load_model
 from tpengine.config import EngineConfig
 from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.distributed.rendezvous import RendezvousStore
+from tpengine.distributed.rendezvous import make_store
 from tpengine.distributed.shared_memory import SharedMemoryCollectives
 from tpengine.errors import CacheSizeError, counted, is_device_fault
 from tpengine.layers.adapter_parts import Targets
@@ -51,7 +52,7 @@ class Worker:
         self._config = config
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
         self._num_local_ranks = self._parallel.tp_size
-        self._store: RendezvousStore | None = None
+        self._store: TCPStore | None = None
         # The first device that this process sees: each rank of a machine sees its own only.
         self._device = torch.device("cuda:0" if config.device == "cuda" else config.device)
         self._dtype = self._cache_dtype = torch.float32
@@ -79,7 +80,7 @@ class Worker:
         Raises:
             RendezvousError: this machine does not have the address.
         """
-        self._store = RendezvousStore(address)
+        self._store = make_store(address)
         return self._store.port
 
     def connect(self, rendezvous: Rendezvous) -> str:
@@ -152,7 +153,8 @@ class Worker:
             CacheSizeError: not even one block fits.
         """
         one_block, cache = self._cache_shape().block_bytes, self._config.cache
-        space = device.host_swap_bytes(cache.swap_space_bytes, self._num_local_ranks)
+        share = device.SWAP_SHARE
+        space = device.host_budget_bytes(cache.swap_space_bytes, share, self._num_local_ranks)
         num_host_blocks = space // one_block
         # A GPU also holds buffers for swaps, which come with the cache, and attention's scratch,
         # which is there already.

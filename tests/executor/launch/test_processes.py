@@ -86,7 +86,7 @@ def test_spares(folder: Path) -> None:
         wait_until(lambda: NodeAgent.state(frozen) == "")
         assert ranks.generate() == expected
         ranks.executor.home.spares.fill([""])
-        wait_until(lambda: ranks.executor.home.spares.num_started == 2)
+        wait_until(lambda: len(ranks.executor.home.spares._spares) == 2)
     wait_until(lambda: not any(map(NodeAgent.state, now)))
 
 

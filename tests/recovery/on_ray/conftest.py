@@ -21,11 +21,6 @@ def _no_actor_is_left() -> Iterator[None]:
     wait_until(lambda: actors().keys() <= before)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left(nothing_is_left: None) -> None:
-    """No test leaves a file in shared memory."""
-
-
 @pytest.fixture(scope="module")
 def folder(models: ModelShop) -> Path:
     """A tiny random Llama with a tokenizer."""

@@ -81,9 +81,8 @@ class RayWorker(Rank):
 
     def prepare(self, model_impl: str) -> RankPlace:
         """Imports all that a rank of such a model needs, for a spare; returns where it is."""
-        place = self.describe()
         self.import_all(model_impl)
-        return place
+        return self.describe()
 
     def describe(self, devices: tuple[str, ...] | None = None) -> RankPlace:
         """Where this actor is.
@@ -96,8 +95,6 @@ class RayWorker(Rank):
         if devices is None:
             accelerators = context.get_accelerator_ids().values()
             devices = tuple(str(device) for ids in accelerators for device in ids)
-        elif devices:
-            envs.set_visible_gpus(devices)
         machine = context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname()
         process = os.getpid(), host.start_ticks(os.getpid()) or 0
         self.place = RankPlace(*machine, devices, *process, own_error_log())
@@ -157,20 +154,15 @@ class RayLauncher:
     """Starts the ranks of one group as actors, one per bundle; see `home.Launcher`.
 
     Args:
+        placement: gets the devices of its bundles once the ranks have told where they are.
         spares: by index of the bundle: an actor; None: a new one is started.
-        spare_devices: by index of the bundle: the devices that a spare gets there.
         agents: of the ranks' nodes; the ranks on the driver's own node come first.
-
-    Attributes:
-        bundle_devices: of each bundle's rank; empty until the ranks have told where they are.
     """
 
     _placement: Placement
     _bundle: Mapping[str, float]
     _spares: Sequence[Any | None]
-    _spare_devices: Sequence[tuple[str, ...]]
     agents: Agents
-    bundle_devices: list[tuple[str, ...]] = field(default_factory=list)
     _actors: list[Any] = field(default_factory=list)
 
     def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
@@ -178,7 +170,7 @@ class RayLauncher:
         with contextlib.closing(Listener(address, secrets.token_bytes(32), epoch)) as listener:
             places, channels = self._connect(listener, epoch, timeout_s, check)
         hide_deaths((place.node_id, place.pid) for place in places)
-        self.bundle_devices = [place.devices for place in places]
+        self._placement.devices = [place.devices for place in places]
         order = order_places(places, self.agents.own_node_id)
         self._actors = [self._actors[number] for number in order]
         self.agents.note_places(places)
@@ -215,14 +207,14 @@ class RayLauncher:
             raise RanksFailedError(dict.fromkeys(missing, failure)) from error
 
     def _call_actors(self, epoch: int, invitation: Invitation) -> _ActorCalls:
-        refs = {}
+        refs, known = {}, self._placement.devices or []
         for number, actor in enumerate(self._spares):
             devices = None
             if actor is None:
                 strategy, options = self._placement.strategy(number), actor_options(self._bundle)
                 actor = _start(RayWorker, strategy, envs.for_ranks(), **options)
             else:
-                devices = self._spare_devices[number]
+                devices = known[number]
             self._actors.append(actor)
             refs[number] = actor.connect.remote(devices, number, epoch, invitation)
         return _ActorCalls(refs)

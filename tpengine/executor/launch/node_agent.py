@@ -100,7 +100,15 @@ class NodeAgent:
         Raises:
             OSError: the kernel cannot tell.
         """
-        return _exit_code(file)
+        request = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+        try:
+            fcntl.ioctl(file, _PIDFD_GET_INFO, request)
+        except OSError as error:
+            if error.errno in (errno.ENOTTY, errno.EINVAL):
+                raise
+            return None
+        mask, *_, status = _PIDFD_INFO.unpack(request)
+        return status if mask & _PIDFD_INFO_EXIT else None
 
     @staticmethod
     def state(process: Process) -> str:
@@ -141,14 +149,12 @@ class NodeAgent:
                 os.kill(process[0], number)
 
     def wait_for_end(self, processes: Sequence[Process], patience_s: float) -> list[Process]:
-        """Waits for processes to end and removes their files in shared memory; returns those that
-        are still there."""
+        """Waits for processes to end; returns those that are still there."""
         deadline = time.monotonic() + patience_s
         left = [process for process in processes if self.state(process)]
         while left and time.monotonic() < deadline:
             time.sleep(0.005)
             left = [process for process in left if self.state(process)]
-        host.sweep_segments()
         return left
 
     def close(self) -> None:
@@ -192,19 +198,6 @@ def python_stack(pid: int) -> str:
     if done.returncode != 0:
         return f"(no stack: py-spy says: {done.stderr.strip()[-500:]})"
     return done.stdout.strip()[:_STACK_CHARACTERS]
-
-
-def _exit_code(pidfd: int) -> int | None:
-    """See `NodeAgent._status`."""
-    request = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
-    try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request)
-    except OSError as error:
-        if error.errno in (errno.ENOTTY, errno.EINVAL):
-            raise
-        return None
-    mask, *_, status = _PIDFD_INFO.unpack(request)
-    return status if mask & _PIDFD_INFO_EXIT else None
 
 
 def describe_exit(status: int) -> str:

@@ -176,12 +176,14 @@ class Placement:
 
     Attributes:
         node_ids: the node of each bundle.
+        devices: of each bundle, for a spare that takes it; None: only Ray knows them yet.
     """
 
     node_ids: list[str]
     _group: PlacementGroup
     _indices: list[int]
     _own: OwnGroup | None
+    devices: list[tuple[str, ...]] | None = None
 
     @classmethod
     def of(cls, group: PlacementGroup, indices: list[int], own: OwnGroup | None) -> Placement:

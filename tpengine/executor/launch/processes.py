@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class Starter(threading.Thread):
         them once the process has them, however long the system takes.
 
         Raises:
-            PlacementError: the system does not start it.
+            OSError: the system does not start it.
         """
         process: Future[Process] = Future()
         self._orders.put((ends, process))
@@ -100,9 +100,7 @@ class Starter(threading.Thread):
             if not process.cancel():
                 process.add_done_callback(_end_late)
             if isinstance(error, TimeoutError):
-                error = TimeoutError(f"the system takes longer than {_START_S:g} s")
-            if isinstance(error, OSError):
-                raise _not_started(error) from error
+                raise TimeoutError(f"the system takes longer than {_START_S:g} s") from error
             raise
 
     def stop(self) -> None:
@@ -119,13 +117,6 @@ def _end_late(started: Future[Process]) -> None:
         process.communicate(timeout=_REAP_S)
 
 
-def _not_started(error: Exception) -> PlacementError:
-    return PlacementError(
-        f"no process for a rank can be started: {error}; free memory, or raise the limits of "
-        "processes and open files (ulimit -u, ulimit -n)"
-    )
-
-
 class RankProcess:
     """The driver's side of one rank's process, which may be a spare; see `spares.Spare`.
 
@@ -133,6 +124,9 @@ class RankProcess:
         name: before each line of its output.
         place: where it is; the driver reads its log from a pipe, and finds it by the process.
         channels: for steps and for heartbeats.
+
+    Raises:
+        PlacementError: no descriptor, process or thread is left.
     """
 
     node_id = ""
@@ -140,35 +134,36 @@ class RankProcess:
     def __init__(self, starter: Starter) -> None:
         self.name = "spare"
         self.channels: list[Channel] = []
-        ends: list[socket.socket] = []
-        try:
-            for _ in range(2):
-                own, end = socket.socketpair()
-                self.channels.append(Channel(own))
-                ends.append(end)
-        except OSError as error:
-            self._close_channels()
-            for end in ends:
-                end.close()
-            raise _not_started(error) from error
-        try:
-            self._process = starter.start_process(ends)
-        except BaseException:  # its frames would keep the channels open
-            self._close_channels()
-            raise
-        self.pid = self._process.pid
         self._is_prepared = False
         self._lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
         self._copier = threading.Thread(target=self._copy, name="tpengine-log", daemon=True)
-        try:
-            name, ticks = socket.gethostname(), host.start_ticks(self.pid) or 0
-            self.place = RankPlace("", host.LOOPBACK, name, (), self.pid, ticks, str(self.pid))
-            host.start_thread(self._copier)
-        except BaseException as error:
-            self.end()
-            if isinstance(error, OSError | RuntimeError):  # no descriptor or no thread is left
-                raise _not_started(error) from error
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_channels)  # frames of the error would keep them open
+            try:
+                self._process = starter.start_process(self._open_channels())
+                undo.callback(self._process.kill)
+                self.pid = self._process.pid
+                name, ticks = socket.gethostname(), host.start_ticks(self.pid) or 0
+                self.place = RankPlace("", host.LOOPBACK, name, (), self.pid, ticks, str(self.pid))
+                host.start_thread(self._copier)
+            except (OSError, RuntimeError) as error:
+                raise PlacementError(
+                    f"no process for a rank can be started: {error}; free memory, or raise the "
+                    "limits of processes and open files (ulimit -u, ulimit -n)"
+                ) from error
+            undo.pop_all()
+
+    def _open_channels(self) -> list[socket.socket]:
+        """Opens both channels; returns the process's ends of them."""
+        ends = []
+        with contextlib.ExitStack() as undo:
+            for _ in range(2):
+                own, end = socket.socketpair()
+                undo.callback(end.close)
+                self.channels.append(Channel(own))
+                ends.append(end)
+            undo.pop_all()
+        return ends
 
     def _copy(self) -> None:
         """Runs in a thread: copies the output to standard error until its end. Not by `sys.stderr`:
@@ -252,6 +247,7 @@ class OwnMachine(node_agent.NodeAgent):
         return "" if child is None else child.last_lines()
 
 
+@dataclass(frozen=True)
 class ProcessLauncher:
     """The processes of one group; see `home.Launcher`. The i-th becomes rank i.
 
@@ -259,16 +255,9 @@ class ProcessLauncher:
         devices: GPUs of each rank; empty: the same as the driver.
     """
 
-    def __init__(
-        self,
-        processes: Sequence[RankProcess],
-        devices: Sequence[tuple[str, ...]],
-        agents: OwnMachine,
-    ) -> None:
-        self.agents = agents
-        self._processes = processes
-        self._devices = devices
-        agents.children = {process.pid: process for process in processes}
+    agents: OwnMachine
+    _processes: Sequence[RankProcess]
+    _devices: Sequence[tuple[str, ...]]
 
     def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
         each = zip(self._processes, self._devices, strict=True)
@@ -317,7 +306,8 @@ class ProcessHome(Home):
             raise
         for rank, process in enumerate(processes):
             process.name = f"rank {rank}"
-        return ProcessLauncher(processes, self._devices, self._agents)
+        self._agents.children = {process.pid: process for process in processes}
+        return ProcessLauncher(self._agents, processes, self._devices)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises

@@ -8,25 +8,13 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Sequence
-from typing import Any
 
-from tpengine import envs, host
+from tpengine import host
 from tpengine.executor.channel import Channel
 from tpengine.executor.rank import Rank
 
 
-class ProcessRank(Rank):
-    """A rank that is a child of the driver."""
-
-    def join(self, rank: int, place: Sequence[Any]) -> None:
-        """See `Rank`; takes the GPUs that its place names. None: the same as the driver."""
-        super().join(rank, place)
-        if self.place is not None and self.place.devices:
-            envs.set_visible_gpus(self.place.devices)
-
-
-def main(rank: ProcessRank) -> None:
+def main(rank: Rank) -> None:
     """Serves the driver until it ends."""
     driver, *files = map(int, sys.argv[1:])
     host.end_with_parent(driver, "tpengine-rank")
@@ -35,4 +23,4 @@ def main(rank: ProcessRank) -> None:
 
 
 if __name__ == "__main__":
-    main(ProcessRank())
+    main(Rank())

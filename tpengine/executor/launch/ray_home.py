@@ -49,12 +49,9 @@ class RayHome(Home):
         self._connection = connection
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._agents = Agents(self._node_id)
-        self._num_spares = ranks.spare_workers
         self.spares = Spares(ranks.spare_workers, self._start_spare)
         self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._placement: Placement | None = None
-        self._launcher: RayLauncher | None = None
-        self._spare_devices: list[tuple[str, ...]] | None = None
         self._places_before: Places = []
         self._num_failed = 0  # starts in a row in which a rank did not appear
 
@@ -62,12 +59,6 @@ class RayHome(Home):
         # Without a connection any call of Ray's would join a cluster or start one.
         if not ray.is_initialized():
             raise EngineError(RAY_IS_GONE)
-
-    @property
-    def may_use_spares(self) -> bool:
-        """Whether spares may become ranks. Ray does not know that they use the bundle: in the
-        driver's own placement group it could give the bundle to another actor."""
-        return self._placement is not None and not self._placement.is_borrowed
 
     def _placer(self, check: Check) -> Placer:
         size = self._config.parallel.tensor_parallel_size
@@ -77,9 +68,11 @@ class RayHome(Home):
     def place(self, times: StartTimes, check: Check) -> None:
         check_at_start()
         with times.phase("placement"):
-            self._placement = self._placer(check).place(set())
-        if self._num_spares and not self.may_use_spares:
+            placement = self._placement = self._placer(check).place(set())
+        if self.spares.count and placement.is_borrowed:
+            # Ray does not know that a spare uses a bundle: it could give it to another actor.
             logger.warning("no spare workers: the placement group is the driver's own")
+            self.spares.count = 0
 
     def replace(self, lost: Places, end: EndGroup, times: StartTimes, check: Check) -> None:
         """Makes sure of bundles on nodes that answer; see `Home`."""
@@ -102,14 +95,6 @@ class RayHome(Home):
             self._placement = self._placer(check).replace(old, silent)
             if silent_before - silent:  # ranks on nodes that answer again have to end first
                 end(silent)
-            self._spare_devices = self._devices_in(self._placement, self._placement is old)
-
-    def _devices_in(self, placement: Placement, is_old: bool) -> list[tuple[str, ...]] | None:
-        """The devices of each bundle, for a spare that takes it; None: only Ray knows them, and no
-        spare may take one."""
-        if is_old and self._launcher is not None and self._launcher.bundle_devices:
-            return list(self._launcher.bundle_devices)
-        return None if self._config.device == "cuda" else [()] * len(placement.node_ids)
 
     @property
     def _all_ran_here(self) -> bool:
@@ -153,16 +138,15 @@ class RayHome(Home):
         placement = self._placement
         assert placement is not None, "ranks before their places"
         spares: list[Spare | None] = [None] * len(placement.node_ids)
-        if self._spare_devices is not None and self.may_use_spares:
+        if placement.devices is None and self._config.device == "cpu":
+            placement.devices = [()] * len(placement.node_ids)
+        if placement.devices is not None:
             spares = self.spares.take(placement.node_ids)
         actors = [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares]
-        devices = self._spare_devices or []
-        self._launcher = RayLauncher(placement, self._bundle, actors, devices, self._agents)
-        return self._launcher
+        return RayLauncher(placement, self._bundle, actors, self._agents)
 
-    def _start_spare(self, node_id: str) -> ActorSpare | None:
-        if not ray.is_initialized():
-            return None
+    def _start_spare(self, node_id: str) -> ActorSpare:
+        self.check()
         return ActorSpare(node_id, self._agents, self._config.model.model_impl)
 
     def give_places_back(self) -> None:

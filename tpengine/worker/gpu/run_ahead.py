@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tpengine.distributed.parallel_state import end_of_work
 from tpengine.layers.attention import keep_rows
 from tpengine.layers.device_values import Int64
 from tpengine.messages import StepInput, StepOutput
 from tpengine.worker.model_runner import ModelRunner
-from tpengine.worker.transfers import end_of_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class RunAhead:
         samples = runner.prepare_samples(step)
         start = time.perf_counter()
         if begun is None:
-            rows = runner.prepare_rows(step.slots, step.num_scheduled_tokens, samples.wanted)
-            hidden = runner.forward(rows)
+            forward = runner.prepare_rows(step.slots, step.num_scheduled_tokens, samples.wanted)
+            hidden = forward()
         else:
             if not begun.is_done():
                 start = self._answered_at  # the device has worked on it since the last answer
@@ -88,8 +88,8 @@ class RunAhead:
         left, hidden = divide(step, begun), begun.hidden
         if left.slots:
             hidden = hidden.clone()  # a graph writes its next result to the same memory
-            rows = self._runner.prepare_rows(left.slots, left.num_scheduled_tokens)
-            hidden = torch.cat([hidden, self._runner.forward(rows)])
+            forward = self._runner.prepare_rows(left.slots, left.num_scheduled_tokens)
+            hidden = torch.cat([hidden, forward()])
         if left.source is None:
             return hidden
         return hidden.index_select(0, self._runner.uploads.send([left.source])[0])
@@ -105,8 +105,8 @@ class RunAhead:
             chosen = np.array([places[slot] for slot in step.next_slots])
             token_ids = token_ids.index_select(0, self._runner.uploads.send([chosen])[0])
         ones = [1] * len(step.next_slots)
-        rows = self._runner.prepare_rows(step.next_slots, ones, token_ids=token_ids)
-        hidden = self._runner.forward(rows)
+        forward = self._runner.prepare_rows(step.next_slots, ones, token_ids=token_ids)
+        hidden = forward()
         return BegunStep(step.next_slots.copy(), hidden, end_of_work(self._runner.device))
 
 
