@@ -210,8 +210,8 @@ def find_lost_rows(
     edits: LogitEdits,
     may_be_empty: torch.Tensor,
 ) -> Pending[dict[int, RowError]]:
-    """Finds the rows of which the edits left no token to sample, or that hold NaN; the reason, by
-    row.
+    """Finds the rows that have no token to sample, or whose largest logit is not finite; the
+    reason, by row. A logits processor may make a logit infinite.
 
     Args:
         logits: float32 `[num_rows, vocab_size]`, edited.
@@ -220,30 +220,23 @@ def find_lost_rows(
         may_be_empty: bool `[num_rows]`, rows that are lost only if they are NaN: the search drops a
             beam that cannot continue while other beams can.
     """
-    ruled = torch.zeros(len(chosen), dtype=torch.bool, device=logits.device)
-    for entries in edits.banned:
-        ruled[entries.rows] = True
-    if edits.allowed is not None:
-        ruled[edits.allowed.rows] = True
-    if edits.masks is not None:
-        ruled[upload(edits.masks.rows, logits.device)] = True
-    if edits.processors:
-        rows = np.array([call.row for call in edits.processors], np.int64)
-        ruled[upload(rows, logits.device)] = True
     values = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    is_empty = ruled & values.isneginf() & ~may_be_empty
-    is_nan = torch.where(ruled, values, logprobs).isnan()
-    return Pending([is_empty, is_nan], _reasons)
+    is_empty = values.isneginf()
+    is_broken = logprobs.isnan() & ~is_empty
+    if edits.processors:
+        rows = upload(np.array([call.row for call in edits.processors], np.int64), logits.device)
+        is_broken[rows] = values[rows].isnan()
+    return Pending([is_empty & ~may_be_empty, is_broken], _reasons)
 
 
 def _reasons(arrays: Sequence[Array]) -> dict[int, RowError]:
-    is_empty, is_nan = arrays
+    is_empty, is_broken = arrays
     reason = (
         "no token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and "
         "logits processors together rule all of them out"
     )
-    lost = np.flatnonzero(is_empty | is_nan).tolist()
-    return {row: BROKEN if is_nan[row] else RowError(reason) for row in lost}
+    lost = np.flatnonzero(is_empty | is_broken).tolist()
+    return {row: BROKEN if is_broken[row] else RowError(reason) for row in lost}
 
 
 def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
@@ -315,12 +308,11 @@ class TokenCounts:
         self._bounds = np.zeros(0, np.int64)
         self._ids = torch.empty((0, 0), dtype=torch.int64, device=device)
         self._counts = torch.empty((0, 0), dtype=torch.int32, device=device)
-        self._num_ids = torch.empty(0, dtype=torch.int64, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of the rows, in bytes."""
-        return sum(t.nbytes for t in (self._ids, self._counts, self._num_ids))
+        return self._ids.nbytes + self._counts.nbytes
 
     @property
     def is_empty(self) -> bool:
@@ -344,7 +336,6 @@ class TokenCounts:
         self._counts[row] = 0
         self._ids[row, : len(ids)] = upload(ids.astype(np.int64), self._device)
         self._counts[row, : len(ids)] = upload(counts, self._device)
-        self._num_ids[row] = len(ids)
         self._bounds[row] = len(ids)
 
     def append(self, slots: Int64, token_ids: Int64, count_distinct: Callable[[int], int]) -> None:
@@ -364,12 +355,11 @@ class TokenCounts:
         self._bounds[rows] += 1
         at = upload(rows, self._device)
         tokens = upload(token_ids[counted], self._device)
-        hits = self._ids[at, :width] == tokens.unsqueeze(1)
-        known = hits.any(dim=1)
-        columns = torch.where(known, hits.int().argmax(dim=1), self._num_ids[at])
+        ids = self._ids[at, :width]
+        is_place = (ids == tokens.unsqueeze(1)) | (ids == _NO_TOKEN)
+        columns = is_place.int().argmax(dim=1)  # the first: the token's own, or a free one
         self._ids[at, columns] = tokens
         self._counts[at, columns] += 1
-        self._num_ids[at] += ~known
 
     def fork(self, parent_slot: int, child_slot: int) -> None:
         """Copies the parent's row to the child; clears the child if the parent has no row."""
@@ -378,7 +368,7 @@ class TokenCounts:
             return
         row = self._take_row(child_slot)
         parent = int(self._row_of_slot[parent_slot])
-        for tensor in (self._ids, self._counts, self._num_ids):
+        for tensor in (self._ids, self._counts):
             tensor[row] = tensor[parent]
         self._bounds[row] = self._bounds[parent]
 
@@ -436,12 +426,10 @@ class TokenCounts:
             self._resize(num_rows, max(width, 2 * old))
 
     def _resize(self, num_rows: int, width: int) -> None:
-        table = (num_rows, width)
-        self._ids = self._enlarged(self._ids, table, _NO_TOKEN)
-        self._counts = self._enlarged(self._counts, table, 0)
-        self._num_ids = self._enlarged(self._num_ids, (num_rows,), 0)
+        self._ids = self._enlarged(self._ids, num_rows, width, _NO_TOKEN)
+        self._counts = self._enlarged(self._counts, num_rows, width, 0)
 
-    def _enlarged(self, old: torch.Tensor, shape: tuple[int, ...], fill: int) -> torch.Tensor:
-        new = torch.full(shape, fill, dtype=old.dtype, device=self._device)
-        new[tuple(slice(length) for length in old.shape)] = old
+    def _enlarged(self, old: torch.Tensor, num_rows: int, width: int, fill: int) -> torch.Tensor:
+        new = torch.full((num_rows, width), fill, dtype=old.dtype, device=self._device)
+        new[: old.shape[0], : old.shape[1]] = old
         return new
