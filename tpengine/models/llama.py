@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tpengine.config import ModelConfig
-from tpengine.layers.activation import GatedActivation
+from tpengine.layers.activation import gated_activation
 from tpengine.layers.attention import Attention, SelfAttention
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
@@ -119,15 +119,15 @@ class LlamaMLP:
         names = [f"{prefix}.{name}" for name in names]
         self.gate_up_proj = MergedColumnParallelLinear(weights, names, hidden, [size] * 2, bias)
         self.down_proj = RowParallelLinear(weights, f"{prefix}.down_proj", size, hidden, bias)
-        self.activation = GatedActivation(traits.activation or hf["hidden_act"])
+        self.activation = gated_activation(traits.activation or hf["hidden_act"])
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, hidden_size]` to the same shape."""
-        return self.down_proj.forward(self.activation.forward(self.gate_up_proj.forward(x)))
+        return self.down_proj.forward(self.activation(self.gate_up_proj.forward(x)))
 
     def partial_forward(self, x: Tensor) -> Tensor:
         """This rank's part of `forward`; the caller sums over ranks."""
-        return self.down_proj.partial_forward(self.activation.forward(self.gate_up_proj.forward(x)))
+        return self.down_proj.partial_forward(self.activation(self.gate_up_proj.forward(x)))
 
 
 def _norm(blueprint: Blueprint, name: str) -> RMSNorm:
