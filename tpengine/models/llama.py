@@ -6,7 +6,7 @@ Its relatives differ from it only in a few traits (`LlamaTraits`); the file of e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -146,9 +146,12 @@ class LlamaForCausalLM(Decoder):
     base_prefix = "model."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        blueprint = Blueprint(config, weights, self.traits(config))
-        sizes = config.vocab_size, config.hf_config["hidden_size"]
-        scale = blueprint.traits.embedding_scale
+        traits = self.traits(config)
+        if not traits.mlp_bias:
+            require(config, "mlp_bias", False, False)
+        blueprint = Blueprint(config, weights, traits)
+        sizes = config.vocab_size, config.hidden_size
+        scale = traits.embedding_scale
         self.embed_tokens = VocabParallelEmbedding(weights, "model.embed_tokens", *sizes, scale)
         tables = self.rotary_tables(blueprint)
         self.layers = [self._layer(blueprint, i, table) for i, table in enumerate(tables)]
@@ -163,18 +166,13 @@ class LlamaForCausalLM(Decoder):
             ConfigError: the configuration asks for a feature that this member does not have.
         """
         require(config, "sliding_window", None, None)
-        return cls.biases(config)
+        return replace(cls.biases(config), mlp_bias=bool(config.hf_config.get("mlp_bias")))
 
     @classmethod
     def biases(cls, config: ModelConfig) -> LlamaTraits:
-        """Returns Llama's traits: no windows, and biases as the configuration says."""
+        """Returns traits without windows, with biases of attention as the configuration says."""
         bias = bool(config.hf_config.get("attention_bias"))
-        return LlamaTraits(
-            windows=(None,) * config.num_layers,
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=bool(config.hf_config.get("mlp_bias")),
-        )
+        return LlamaTraits(windows=(None,) * config.num_layers, qkv_bias=bias, o_bias=bias)
 
     def _layer(self, blueprint: Blueprint, layer: int, table: Tensor | None) -> DecoderLayer:
         attention = _attention(blueprint, layer, table)

@@ -37,8 +37,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts."""
 _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None,), "clip_qkv attn_logit_softcapping final_logit_softcapping attention_multiplier"),
+    ((None,), "dual_chunk_attention_config"),
     ((None, False), "is_encoder_decoder add_cross_attention use_bidirectional_attention"),
-    ((None, False), "attention_sinks"),
+    ((None, False), "attention_sinks use_mrope"),
     ((None, 0), "num_sink_tokens num_experts num_local_experts"),
     ((None, 1.0), "residual_multiplier embedding_multiplier logits_scaling logit_scale"),
 )
