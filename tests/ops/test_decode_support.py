@@ -53,17 +53,13 @@ def test_a_head_dim_without_tensor_cores_warns_once(caplog: pytest.LogCaptureFix
 
 
 def test_a_plan_where_cuda_fails_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like a machine without a driver, on which torch has no name of a GPU."""
-
-    def no_driver(*_: object) -> None:
-        raise RuntimeError("Found no NVIDIA driver on your system.")
-
     class Library:
         tpengine_cuda_decode_wave = staticmethod(lambda *_: -1)
 
     monkeypatch.setattr(library, "cuda_library", Library)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", no_driver)
-    with pytest.raises(NativeLibraryError, match=r"no NVIDIA driver.*they need compute capab"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old")
+    with pytest.raises(NativeLibraryError, match=r"GPU 0 .Old, .* 7\.5.*they need compute capab"):
         attention.make_decode_plan(torch.device("cuda", 0), 4, 8, 2, 128, BF16)
 
 

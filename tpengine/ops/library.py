@@ -136,20 +136,14 @@ def decode_wave(
         device_index, codes[dtype], head_dim, num_heads, num_kv_heads
     )
     if wave < 1:
+        major, minor = torch.cuda.get_device_capability(device_index)
+        card = f"{torch.cuda.get_device_name(device_index)}, compute capability {major}.{minor}"
         raise NativeLibraryError(
-            f"the CUDA kernels do not run on GPU {device_index} ({_card(device_index)}): they need "
+            f"the CUDA kernels do not run on GPU {device_index} ({card}): they need "
             "compute capability 8.0 or later and a driver for CUDA 13 or later; torch "
             f"{torch.__version__}"
         )
     return wave
-
-
-def _card(device_index: int) -> str:
-    try:
-        major, minor = torch.cuda.get_device_capability(device_index)
-        return f"{torch.cuda.get_device_name(device_index)}, compute capability {major}.{minor}"
-    except (RuntimeError, AssertionError) as error:  # no driver, or no such GPU
-        return str(error).strip()
 
 
 def cpu_functions(prefix: str, types: Mapping[str, tuple[Any, list[Any]]]) -> ctypes.CDLL | None:
