@@ -33,12 +33,7 @@ _ENDINGS = {
     ),
     "fp8": ("weight", "weight_scale", "weight_scale_inv"),
 }
-_MARKERS = {
-    "awq": ("qweight",),
-    "gptq": ("qweight",),
-    "compressed-tensors": ("weight_packed", "weight_scale"),
-    "fp8": ("weight_scale", "weight_scale_inv"),
-}
+_MARKERS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv"}
 """A weight that has a tensor with one of these endings is quantised."""
 _ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale")
 """Scales of activations, found in advance; the engine scales each token by its own values."""
@@ -77,7 +72,7 @@ def merge_tensors(
         logger.info("the checkpoint's scales of activations are not used: each token has its own")
     for prefix in list(pending):
         entries = pending.pop(prefix)
-        if not any(ending in entries for ending in _MARKERS[scheme.method]):
+        if not _MARKERS & entries.keys():
             yield from entries.values()
             continue
         bias = entries.pop("bias", None)
