@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ prefill_attention = op(reference.prefill_attention, "out")
 
 
 MAX_HEAD_DIM = 256
+"""Of the kernels of both devices; `models.registry` and `models.fallback` refuse more."""
 TENSOR_CORE_HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 """Head dims that the CUDA decode kernel for 16-bit and fp8 caches is compiled for."""
 MIN_ITEM_BYTES = 128 * 1024
@@ -30,13 +30,12 @@ _FP8_CAPABILITY = (8, 9)
 """First compute capability on which the kernels can convert fp8 numbers."""
 
 
-@functools.cache
 def check_decode_support(
     head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, capability: tuple[int, int]
 ) -> None:
     """Checks at start-up that the CUDA decode kernels support a model's attention.
 
-    A head dim without a tensor-core kernel runs on the CUDA cores, with one warning.
+    A head dim without a tensor-core kernel runs on the CUDA cores, with a warning.
 
     Args:
         capability: compute capability of the GPU.
@@ -44,11 +43,6 @@ def check_decode_support(
     Raises:
         ConfigError: they do not; the message says what to change.
     """
-    if head_dim > MAX_HEAD_DIM:
-        raise ConfigError(
-            f"head_dim={head_dim}: the CUDA attention kernels go up to {MAX_HEAD_DIM}; "
-            "run this model on CPU"
-        )
     is_fp8 = cache_dtype == torch.float8_e4m3fn
     assert is_fp8 or cache_dtype == dtype, "`check_kv_cache_dtype` refuses int8 on a GPU"
     if is_fp8 and dtype == torch.float32:

@@ -151,7 +151,7 @@ class TensorParallelPlan:
 
     Raises:
         ConfigError: there is more than one rank, and the class has no plan, or a plan of which our
-            layers lack a style; or its heads cannot be divided.
+            layers lack a style.
     """
 
     def __init__(self, root: Any, config: ModelConfig, parallel: ParallelState) -> None:
@@ -177,8 +177,6 @@ class TensorParallelPlan:
             self._styles[name] = _STYLES[style]
         if not self._styles:
             raise self._refusal(config, "it has no base_model_tp_plan")
-        parallel.divide(config.total_num_heads, "attention heads")
-        parallel.divide(config.total_num_kv_heads, "KV heads")
 
     def style(self, name: str) -> str:
         """Returns colwise, rowwise, gather, split, or replicated for a linear layer."""
