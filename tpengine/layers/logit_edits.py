@@ -426,10 +426,7 @@ class TokenCounts:
             self._resize(num_rows, max(width, 2 * old))
 
     def _resize(self, num_rows: int, width: int) -> None:
-        self._ids = self._enlarged(self._ids, num_rows, width, _NO_TOKEN)
-        self._counts = self._enlarged(self._counts, num_rows, width, 0)
-
-    def _enlarged(self, old: torch.Tensor, num_rows: int, width: int, fill: int) -> torch.Tensor:
-        new = torch.full((num_rows, width), fill, dtype=old.dtype, device=self._device)
-        new[: old.shape[0], : old.shape[1]] = old
-        return new
+        old_rows, old_width = self._ids.shape
+        more = (0, width - old_width, 0, num_rows - old_rows)
+        self._ids = F.pad(self._ids, more, value=_NO_TOKEN)
+        self._counts = F.pad(self._counts, more)
