@@ -200,14 +200,11 @@ class RayConfig:
     """Where on a Ray cluster the ranks run.
 
     Attributes:
-        address: "host:port" of a cluster's head, "local" to start one, "auto" to find one; None:
-            the cluster of this process, or one that runs on this machine, or a new local one.
         placement_strategy: one of `PLACEMENT_STRATEGIES`.
         bundle: resources of one rank by Ray's names; None: one GPU, or one CPU for device cpu.
         placement_timeout_s: wait in seconds for resources of the cluster that are in use.
     """
 
-    address: str | None = None
     placement_strategy: str = "PACK"
     bundle: Mapping[str, float] | None = None
     placement_timeout_s: float = 60.0

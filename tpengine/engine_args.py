@@ -423,11 +423,8 @@ class EngineArgs(Options):
         return self._named(cfg.LoRAConfig, max_cpu_loras=in_host)
 
     def _ray_config(self) -> cfg.RayConfig:
-        address, strategy = self.ray_address, self.ray_placement_strategy
         bundle = None if self.ray_bundle is None else read_bundle(self.ray_bundle)
-        return self._named(
-            cfg.RayConfig, address=address, placement_strategy=strategy, bundle=bundle
-        )
+        return cfg.RayConfig(self.ray_placement_strategy, bundle, self.placement_timeout_s)
 
     def _named(self, config_class: Callable[..., Config], **others: Any) -> Config:
         """A configuration; each field is the argument of its name, unless `others` has it."""

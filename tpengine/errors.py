@@ -404,6 +404,11 @@ def retry_after_s(error: Exception) -> float | None:
     return own
 
 
+def not_supported(what: str, supported: Iterable[object]) -> ConfigError:
+    """The error for a value that is none of those supported."""
+    return ConfigError(f"{what} is not supported; supported: {', '.join(map(str, supported))}")
+
+
 def counted(count: int, noun: str) -> str:
     """`1 request`, `2 requests`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -15,7 +15,7 @@ from support.bare_model import BareModel, logits_in_transformers
 from support.engines import generate, greedy, ids, open_llm
 from support.models import ModelShop
 from support.ranks import run_ranks
-from support.rounded_rows import round_rows
+from support.rounded_rows import quantize_weight, round_rows
 from support.step_log import log_steps
 from support.tiny_llama import TinyLlama
 from torch import nn
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from tpengine.layers.gpu_quantized import KERNEL_ROWS, GpuQuantizedForm
 from tpengine.ops import quantized_ops, weight_only
-from tpengine.ops.quantized_ops import QuantizedFormat, per_output, quantize_weight
+from tpengine.ops.quantized_ops import QuantizedFormat, per_output
 
 SPECS = {
     "tied": TinyLlama(64, 4, 2, tied=True),

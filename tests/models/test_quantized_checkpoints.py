@@ -22,6 +22,7 @@ from support.engines import greedy, ids, open_engine, serve
 from support.matrix import matrix
 from support.messages import refused
 from support.ranks import run_ranks
+from support.rounded_rows import quantize_weight
 from support.subjects import BY_NAME, Subjects
 from support.tiny_llama import edit_json
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -35,7 +36,7 @@ from tpengine.config import EMBEDDED_MODEL
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.weights import QuantizedSource, TensorSource
-from tpengine.ops.quantized_ops import QuantizedFormat, quantize_weight, quantized_embedding
+from tpengine.ops.quantized_ops import QuantizedFormat, quantized_embedding
 
 ROOT = Path(__file__).parent.parent / "data" / "quantized"
 EIGHT_BITS = "rounded to 8 bits in groups of 32"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from support.rounded_rows import limits_of
+from support.rounded_rows import limits_of, quantize_weight
 from torch import Tensor
 
 from tpengine.ops import quantized_ops
-from tpengine.ops.quantized_ops import NO_OFFSETS, ZERO_POINTS, QuantizedFormat, quantize_weight
+from tpengine.ops.quantized_ops import NO_OFFSETS, ZERO_POINTS, QuantizedFormat
 
 from .cases import BACKENDS, DTYPES, ISAS, backend, generator, nan_like, relative_error, threads
 

@@ -1,9 +1,17 @@
-"""Rows of inputs as products of 4 and 8 bits round them."""
+"""Rows of inputs as products of 4 and 8 bits round them, and weights as they read them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from tpengine.ops import quantized_ops as quantized
+
+
+def quantize_weight(weight: Tensor, form: quantized.QuantizedFormat) -> quantized.QuantizedWeight:
+    result = quantized.empty_quantized(*weight.shape, form)
+    quantized.quantize_weight_into(result, weight)
+    return result
 
 
 def limits_of(x: Tensor) -> Tensor:

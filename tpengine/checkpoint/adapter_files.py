@@ -203,60 +203,13 @@ def _unusable_numbers(tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]
 
 
 @dataclass
-class _Patterns:
-    """Matches patterns of a configuration as PEFT does. Some take a time that grows exponentially
-    with the name, so all matches together have a bound.
-
-    Attributes:
-        taken_s: of a processor, until now.
-
-    Raises:
-        TimeoutError: they take longer.
-        ValueError: a pattern is wrong.
-    """
-
-    taken_s: float = 0.0
-
-    def match(self, pattern: str, name: str, is_whole: bool = False) -> Any:
-        """The match at the beginning of a name, or of the whole; None: there is none."""
-        import regex  # as `re`, but it can be stopped
-
-        start, call = time.thread_time(), regex.fullmatch if is_whole else regex.match
-        match = None
-        try:
-            match = call(pattern, name, timeout=_PATTERNS_S)
-        except regex.error as error:
-            raise ValueError(f"pattern {pattern!r:.80}: {error}") from error
-        except TimeoutError:  # it counts all threads of the process
-            self.taken_s = _PATTERNS_S
-        self.taken_s += time.thread_time() - start
-        if self.taken_s > _PATTERNS_S:
-            text = f"to match {pattern!r:.80} takes more than {_PATTERNS_S:g} s of a processor"
-            raise TimeoutError(f"{text}; write a simpler pattern, or list the layers")
-        return match
-
-    def fit(self, wanted: str | list[str] | tuple[str, ...], name: str) -> bool:
-        """Whether a name is, or ends with, one of those wanted; a text is a pattern of all."""
-        if isinstance(wanted, str):
-            return self.match(wanted, name, is_whole=True) is not None
-        return any(name == target or name.endswith(f".{target}") for target in wanted)
-
-    def value(self, values: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-        """Returns the value of the first pattern that the end of a name matches."""
-        for pattern, value in (values or {}).items():
-            if self.match(rf"(.*\.)?({pattern})$", name):
-                return value
-        return default
-
-
-@dataclass(frozen=True)
 class _Reader:
     """Compares a configuration with the tensors and with the model.
 
     Attributes:
         shapes: of the file's tensors, by name.
         parts: filled by `tensors`.
-        patterns: of the configuration.
+        taken_s: of a processor, for matches of patterns until now.
     """
 
     config: Mapping[str, Any]
@@ -264,7 +217,7 @@ class _Reader:
     targets: Targets
     max_rank: int
     parts: dict[str, AdapterPart] = field(default_factory=dict)
-    patterns: _Patterns = field(default_factory=_Patterns)
+    taken_s: float = 0.0
 
     def fields(self) -> Iterator[str]:
         """Yields the fields that change the forward pass in a way that is not served."""
@@ -304,8 +257,8 @@ class _Reader:
 
     def _part(self, name: str) -> AdapterPart:
         config = self.config
-        rank = index(self.patterns.value(config.get("rank_pattern"), name, config["r"]))
-        alpha = float(self.patterns.value(config.get("alpha_pattern"), name, config["lora_alpha"]))
+        rank = index(self._value(config.get("rank_pattern"), name, config["r"]))
+        alpha = float(self._value(config.get("alpha_pattern"), name, config["lora_alpha"]))
         divisor = float(max(1, rank))
         return AdapterPart(rank, alpha / (divisor**0.5 if config.get("use_rslora") else divisor))
 
@@ -313,15 +266,51 @@ class _Reader:
         """Whether PEFT gives this layer an adapter."""
         config = self.config
         wanted = config["target_modules"]
-        if self.patterns.fit(config.get("exclude_modules") or (), name):
+        is_excluded = self._fits(config.get("exclude_modules") or (), name)
+        if is_excluded or not (wanted == "all-linear" or self._fits(wanted, name)):
             return False
         layers = config.get("layers_to_transform")
-        if wanted == "all-linear" or isinstance(wanted, str) or layers is None or layers == []:
-            return wanted == "all-linear" or self.patterns.fit(wanted, name)
-        if not self.patterns.fit(wanted, name):
-            return False
+        if isinstance(wanted, str) or layers is None or layers == []:
+            return True
         patterns = config.get("layers_pattern") or r"[^.]*"
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            if match := self.patterns.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name):
+            if match := self._match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name):
                 return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
         return False
+
+    def _match(self, pattern: str, name: str, is_whole: bool = False) -> Any:
+        """Matches a pattern of the configuration, as PEFT does, with the beginning of a name, or
+        with the whole; None: it does not match. Some take a time that grows exponentially with the
+        name, so all matches together have a bound.
+
+        Raises:
+            TimeoutError: they take longer.
+            ValueError: the pattern is wrong.
+        """
+        import regex  # as `re`, but it can be stopped
+
+        start, call = time.thread_time(), regex.fullmatch if is_whole else regex.match
+        try:
+            match = call(pattern, name, timeout=_PATTERNS_S)
+            self.taken_s += time.thread_time() - start
+        except regex.error as error:
+            raise ValueError(f"pattern {pattern!r:.80}: {error}") from error
+        except TimeoutError:  # it counts all threads of the process
+            self.taken_s = float("inf")
+        if self.taken_s > _PATTERNS_S:
+            text = f"to match {pattern!r:.80} takes more than {_PATTERNS_S:g} s of a processor"
+            raise TimeoutError(f"{text}; write a simpler pattern, or list the layers")
+        return match
+
+    def _fits(self, wanted: str | list[str] | tuple[str, ...], name: str) -> bool:
+        """Whether a name is, or ends with, one of those wanted; a text is a pattern of all."""
+        if isinstance(wanted, str):
+            return self._match(wanted, name, is_whole=True) is not None
+        return any(name == target or name.endswith(f".{target}") for target in wanted)
+
+    def _value(self, values: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+        """Returns the value of the first pattern that the end of a name matches."""
+        for pattern, value in (values or {}).items():
+            if self._match(rf"(.*\.)?({pattern})$", name):
+                return value
+        return default

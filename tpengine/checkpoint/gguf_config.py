@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tpengine.checkpoint.gguf_file import GGUFFile, open_gguf
-from tpengine.errors import ConfigError, ModelLoadError
+from tpengine.errors import ModelLoadError, not_supported
 
 _FIELDS = {
     "context_length": "max_position_embeddings",
@@ -154,10 +154,8 @@ def architecture_of(file: GGUFFile) -> Architecture:
     if name == "llama" and "blk.0.ffn_gate_inp.weight" in file.tensors:
         name = "mixtral"
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ConfigError(
-            f"general.architecture = {name!r} of {file.path} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+        what = f"general.architecture = {name!r} of {file.path}"
+        raise not_supported(what, ARCHITECTURES)
     return ARCHITECTURES[name]
 
 
@@ -175,8 +173,7 @@ def read_config(path: str) -> dict[str, Any]:
         for name in names.split():
             value = file.metadata.get(f"{prefix}.{name}", neutral[0])
             if isinstance(value, (list, np.ndarray)) or value not in neutral:
-                text = f"{prefix}.{name} = {value!r:.80} of {path} is not supported; supported: "
-                raise ConfigError(text + ", ".join(map(str, neutral)))
+                raise not_supported(f"{prefix}.{name} = {value!r:.80} of {path}", neutral)
     keys = (*_FIELDS, *_ROPE, "rope.dimension_count", "rope.scaling.attn_factor")
     values = _numbers(file, prefix, keys)
     _check(file, values)

@@ -36,11 +36,6 @@ _OPT = {
     "enable_bias": True, "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
     "eos_token_id": 2,
 }  # fmt: skip
-_BLOOM = {
-    "vocab_size": 250880, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "layer_norm_epsilon": 1e-5, "apply_residual_connection_post_layernorm": False,
-    "pretraining_tp": 1, "slow_but_exact": False, "tie_word_embeddings": True, "eos_token_id": 2,
-}  # fmt: skip
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
@@ -48,13 +43,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128, "attention_bias": False},
     "opt": _OPT,
-    "bloom": _BLOOM,
 }
 """By `model_type`: the fields that tpengine reads, with the values of the class in transformers."""
-_BLOOM_NAMES = {
-    "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embed": "hidden_size"
-}  # fmt: skip
-_MAY_BE_NULL = ("head_dim", "num_key_value_heads", "pretraining_tp", "sliding_window")
+_MAY_BE_NULL = ("head_dim", "num_key_value_heads", "sliding_window")
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -72,9 +63,6 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     fields = dict(config)
     if fields.get("rope_theta", 0) is None:  # transformers takes its default then
         del fields["rope_theta"]
-    for own in _BLOOM_NAMES if model_type == "bloom" else ():
-        if own in fields:
-            fields.setdefault(_BLOOM_NAMES[own], fields[own])
     for name, default in _DEFAULTS[model_type].items():
         _check_type(name, fields.setdefault(name, default), default)
     if "rope_theta" in fields:

@@ -17,14 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from tpengine.checkpoint.quantization_config import QuantizationScheme
-from tpengine.checkpoint.quantized_sources import (
-    BlockTensor,
-    Column,
-    GroupedTensor,
-    Scales,
-    SignedBytes,
-    Words,
-)
+from tpengine.checkpoint.quantized_sources import BlockTensor, GroupedTensor, SignedBytes, Words
 from tpengine.errors import ModelLoadError
 from tpengine.layers.weights import CheckpointTensor, TypedSource, WeightShard
 from tpengine.logger import init_logger
@@ -40,12 +33,7 @@ _ENDINGS = {
     ),
     "fp8": ("weight", "weight_scale", "weight_scale_inv"),
 }
-_MARKERS = {
-    "awq": ("qweight",),
-    "gptq": ("qweight",),
-    "compressed-tensors": ("weight_packed", "weight_scale"),
-    "fp8": ("weight_scale", "weight_scale_inv"),
-}
+_MARKERS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv"}
 """A weight that has a tensor with one of these endings is quantised."""
 _ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale")
 """Scales of activations, found in advance; the engine scales each token by its own values."""
@@ -84,7 +72,7 @@ def merge_tensors(
         logger.info("the checkpoint's scales of activations are not used: each token has its own")
     for prefix in list(pending):
         entries = pending.pop(prefix)
-        if not any(ending in entries for ending in _MARKERS[scheme.method]):
+        if not _MARKERS & entries.keys():
             yield from entries.values()
             continue
         bias = entries.pop("bias", None)
@@ -151,16 +139,17 @@ class _Parts:
 
     def take_column(
         self, ending: str, dtypes: tuple[torch.dtype, ...], outputs: int, groups: int | None = None
-    ) -> Column | TypedSource:
-        """Returns a tensor `[outputs, groups]`; `[outputs]`, or one number for all, as one group.
+    ) -> torch.Tensor:
+        """Returns the values of a tensor `[outputs, groups]`; `[outputs]`, or one number for all,
+        as one group.
 
         Raises:
             _MisfitError: see `take`.
         """
         shape = self.shape(ending)
         if groups in (None, 1) and (shape == [outputs] or math.prod(shape) == 1):
-            return Column(self.take(ending, dtypes, *shape), outputs)
-        return self.take(ending, dtypes, outputs, groups)
+            return self.take(ending, dtypes, *shape)[...].reshape(-1, 1).expand(outputs, 1)
+        return self.take(ending, dtypes, outputs, groups)[:]
 
     def take_groups(
         self, ending: str, inputs: int, group_size: int, num_groups: int
@@ -220,9 +209,10 @@ def _awq_or_gptq_weight(
     _expect("scales", factors, _SCALES, num_groups, outputs)
     _expect("qzeros", qzeros, _WORDS, num_groups, outputs * bits // 32)
     size = _group_size(inputs, num_groups, scheme)
-    shape, scales = (outputs, inputs), Scales(factors, is_transposed=True)
+    shape, scales = (outputs, inputs), factors[:].float().t()
     numbers = Words(qweight, bits, 1 if is_awq else 0, True, is_halved=is_awq)
-    zeros = Words(qzeros, bits, 1, True, is_halved=is_awq, is_less_one=scheme.is_less_one)
+    packed_zeros = Words(qzeros, bits, 1, True, is_halved=is_awq, is_less_one=scheme.is_less_one)
+    zeros = packed_zeros.read(slice(0, outputs), slice(0, num_groups))
     groups = parts.take_groups("g_idx", inputs, size, num_groups)
     return GroupedTensor(shape, bits, size, numbers, scales, zeros, groups, is_transposed)
 
@@ -240,12 +230,13 @@ def _packed_weight(parts: _Parts, scheme: QuantizationScheme) -> GroupedTensor:
             f"{' or '.join(map(str, scheme.bits))} bits"
         )
     bits = fitting[0]
-    scales, zeros = Scales(parts.take_column("weight_scale", _SCALES, outputs)), None
-    num_groups = scales.num_groups
+    scales, zeros = parts.take_column("weight_scale", _SCALES, outputs).float(), None
+    num_groups = scales.shape[1]
     size = _group_size(inputs, num_groups, scheme)
     if "weight_zero_point" in parts:
         rows = -(-outputs * bits // 32)
-        zeros = Words(parts.take("weight_zero_point", _WORDS, rows, num_groups), bits, 0)
+        packed_zeros = Words(parts.take("weight_zero_point", _WORDS, rows, num_groups), bits, 0)
+        zeros = packed_zeros.read(slice(0, outputs), slice(0, num_groups))
     groups = parts.take_groups("weight_g_idx", inputs, size, num_groups)
     shape, numbers = (outputs, inputs), Words(packed, bits, 1)
     return GroupedTensor(shape, bits, size, numbers, scales, zeros, groups)
@@ -258,12 +249,12 @@ def _scaled_weight(parts: _Parts, scheme: QuantizationScheme) -> GroupedTensor |
     ending = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
     if weight.dtype not in _BYTES:
         return _fp8_weight(weight, ending, parts, scheme)
-    scales, zeros = Scales(parts.take_column(ending, _SCALES, outputs)), None
-    num_groups = scales.num_groups
+    scales, zeros = parts.take_column(ending, _SCALES, outputs).float(), None
+    num_groups = scales.shape[1]
     size = _group_size(inputs, num_groups, scheme)
     if "weight_zero_point" in parts:
-        numbers = parts.take_column("weight_zero_point", _BYTES, outputs, num_groups)
-        zeros = SignedBytes(numbers)
+        zeros = parts.take_column("weight_zero_point", _BYTES, outputs, num_groups)
+        zeros = zeros.contiguous().view(torch.uint8) ^ 128
     groups = parts.take_groups("weight_g_idx", inputs, size, num_groups)
     return GroupedTensor((outputs, inputs), 8, size, SignedBytes(weight), scales, zeros, groups)
 
@@ -273,16 +264,14 @@ def _fp8_weight(
 ) -> BlockTensor:
     outputs, inputs = weight.get_shape()
     shape = parts.shape(ending)
-    if math.prod(shape) == 1:
-        scale = Column(parts.take(ending, _SCALES, *shape), 1)
-        return BlockTensor(weight, Scales(scale), (outputs, inputs))
-    if shape in ([outputs], [outputs, 1]):
-        return BlockTensor(weight, Scales(parts.take_column(ending, _SCALES, outputs)), (1, inputs))
+    if math.prod(shape) == 1 or shape in ([outputs], [outputs, 1]):
+        scales = parts.take_column(ending, _SCALES, outputs).float()
+        return BlockTensor(weight, scales, (1, inputs))
     if scheme.block is None:
         raise _MisfitError(f"{ending} is {shape}, and no size of blocks is given")
     rows, columns = scheme.block
     source = parts.take(ending, _SCALES, -(-outputs // rows), -(-inputs // columns))
-    return BlockTensor(weight, Scales(source), scheme.block)
+    return BlockTensor(weight, source[:].float(), scheme.block)
 
 
 def _group_size(inputs: int, num_groups: int, scheme: QuantizationScheme) -> int:

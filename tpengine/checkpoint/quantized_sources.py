@@ -1,7 +1,7 @@
 """Sources of weights in AWQ, GPTQ, compressed-tensors and fp8.
 
 Each gives the values of a part, or its numbers as they are stored. Of the numbers it reads only the
-words that hold the part; scales and zero points it reads whole once.
+words that hold the part; scales and zero points were read whole before.
 """
 
 from __future__ import annotations
@@ -84,55 +84,6 @@ class SignedBytes:
         return self.source[rows, columns].contiguous().view(torch.uint8) ^ 128
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One number for each output, or one for all outputs, as a matrix `[outputs, 1]`.
-
-    Attributes:
-        source: `[outputs]`, or a tensor of one number.
-    """
-
-    source: TensorSource
-    outputs: int
-
-    def get_shape(self) -> list[int]:
-        """See `TensorSource`."""
-        return [self.outputs, 1]
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """See `TensorSource`."""
-        rows, columns = _part(index, self.get_shape())
-        if math.prod(self.source.get_shape()) == 1:
-            numbers = self.source[...].reshape(1, 1).expand(rows.stop - rows.start, 1)
-        else:
-            numbers = self.source[rows].unsqueeze(1)
-        return numbers[:, columns]
-
-
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """One scale for each output and group.
-
-    Attributes:
-        source: `[outputs, groups]`.
-        is_transposed: whether `source` has groups before outputs.
-    """
-
-    source: TensorSource
-    is_transposed: bool = False
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of an output."""
-        return self.source.get_shape()[0 if self.is_transposed else 1]
-
-    def read(self, rows: slice) -> torch.Tensor:
-        """Returns the scales of some outputs, float32 `[rows, groups]`."""
-        if self.is_transposed:
-            return self.source[:, rows].float().t()
-        return self.source[rows].float()
-
-
 @dataclass(eq=False)
 class GroupedTensor:
     """A weight in groups of 4 or 8 bits, see `layers.weights.QuantizedSource`.
@@ -140,7 +91,9 @@ class GroupedTensor:
     Attributes:
         shape: outputs and inputs.
         group_size: neighbouring inputs with one scale.
-        zeros: zero points; None: they are in the middle.
+        scales: float32 `[outputs, groups]`.
+        zeros: zero points, uint8 `[outputs, groups]`; None: they are in the middle. A symmetric
+            file may have zero points too.
         groups: int64 `[inputs]`, the group of each input (GPTQ's `desc_act`); None: groups are of
             neighbours.
         is_transposed: whether the model has inputs before outputs.
@@ -150,10 +103,14 @@ class GroupedTensor:
     bits: int
     group_size: int
     numbers: Numbers
-    scales: Scales
-    zeros: Numbers | None
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
     groups: torch.Tensor | None = None
     is_transposed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zeros is not None and bool((self.zeros == self._middle).all()):
+            self.zeros = None
 
     def get_shape(self) -> list[int]:
         """The shape that the model knows."""
@@ -171,8 +128,8 @@ class GroupedTensor:
         groups = self._neighbours() if groups is None else groups
         groups = groups[inputs]
         values = self.numbers.read(outputs, inputs).contiguous().float()
-        values -= self._read_zeros(outputs)[:, groups] if self._is_asymmetric else self._middle
-        return values.mul_(self.scales.read(outputs)[:, groups])
+        values -= self._middle if self.zeros is None else self.zeros[outputs][:, groups]
+        return values.mul_(self.scales[outputs][:, groups])
 
     def stored(self, rows: slice, columns: slice) -> StoredGroups | None:
         """See `layers.weights.QuantizedSource`.
@@ -187,9 +144,9 @@ class GroupedTensor:
         if size is None or not self._fits_halves:
             return None
         groups = torch.arange(columns.start, columns.stop, size) // self.group_size
-        scales = self.scales.read(rows)[:, groups].half()
+        scales = self.scales[rows][:, groups].half()
         q = self.numbers.read(rows, columns)
-        offsets = self._read_zeros(rows)[:, groups].half() if self._is_asymmetric else None
+        offsets = None if self.zeros is None else self.zeros[rows][:, groups].half()
         kind = NO_OFFSETS if offsets is None else ZERO_POINTS
         form = QuantizedFormat(self.bits, size, kind)
         return StoredGroups(q if order is None else q[:, order], scales, offsets, form, order)
@@ -201,24 +158,13 @@ class GroupedTensor:
     def _neighbours(self) -> torch.Tensor:
         return torch.arange(self.shape[1]) // self.group_size
 
-    def _read_zeros(self, rows: slice) -> torch.Tensor:
-        assert self.zeros is not None
-        return self.zeros.read(rows, slice(0, self.scales.num_groups)).float()
-
     # All parts of a weight have one form, so these are of the whole weight.
-
-    @cached_property
-    def _is_asymmetric(self) -> bool:
-        """Whether a zero point is not in the middle; a symmetric file may have zero points too."""
-        if self.zeros is None:
-            return False
-        return bool((self._read_zeros(slice(0, self.shape[0])) != self._middle).any())
 
     @cached_property
     def _fits_halves(self) -> bool:
         """Whether float16 keeps all scales."""
-        scales = self.scales.read(slice(0, self.shape[0]))
-        return torch.allclose(scales.half().float(), scales, rtol=_SCALE_ERROR, atol=0)
+        halves = self.scales.half().float()
+        return torch.allclose(halves, self.scales, rtol=_SCALE_ERROR, atol=0)
 
     @cached_property
     def _order(self) -> torch.Tensor | None:
@@ -237,11 +183,12 @@ class BlockTensor:
 
     Attributes:
         source: float8 `[outputs, inputs]`.
+        scales: float32, of each block.
         block: outputs and inputs of a block.
     """
 
     source: TensorSource
-    scales: Scales
+    scales: torch.Tensor
     block: tuple[int, int]
 
     def get_shape(self) -> list[int]:
@@ -252,11 +199,9 @@ class BlockTensor:
         """Returns rows `[a:b]`, or a part of their columns `[a:b, c:d]`, in float32."""
         rows, columns = _part(index, self.get_shape())
         outputs, inputs = self.block
-        first = rows.start // outputs
-        scales = self.scales.read(slice(first, -(-rows.stop // outputs)))
-        by_row = torch.arange(rows.start, rows.stop) // outputs - first
+        by_row = torch.arange(rows.start, rows.stop) // outputs
         by_column = torch.arange(columns.start, columns.stop) // inputs
-        return self.source[rows, columns].float().mul_(scales[by_row][:, by_column])
+        return self.source[rows, columns].float().mul_(self.scales[by_row][:, by_column])
 
     def stored(self, rows: slice, columns: slice) -> StoredGroups | None:
         """Returns None, see `layers.weights.QuantizedSource`."""

@@ -6,49 +6,42 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tpengine.errors import ConfigError
+from tpengine.errors import not_supported
 from tpengine.ops import fused_ops as fused
 
-_GATES: dict[str, Callable[[Tensor, Tensor], None]] = {
-    "silu": fused.silu_and_mul,
-    "swish": fused.silu_and_mul,
-    "gelu": fused.gelu_and_mul,
-    "gelu_new": fused.gelu_tanh_and_mul,
-    "gelu_pytorch_tanh": fused.gelu_tanh_and_mul,
+_GELU_TANH = (fused.gelu_tanh, fused.gelu_tanh_and_mul)
+_SILU = (fused.silu, fused.silu_and_mul)
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], None], Callable[[Tensor, Tensor], None] | None]]
+_ACTIVATIONS = {
+    "relu": (fused.relu, None),
+    "gelu": (fused.gelu, fused.gelu_and_mul),
+    "gelu_new": _GELU_TANH,
+    "gelu_fast": _GELU_TANH,
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "silu": _SILU,
+    "swish": _SILU,
 }
+"""By the name in a config: the op without a gate, and the op with one; None: there is none."""
 
 
-class GatedActivation:
-    """The gated activation that a config names in `hidden_act`.
+def gated_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """Returns the activation that a config names; it takes gate and up, `[num_tokens, 2 * n]`, and
+    gives `[num_tokens, n]`.
 
     Raises:
         ConfigError: it is not supported.
     """
+    multiply = _ACTIVATIONS[name][1] if name in _ACTIVATIONS else None
+    if multiply is None:
+        gated = [known for known, (_, op) in _ACTIVATIONS.items() if op is not None]
+        raise not_supported(f"hidden_act = {name!r} with a gate", gated)
 
-    def __init__(self, hidden_act: str) -> None:
-        if hidden_act not in _GATES:
-            raise ConfigError(
-                f"hidden_act = {hidden_act!r} is not supported with a gate; supported: "
-                f"{', '.join(_GATES)}"
-            )
-        self._gate = _GATES[hidden_act]
-
-    def forward(self, gate_up: Tensor) -> Tensor:
-        """gate_up `[num_tokens, 2 * n]` to `[num_tokens, n]`."""
+    def activate(gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        self._gate(out, gate_up)
+        multiply(out, gate_up)
         return out
 
-
-_PLAIN: dict[str, Callable[[Tensor], None]] = {
-    "relu": fused.relu,
-    "gelu": fused.gelu,
-    "gelu_new": fused.gelu_tanh,
-    "gelu_fast": fused.gelu_tanh,
-    "gelu_pytorch_tanh": fused.gelu_tanh,
-    "silu": fused.silu,
-    "swish": fused.silu,
-}
+    return activate
 
 
 def plain_activation(name: str) -> Callable[[Tensor], None]:
@@ -57,9 +50,7 @@ def plain_activation(name: str) -> Callable[[Tensor], None]:
     Raises:
         ConfigError: it is not supported.
     """
-    if name not in _PLAIN:
-        raise ConfigError(
-            f"activation_function (or hidden_act) = {name!r} is not supported without a gate; "
-            f"supported: {', '.join(_PLAIN)}"
-        )
-    return _PLAIN[name]
+    if name not in _ACTIVATIONS:
+        what = f"activation_function (or hidden_act) = {name!r} without a gate"
+        raise not_supported(what, _ACTIVATIONS)
+    return _ACTIVATIONS[name][0]

@@ -110,38 +110,27 @@ class Attention:
         q = heads[:, : self.num_heads]
         decodes = metadata.num_decodes
         table, lengths, gpu = metadata.block_table, metadata.seq_lens, metadata.gpu
-        if decodes == lengths.shape[0]:
-            self._decode(out_heads, q, kv_cache, table, lengths, gpu)
-            return out
+        k, v = kv_cache
         if decodes:
             first = slice(decodes)
-            self._decode(out_heads[first], q[first], kv_cache, table[first], lengths[first], gpu)
+            plan: attention_ops.DecodePlan | tuple[None, None, None] = (None, None, None)
+            if gpu is not None and gpu.plans is not None:
+                plan = gpu.plans.get(lengths[first], self.rule.window)
+            rule = *self.rule, *_KV_SCALES
+            attention_ops.paged_attention(
+                out_heads[first], q[first], k, v, table[first], lengths[first], *rule, *plan
+            )
+        if decodes == lengths.shape[0]:
+            return out
         out_chunks, chunk_table = out_heads[decodes:], table[decodes:]
         if gpu is not None:
             attend_chunks(out_chunks, heads[decodes:], kv_cache, chunk_table, gpu, self.rule)
             return out
-        (k, v), starts, lengths = kv_cache, metadata.query_start_loc, lengths[decodes:]
+        starts, lengths = metadata.query_start_loc, lengths[decodes:]
         attention_ops.prefill_attention(
             out_chunks, q[decodes:], k, v, chunk_table, starts, lengths, *self.rule
         )
         return out
-
-    def _decode(
-        self,
-        out: Tensor,
-        q: Tensor,
-        kv_cache: KVCache,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        gpu: GpuBatch | None,
-    ) -> None:
-        plan: attention_ops.DecodePlan | tuple[None, None, None] = (None, None, None)
-        if gpu is not None and gpu.plans is not None:
-            plan = gpu.plans.get(seq_lens, self.rule.window)
-        k_cache, v_cache = kv_cache
-        attention_ops.paged_attention(
-            out, q, k_cache, v_cache, block_table, seq_lens, *self.rule, *_KV_SCALES, *plan
-        )
 
     def _write_kv(self, qkv: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
         if self.cos_sin_cache is not None:

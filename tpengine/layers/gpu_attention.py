@@ -114,13 +114,7 @@ class AttentionRule(NamedTuple):
 
 
 class PrefillBackend(Protocol):
-    """Causal attention over ragged rows; the queries of a row are the last of its keys.
-
-    Attributes:
-        name: one of `config.ATTENTION_BACKENDS`.
-    """
-
-    name: str
+    """Causal attention over ragged rows; the queries of a row are the last of its keys."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule) -> Tensor:
         """Computes attention of all rows.
@@ -136,8 +130,6 @@ class PrefillBackend(Protocol):
 
 class VarlenBackend:
     """torch's FlashAttention-2 (`torch.nn.attention.varlen`), for 16-bit types."""
-
-    name = "varlen"
 
     def __init__(self) -> None:
         from torch.nn.attention.varlen import varlen_attn
@@ -164,8 +156,6 @@ class XformersBackend:
     (`LowerTriangularMaskWithTensorBias`) hold one sequence, not a packed batch, so that models with
     ALiBi run in `SdpaBackend`.
     """
-
-    name = "xformers"
 
     def __init__(self) -> None:
         from xformers.ops import memory_efficient_attention_forward
@@ -200,8 +190,6 @@ class XformersBackend:
 class SdpaBackend:
     """torch's `scaled_dot_product_attention`, one row at a time: the slowest backend, and the only
     one for float32, ALiBi, soft caps and every head dim."""
-
-    name = "sdpa"
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule) -> Tensor:
         """See `PrefillBackend.run`."""
@@ -284,7 +272,7 @@ BACKENDS: dict[str, Callable[[], PrefillBackend]] = {
     "varlen": VarlenBackend,
     "sdpa": SdpaBackend,
 }
-"""In the order in which `auto` tries them."""
+"""By their names in `config.ATTENTION_BACKENDS`, in the order in which `auto` tries them."""
 
 
 def choose_backend(wanted: str, shape: PrefillShape, device: torch.device) -> PrefillBackend:

@@ -320,12 +320,11 @@ class TokenCounts:
         self._bounds = np.zeros(0, np.int64)
         self._ids = torch.empty((0, 0), dtype=torch.int64, device=device)
         self._counts = torch.empty((0, 0), dtype=torch.int32, device=device)
-        self._num_ids = torch.empty(0, dtype=torch.int64, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of the rows, in bytes."""
-        return sum(t.nbytes for t in (self._ids, self._counts, self._num_ids))
+        return self._ids.nbytes + self._counts.nbytes
 
     @property
     def is_empty(self) -> bool:
@@ -349,7 +348,6 @@ class TokenCounts:
         self._counts[row] = 0
         self._ids[row, : len(ids)] = upload(ids.astype(np.int64), self._device)
         self._counts[row, : len(ids)] = upload(counts, self._device)
-        self._num_ids[row] = len(ids)
         self._bounds[row] = len(ids)
 
     def append(self, slots: Int64, token_ids: Int64, count_distinct: Callable[[int], int]) -> None:
@@ -369,12 +367,11 @@ class TokenCounts:
         self._bounds[rows] += 1
         at = upload(rows, self._device)
         tokens = upload(token_ids[counted], self._device)
-        hits = self._ids[at, :width] == tokens.unsqueeze(1)
-        known = hits.any(dim=1)
-        columns = torch.where(known, hits.int().argmax(dim=1), self._num_ids[at])
+        ids = self._ids[at, :width]
+        is_place = (ids == tokens.unsqueeze(1)) | (ids == _NO_TOKEN)
+        columns = is_place.int().argmax(dim=1)  # the first: the token's own, or a free one
         self._ids[at, columns] = tokens
         self._counts[at, columns] += 1
-        self._num_ids[at] += ~known
 
     def fork(self, parent_slot: int, child_slot: int) -> None:
         """Copies the parent's row to the child; clears the child if the parent has no row."""
@@ -383,7 +380,7 @@ class TokenCounts:
             return
         row = self._take_row(child_slot)
         parent = int(self._row_of_slot[parent_slot])
-        for tensor in (self._ids, self._counts, self._num_ids):
+        for tensor in (self._ids, self._counts):
             tensor[row] = tensor[parent]
         self._bounds[row] = self._bounds[parent]
 
@@ -441,12 +438,7 @@ class TokenCounts:
             self._resize(num_rows, max(width, 2 * old))
 
     def _resize(self, num_rows: int, width: int) -> None:
-        table = (num_rows, width)
-        self._ids = self._enlarged(self._ids, table, _NO_TOKEN)
-        self._counts = self._enlarged(self._counts, table, 0)
-        self._num_ids = self._enlarged(self._num_ids, (num_rows,), 0)
-
-    def _enlarged(self, old: torch.Tensor, shape: tuple[int, ...], fill: int) -> torch.Tensor:
-        new = torch.full(shape, fill, dtype=old.dtype, device=self._device)
-        new[tuple(slice(length) for length in old.shape)] = old
-        return new
+        old_rows, old_width = self._ids.shape
+        more = (0, width - old_width, 0, num_rows - old_rows)
+        self._ids = F.pad(self._ids, more, value=_NO_TOKEN)
+        self._counts = F.pad(self._counts, more)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, not_supported
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -67,9 +67,7 @@ def build_cos_sin_cache(
     parameters = {**rope_parameters(hf_config), "num_positions": max_positions}
     kind = parameters["rope_type"]
     if not isinstance(kind, str) or kind not in _SCALINGS:
-        raise ConfigError(
-            f"rope scaling of type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}"
-        )
+        raise not_supported(f"rope scaling of type {kind!r}", _SCALINGS)
     fraction = _number(parameters, "partial_rotary_factor")
     if fraction > 1:
         raise ConfigError(f"partial_rotary_factor = {fraction} is not supported: it is at most 1")
@@ -161,13 +159,11 @@ def _yarn(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, 
     low, high = max(low, 0), min(high, 2 * half - 1)
     width = high - low or 0.001
     ramp = ((torch.arange(half, dtype=torch.float32) - low) / width).clamp_(0, 1)
-    return inverse / factor * ramp + inverse * (1 - ramp), _yarn_magnitude(parameters, factor)
+    scaled = inverse / factor * ramp + inverse * (1 - ramp)
+    return scaled, _number(parameters, "attention_factor", _yarn_magnitude(parameters, factor))
 
 
 def _yarn_magnitude(parameters: Parameters, factor: float) -> float:
-    if parameters.get("attention_factor") is not None:
-        return _number(parameters, "attention_factor")
-
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -175,13 +171,6 @@ def _yarn_magnitude(parameters: Parameters, factor: float) -> float:
     if weight and weight_all:
         return magnitude(float(weight)) / magnitude(float(weight_all))
     return magnitude(1.0)
-
-
-def _are_numbers(values: Any, length: int) -> bool:
-    """Whether it is a list of that many numbers above 0."""
-    if not isinstance(values, list) or len(values) != length:
-        return False
-    return all(isinstance(value, (int, float)) and value > 0 for value in values)
 
 
 def _longrope(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, float]:
@@ -194,8 +183,9 @@ def _longrope(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tens
     original = _number(parameters, "original_max_position_embeddings")
     is_long = parameters["num_positions"] > original
     name = "long_factor" if is_long else "short_factor"
-    factors = parameters.get(name)
-    if not _are_numbers(factors, len(inverse)):
+    factors: Any = parameters.get(name)
+    is_list = isinstance(factors, list) and len(factors) == len(inverse)
+    if not (is_list and all(isinstance(x, (int, float)) and x > 0 for x in factors)):
         raise ConfigError(
             f"rope scaling of type {parameters['rope_type']!r} needs {name} as a list of "
             f"{len(inverse)} numbers above 0, the model's config.json has {factors!r}"
@@ -210,15 +200,11 @@ def _longrope(inverse: torch.Tensor, parameters: Parameters) -> tuple[torch.Tens
     )
     # not inverse / factors, which would be rounded twice
     scaled = 1.0 / (torch.tensor(factors) * _powers(2 * len(inverse), parameters))
-    return scaled, _longrope_magnitude(parameters, original)
-
-
-def _longrope_magnitude(parameters: Parameters, original: float) -> float:
     if parameters.get("attention_factor") is not None:
-        return _number(parameters, "attention_factor")
+        return scaled, _number(parameters, "attention_factor")
     longest = parameters.get("max_position_embeddings") or original
     factor = _number(parameters, "factor", longest / original)
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return scaled, math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 _SCALINGS: dict[str, Callable[[torch.Tensor, Parameters], tuple[torch.Tensor, float]]] = {

@@ -97,14 +97,9 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 def _traits(config: ModelConfig, **traits: Any) -> LlamaTraits:
     """Returns these traits, and those that all members of the family have."""
-    bias = bool(config.hf_config.get("attention_bias"))
-    return LlamaTraits(
-        **{"windows": (None,) * config.num_layers} | traits,
-        qkv_bias=bias,
-        o_bias=bias,
-        centered_norms=True,
-        embedding_scale=config.hf_config["hidden_size"] ** 0.5,
-    )
+    scale = config.hidden_size**0.5
+    common = replace(LlamaForCausalLM.biases(config), centered_norms=True, embedding_scale=scale)
+    return replace(common, **traits)
 
 
 def _softcap(config: ModelConfig, field: str) -> float | None:

@@ -3,8 +3,6 @@ same input, a part of each head is rotated, and q, k and v are fused head by hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from tpengine.config import ModelConfig
@@ -13,7 +11,7 @@ from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import InterleavedQKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm
-from tpengine.layers.weights import CheckpointTensor, Weights
+from tpengine.layers.weights import Weights
 from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
 from tpengine.models.llama import rotary_table
 from tpengine.models.registry import check_plain_attention
@@ -70,10 +68,6 @@ class GPTNeoXForCausalLM(Decoder):
         name = "gpt_neox.final_layer_norm"
         self.norm = LayerNorm(weights, name, hf["hidden_size"], hf["layer_norm_eps"])
         self.lm_head = self.make_head(config, weights, "embed_out", is_tied=False)
-        weights.convert = _renamed
-
-
-def _renamed(tensors: Iterator[CheckpointTensor]) -> Iterator[CheckpointTensor]:
-    """Gives the output head its name of published checkpoints; transformers 5 has another."""
-    for file, name, source in tensors:
-        yield file, "embed_out.weight" if name == "lm_head.weight" else name, source
+        # transformers 5 has another name for the output head than published checkpoints
+        head = "embed_out.weight"  # or the table, if the two are tied
+        weights.declare_repeat("lm_head.weight", weights.repeats.get(head, head))

@@ -6,13 +6,13 @@ Its relatives differ from it only in a few traits (`LlamaTraits`); the file of e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from tpengine.config import ModelConfig
-from tpengine.layers.activation import GatedActivation
+from tpengine.layers.activation import gated_activation
 from tpengine.layers.attention import Attention, SelfAttention
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
@@ -119,15 +119,15 @@ class LlamaMLP:
         names = [f"{prefix}.{name}" for name in names]
         self.gate_up_proj = MergedColumnParallelLinear(weights, names, hidden, [size] * 2, bias)
         self.down_proj = RowParallelLinear(weights, f"{prefix}.down_proj", size, hidden, bias)
-        self.activation = GatedActivation(traits.activation or hf["hidden_act"])
+        self.activation = gated_activation(traits.activation or hf["hidden_act"])
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, hidden_size]` to the same shape."""
-        return self.down_proj.forward(self.activation.forward(self.gate_up_proj.forward(x)))
+        return self.down_proj.forward(self.activation(self.gate_up_proj.forward(x)))
 
     def partial_forward(self, x: Tensor) -> Tensor:
         """This rank's part of `forward`; the caller sums over ranks."""
-        return self.down_proj.partial_forward(self.activation.forward(self.gate_up_proj.forward(x)))
+        return self.down_proj.partial_forward(self.activation(self.gate_up_proj.forward(x)))
 
 
 def _norm(blueprint: Blueprint, name: str) -> RMSNorm:
@@ -146,9 +146,12 @@ class LlamaForCausalLM(Decoder):
     base_prefix = "model."
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        blueprint = Blueprint(config, weights, self.traits(config))
-        sizes = config.vocab_size, config.hf_config["hidden_size"]
-        scale = blueprint.traits.embedding_scale
+        traits = self.traits(config)
+        if not traits.mlp_bias:
+            require(config, "mlp_bias", False, False)
+        blueprint = Blueprint(config, weights, traits)
+        sizes = config.vocab_size, config.hidden_size
+        scale = traits.embedding_scale
         self.embed_tokens = VocabParallelEmbedding(weights, "model.embed_tokens", *sizes, scale)
         tables = self.rotary_tables(blueprint)
         self.layers = [self._layer(blueprint, i, table) for i, table in enumerate(tables)]
@@ -163,18 +166,13 @@ class LlamaForCausalLM(Decoder):
             ConfigError: the configuration asks for a feature that this member does not have.
         """
         require(config, "sliding_window", None, None)
-        return cls.biases(config)
+        return replace(cls.biases(config), mlp_bias=bool(config.hf_config.get("mlp_bias")))
 
     @classmethod
     def biases(cls, config: ModelConfig) -> LlamaTraits:
-        """Returns Llama's traits: no windows, and biases as the configuration says."""
+        """Returns traits without windows, with biases of attention as the configuration says."""
         bias = bool(config.hf_config.get("attention_bias"))
-        return LlamaTraits(
-            windows=(None,) * config.num_layers,
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=bool(config.hf_config.get("mlp_bias")),
-        )
+        return LlamaTraits(windows=(None,) * config.num_layers, qkv_bias=bias, o_bias=bias)
 
     def _layer(self, blueprint: Blueprint, layer: int, table: Tensor | None) -> DecoderLayer:
         attention = _attention(blueprint, layer, table)

@@ -20,7 +20,7 @@ class MistralForCausalLM(LlamaForCausalLM):
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
-        _refuse_biases(config)
+        require(config, "attention_bias", False, False)
         return LlamaTraits(windows=uniform_window(config))
 
 
@@ -30,13 +30,8 @@ class MinistralForCausalLM(LlamaForCausalLM):
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
-        _refuse_biases(config)
+        require(config, "attention_bias", False, False)
         return LlamaTraits(windows=layer_windows(config))
-
-
-def _refuse_biases(config: ModelConfig) -> None:
-    require(config, "attention_bias", False, False)
-    require(config, "mlp_bias", False, False)
 
 
 class ExpertMLP:

@@ -22,5 +22,5 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
-        require(config, "mlp_bias", False, False)
-        return replace(super().traits(config), norms=_POST_NORMS, qk_norm=WholeQKNorm)
+        require(config, "sliding_window", None, None)
+        return replace(cls.biases(config), norms=_POST_NORMS, qk_norm=WholeQKNorm)

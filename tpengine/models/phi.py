@@ -19,7 +19,6 @@ class Phi3ForCausalLM(LlamaForCausalLM):
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
         require(config, "attention_bias", False, False)
-        require(config, "mlp_bias", False, False)
         kind = rope_parameters(config.hf_config)["rope_type"]
         if kind not in _ROPE_TYPES:  # transformers reads "yarn" as longrope
             raise unsupported(config, "rope_type", kind, ", ".join(_ROPE_TYPES))

@@ -30,9 +30,6 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
         require(config, "qkv_bias", True, True)
-        require(config, "mlp_bias", False, False)
-        require(config, "use_mrope", False, False)
-        require(config, "dual_chunk_attention_config", None, None)
         return LlamaTraits(windows=layer_windows(config), qkv_bias=True)
 
 
@@ -42,7 +39,6 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
-        require(config, "mlp_bias", False, False)
         return replace(cls.biases(config), windows=layer_windows(config), qk_norm=QKNorm)
 
 
@@ -96,9 +92,6 @@ class Qwen2MoeForCausalLM(_QwenMoeForCausalLM):
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
-        require(config, "mlp_bias", False, False)
-        require(config, "use_mrope", False, False)
-        require(config, "dual_chunk_attention_config", None, None)
         uses_window = bool(config.hf_config.get("use_sliding_window"))
         return LlamaTraits(
             windows=layer_windows(config) if uses_window else (None,) * config.num_layers,
@@ -112,5 +105,4 @@ class Qwen3MoeForCausalLM(_QwenMoeForCausalLM):
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
-        require(config, "mlp_bias", False, False)
         return replace(cls.biases(config), windows=uniform_window(config), qk_norm=QKNorm)

@@ -24,12 +24,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tpengine.config import ARCHITECTURES, ModelConfig
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, not_supported
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.weights import Weights
 from tpengine.logger import init_logger
 from tpengine.ops.attention_ops import MAX_HEAD_DIM
-from tpengine.ops.library import has_cpu_kernels
 
 logger = init_logger(__name__)
 
@@ -37,8 +36,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts."""
 _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None,), "clip_qkv attn_logit_softcapping final_logit_softcapping attention_multiplier"),
+    ((None,), "dual_chunk_attention_config"),
     ((None, False), "is_encoder_decoder add_cross_attention use_bidirectional_attention"),
-    ((None, False), "attention_sinks"),
+    ((None, False), "attention_sinks use_mrope"),
     ((None, 0), "num_sink_tokens num_experts num_local_experts"),
     ((None, 1.0), "residual_multiplier embedding_multiplier logits_scaling logit_scale"),
 )
@@ -90,9 +90,8 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
         for field in fields.split():
             if field not in getattr(family, "own_fields", ()):
                 require(config, field, None, *neutral)
-    is_compiled = weights.device.type == "cpu" and has_cpu_kernels()
-    if is_compiled and config.head_dim > MAX_HEAD_DIM:
-        raise unsupported(config, "head_dim", config.head_dim, f"up to {MAX_HEAD_DIM} on CPU")
+    if config.head_dim > MAX_HEAD_DIM:
+        raise unsupported(config, "head_dim", config.head_dim, f"up to {MAX_HEAD_DIM}")
     model: CausalLM = family(config, weights)
     return model
 
@@ -118,10 +117,8 @@ def require(config: ModelConfig, field: str, default: Any, *supported: Any) -> A
 
 def unsupported(config: ModelConfig, field: str, value: object, supported: str) -> ConfigError:
     """Makes the error for a field whose value this architecture does not support."""
-    return ConfigError(
-        f"{field} = {value!r} in the config.json of {config.model} is not supported for "
-        f"{config.architecture}; supported: {supported}"
-    )
+    place = f"the config.json of {config.model}, which is {config.architecture},"
+    return not_supported(f"{field} = {value!r} in {place}", [supported])
 
 
 def check_plain_attention(config: ModelConfig) -> None:

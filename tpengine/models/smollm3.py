@@ -19,7 +19,8 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
-        return replace(cls.biases(config), windows=layer_windows(config))
+        mlp_bias = bool(config.hf_config.get("mlp_bias"))
+        return replace(cls.biases(config), windows=layer_windows(config), mlp_bias=mlp_bias)
 
     @classmethod
     def rotary_tables(cls, blueprint: Blueprint) -> Sequence[Tensor | None]:

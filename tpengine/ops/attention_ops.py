@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -20,9 +19,9 @@ prefill_attention = op(reference.prefill_attention, "out")
 
 
 MAX_HEAD_DIM = 256
+"""Of the kernels of both devices; `models.registry` and `models.fallback` refuse more."""
 TENSOR_CORE_HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 """Head dims that the CUDA decode kernel for 16-bit and fp8 caches is compiled for."""
-BLOCK_SIZES = (8, 16, 32)
 MIN_ITEM_BYTES = 128 * 1024
 """Bytes of K and V of one kv head from which on a part of a context gets its own work item (256
 tokens of a bf16 cache with head dim 128)."""
@@ -31,17 +30,12 @@ _FP8_CAPABILITY = (8, 9)
 """First compute capability on which the kernels can convert fp8 numbers."""
 
 
-@functools.cache
 def check_decode_support(
-    head_dim: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    block_size: int,
-    capability: tuple[int, int],
+    head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, capability: tuple[int, int]
 ) -> None:
     """Checks at start-up that the CUDA decode kernels support a model's attention.
 
-    A head dim without a tensor-core kernel runs on the CUDA cores, with one warning.
+    A head dim without a tensor-core kernel runs on the CUDA cores, with a warning.
 
     Args:
         capability: compute capability of the GPU.
@@ -49,21 +43,8 @@ def check_decode_support(
     Raises:
         ConfigError: they do not; the message says what to change.
     """
-    if block_size not in BLOCK_SIZES:
-        raise ConfigError(f"block_size={block_size}: on a GPU it must be 8, 16 or 32")
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ConfigError(f"dtype={dtype}: the CUDA kernels take float16, bfloat16 and float32")
-    if head_dim > MAX_HEAD_DIM:
-        raise ConfigError(
-            f"head_dim={head_dim}: the CUDA attention kernels go up to {MAX_HEAD_DIM}; "
-            "run this model on CPU"
-        )
     is_fp8 = cache_dtype == torch.float8_e4m3fn
-    if not is_fp8 and cache_dtype != dtype:
-        raise ConfigError(
-            f"a KV cache of {cache_dtype} for a model in {dtype}: the cache takes the model's "
-            "dtype, or fp8 (float8_e4m3fn)"
-        )
+    assert is_fp8 or cache_dtype == dtype, "`check_kv_cache_dtype` refuses int8 on a GPU"
     if is_fp8 and dtype == torch.float32:
         raise ConfigError("an fp8 KV cache needs dtype bfloat16 or float16; this model is float32")
     if is_fp8 and capability < _FP8_CAPABILITY:
@@ -132,7 +113,7 @@ def make_decode_plan(
         device: a CUDA device with its index.
 
     Raises:
-        NativeLibraryError: the CUDA kernels are not installed, or do not run on this GPU.
+        NativeLibraryError: the CUDA kernels do not run on this GPU.
     """
     wave = library.decode_wave(device.index, cache_dtype, head_dim, num_heads, num_kv_heads)
     max_items = max_num_seqs + 2 * wave

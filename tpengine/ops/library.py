@@ -57,11 +57,8 @@ def _fake(*_: object) -> None:
 def _find_library(name: str) -> Path | None:
     # An editable install puts the libraries into site-packages while this file stays in the
     # source tree, so all folders of the package are searched, not only that of __file__.
-    for folder in sys.modules["tpengine"].__path__:
-        path = Path(folder) / "lib" / name
-        if path.exists():
-            return path
-    return None
+    paths = (Path(folder) / "lib" / name for folder in sys.modules["tpengine"].__path__)
+    return next((path for path in paths if path.exists()), None)
 
 
 def _load(name: str) -> ctypes.CDLL | None:
@@ -131,32 +128,22 @@ def decode_wave(
         dtype: of the KV cache.
 
     Raises:
-        NativeLibraryError: the CUDA kernels are not installed, or do not run on this GPU.
+        NativeLibraryError: the CUDA kernels do not run on this GPU.
     """
     codes = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
-    if cuda_library is None:
-        raise NativeLibraryError(
-            "libtpengine_cuda.so is not installed: install the CUDA toolkit (nvcc) and run "
-            "`TPENGINE_CUDA=ON pip install .`"
-        )
+    assert cuda_library is not None, "the CUDA kernels are not installed"
     wave: int = cuda_library.tpengine_cuda_decode_wave(
         device_index, codes[dtype], head_dim, num_heads, num_kv_heads
     )
     if wave < 1:
+        major, minor = torch.cuda.get_device_capability(device_index)
+        card = f"{torch.cuda.get_device_name(device_index)}, compute capability {major}.{minor}"
         raise NativeLibraryError(
-            f"the CUDA kernels do not run on GPU {device_index} ({_card(device_index)}): they need "
+            f"the CUDA kernels do not run on GPU {device_index} ({card}): they need "
             "compute capability 8.0 or later and a driver for CUDA 13 or later; torch "
             f"{torch.__version__}"
         )
     return wave
-
-
-def _card(device_index: int) -> str:
-    try:
-        major, minor = torch.cuda.get_device_capability(device_index)
-        return f"{torch.cuda.get_device_name(device_index)}, compute capability {major}.{minor}"
-    except (RuntimeError, AssertionError) as error:  # no driver, or no such GPU
-        return str(error).strip()
 
 
 def cpu_functions(prefix: str, types: Mapping[str, tuple[Any, list[Any]]]) -> ctypes.CDLL | None:

@@ -89,36 +89,31 @@ def pack_quantized_into(
     pack_groups(weight.packed, q, scales, offsets, form.bits, form.group_size)
 
 
-def quantize_weight(
-    weight: Tensor, form: QuantizedFormat, arena: HugePageArena | None = None
-) -> QuantizedWeight:
+def quantize_weight_into(result: QuantizedWeight, weight: Tensor) -> None:
     """Rounds a weight to groups without offsets, and packs it.
 
     In 8 bits a group's scale comes from its largest magnitude; in 4 bits it is the one of a few
     that loses least, and may be negative.
 
     Args:
+        result: from `empty_quantized`; written.
         weight: `[out_features, in_features]`, float32 or bfloat16; in 4 bits groups have at most
             128 inputs.
-        arena: memory for the result; None: torch allocates it.
 
     Raises:
         RuntimeError: dtype, strides or format do not fit.
     """
-    result = empty_quantized(weight.shape[0], weight.shape[1], form, arena)
-    quantize_weight_into(result, weight)
-    return result
-
-
-def quantize_weight_into(result: QuantizedWeight, weight: Tensor) -> None:
-    """See `quantize_weight`."""
     _quantize_weight(result.packed, weight, result.format.bits, result.format.group_size)
 
 
 def empty_quantized(
     outputs: int, inputs: int, form: QuantizedFormat, arena: HugePageArena | None = None
 ) -> QuantizedWeight:
-    """Allocates an uninitialised weight `[outputs, inputs]`; `arena` as in `quantize_weight`."""
+    """Allocates an uninitialised weight `[outputs, inputs]`.
+
+    Args:
+        arena: memory for the result; None: torch allocates it.
+    """
     tail = LINEAR_PANEL * 2 * (1 if form.offsets == NO_OFFSETS else 2)
     group_bytes = LINEAR_PANEL * form.group_size * form.bits // 8 + tail
     count = -(-outputs // LINEAR_PANEL) * form.num_groups(inputs) * group_bytes

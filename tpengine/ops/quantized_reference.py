@@ -41,7 +41,7 @@ def pack_groups(
 
 
 def quantize_weight(packed: Tensor, weight: Tensor, bits: int, group_size: int) -> None:
-    """See `ops.quantized_ops.quantize_weight`."""
+    """See `ops.quantized_ops.quantize_weight_into`."""
     padded = F.pad(weight.float(), (0, 0, 0, -weight.shape[0] % LINEAR_PANEL))
     q, scales = round_to_groups(padded, bits, group_size)
     pack_groups(packed, q, scales, None, bits, group_size)

@@ -25,34 +25,40 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def gather_pages(k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns K and V of these blocks, each `[num_blocks * block_size, num_kv_heads, head_dim]`."""
+    pages = [_bits(cache)[block_ids.long()].view(cache.dtype) for cache in (k_cache, v_cache)]
+    k_view, v_view = _views(*pages)
+    k, v = k_view.flatten(3).flatten(0, 1), v_view.flatten(1, 2).flatten(0, 1)
+    if k_cache.dtype != torch.int8:
+        return k, v
+    k_scales, v_scales = (_int8_parts(page)[1].flatten(0, 1)[..., None] for page in pages)
+    return k.float() * k_scales, v.float() * v_scales
+
+
+def _views(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns views of the numbers of both caches, in every layout: K `[num_blocks, block_size,
+    num_kv_heads, head_dim / p, p]`, and V `[num_blocks, block_size / p, p, num_kv_heads,
+    head_dim]`."""
+    if k_cache.dim() == 4 and k_cache.dtype != torch.int8:
+        return k_cache.unsqueeze(4), v_cache.unsqueeze(2)
     if k_cache.dtype == torch.int8:
-        k, _, k_scales = int8_views(k_cache[block_ids.long()])
-        _, v, v_scales = int8_views(v_cache[block_ids.long()])
-        k, v = k.flatten(3).float(), v.flatten(1, 2).float()
-        return (k * k_scales[..., None]).flatten(0, 1), (v * v_scales[..., None]).flatten(0, 1)
-    k, v = (_bits(cache)[block_ids.long()].view(cache.dtype) for cache in (k_cache, v_cache))
-    if k_cache.dim() == 5:
-        k = k.permute(0, 3, 1, 2, 4).flatten(3)
-        v = v.permute(0, 2, 4, 1, 3).flatten(1, 2)
-    return k.flatten(0, 1), v.flatten(0, 1)
+        k_numbers, v_numbers = _int8_parts(k_cache)[0], _int8_parts(v_cache)[0]
+        head_dim, block_size = k_cache.shape[3] - SCALE_BYTES, k_cache.shape[2]
+        k_cache = k_numbers.unflatten(2, (head_dim // 2, block_size, 2))
+        v_cache = v_numbers.unflatten(2, (block_size // 2, head_dim, 2))
+    return k_cache.permute(0, 3, 1, 2, 4), v_cache.permute(0, 2, 4, 1, 3)
 
 
-def int8_views(cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views of an int8 cache: its numbers if it holds K, `[num_blocks, block_size,
-    num_kv_heads, head_dim / 2, 2]`, if it holds V, `[num_blocks, block_size / 2, 2, num_kv_heads,
+def _int8_parts(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns views of an int8 cache: its numbers, `[num_blocks, num_kv_heads, block_size *
     head_dim]`, and its scales, `[num_blocks, block_size, num_kv_heads]`."""
     block_size, head_dim = cache.shape[2], cache.shape[3] - SCALE_BYTES
     sizes = [block_size * head_dim, block_size * SCALE_BYTES]
     numbers, scales = cache.flatten(2).split(sizes, dim=2)
-    k = numbers.unflatten(2, (head_dim // 2, block_size, 2)).permute(0, 3, 1, 2, 4)
-    v = numbers.unflatten(2, (block_size // 2, head_dim, 2)).permute(0, 2, 4, 1, 3)
-    return k, v, scales.view(torch.float32).transpose(1, 2)
+    return numbers, scales.view(torch.float32).transpose(1, 2)
 
 
-def block_size_of(k_cache: Tensor) -> int:
-    if k_cache.dtype == torch.int8:
-        return k_cache.shape[2]
-    return k_cache.shape[3] if k_cache.dim() == 5 else k_cache.shape[1]
+def _block_size(k_cache: Tensor) -> int:
+    return _views(k_cache, k_cache)[0].shape[1]
 
 
 def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,24 +106,17 @@ def write_kv_cache(
     """
     cached = slot_mapping >= 0
     slots = slot_mapping[cached].long()
-    block_size = block_size_of(k_cache)
+    k_view, v_view = _views(_bits(k_cache), _bits(v_cache))
+    block_size, pack = k_view.shape[1], k_view.shape[4]
     block, offset = slots // block_size, slots % block_size
     if k_cache.dtype == torch.int8:
-        k_view, _, k_scales = int8_views(k_cache)
-        numbers, k_scales[block, offset] = to_int8(k[cached])
-        k_view[block, offset] = numbers.unflatten(-1, (-1, 2))
-        _, v_view, v_scales = int8_views(v_cache)
-        v_view[block, offset // 2, offset % 2], v_scales[block, offset] = to_int8(v[cached])
-        return
-    k = _as_cached(k[cached], k_cache.dtype, k_scale)
-    v = _as_cached(v[cached], v_cache.dtype, v_scale)
-    if k_cache.dim() == 5:
-        pack = k_cache.shape[4]
-        k_cache.permute(0, 3, 1, 2, 4)[block, offset] = k.unflatten(-1, (-1, pack))
-        v_cache.permute(0, 2, 4, 1, 3)[block, offset // pack, offset % pack] = v
+        k, _int8_parts(k_cache)[1][block, offset] = to_int8(k[cached])
+        v, _int8_parts(v_cache)[1][block, offset] = to_int8(v[cached])
     else:
-        _bits(k_cache)[block, offset] = k
-        _bits(v_cache)[block, offset] = v
+        k = _as_cached(k[cached], k_cache.dtype, k_scale)
+        v = _as_cached(v[cached], v_cache.dtype, v_scale)
+    k_view[block, offset] = k.unflatten(-1, (-1, pack))
+    v_view[block, offset // pack, offset % pack] = v
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor) -> None:
@@ -195,7 +194,7 @@ def gather_kv(
     Raises:
         RuntimeError: a dtype or shape does not fit.
     """
-    block_size = block_size_of(k_cache)
+    block_size = _block_size(k_cache)
     borders = token_start.tolist()
     for seq, first in enumerate(borders[:-1]):
         length = min(borders[seq + 1], k.shape[0]) - first
@@ -382,7 +381,7 @@ def prefill_attention(
         RuntimeError: an argument's dtype, shape or strides do not fit. Block ids are not checked.
     """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    block_size = block_size_of(k_cache)
+    block_size = _block_size(k_cache)
     for seq, length in enumerate(lengths):
         rows = slice(starts[seq], starts[seq + 1])
         if length == 0:

@@ -43,8 +43,8 @@ class GpuQuantizedWeight:
 
 
 def quantize_for_gpu(weight: Tensor, form: QuantizedFormat) -> GpuQuantizedWeight:
-    """Rounds a weight to groups without offsets as `ops.quantized_ops.quantize_weight` does, and
-    packs it, on its device.
+    """Rounds a weight to groups without offsets as `ops.quantized_ops.quantize_weight_into` does,
+    and packs it, on its device.
 
     Args:
         weight: `[out_features, in_features]`, of any float type.

@@ -56,68 +56,52 @@ def _place_buffers(module_name: str, module: nn.Module, weights: Weights) -> Non
             weights.declare(f"{module_name}.{leaf}".lstrip("."), WeightShard(placed))
 
 
-class CheckpointConversion:
-    """Renames and merges tensors of a checkpoint as transformers does when it loads one.
+def convert_tensors(
+    root: Any, weights: Weights, tensors: Iterable[CheckpointTensor]
+) -> Iterator[CheckpointTensor]:
+    """Renames and merges tensors of a checkpoint as transformers does when it loads one; yields the
+    model's tensors.
 
     A merged parameter (all experts of a layer) is in memory together with the tensors of which it
     is made, one such parameter at a time.
     """
-
-    def __init__(self, root: Any, weights: Weights) -> None:
-        self._root = root
-        self._weights = weights
-        self._names = dict.fromkeys(weights.shards, True)
-        ignored = getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()
-        self._ignored = [re.compile(pattern) for pattern in ignored]
-        self._renamings, self._converters = _conversions(root)
-
-    def __call__(self, tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
-        """Yields the model's tensors."""
-        pending: dict[str, list[tuple[str, str, CheckpointTensor]]] = {}
-        for file, name, source in tensors:
-            if name not in self._names and any(ignored.search(name) for ignored in self._ignored):
-                continue
-            wanted, pattern = self._rename(name)
-            if pattern is not None:
-                pending.setdefault(wanted, []).append((name, pattern, (file, name, source)))
-            else:
-                yield file, wanted, source
-        for wanted in list(pending):  # a source that was read stays mapped as long as it lives
-            yield from self._merge(wanted, pending.pop(wanted))
-
-    def _rename(self, name: str) -> tuple[str, str | None]:
-        if not self._renamings and not self._converters:
-            return name, None
-        from transformers.core_model_loading import rename_source_key
-
-        prefix = self._root.base_model_prefix
-        renamed: tuple[str, str | None] = rename_source_key(
-            name, self._renamings, self._converters, prefix, self._names
-        )
-        return renamed
-
-    def _merge(
-        self, wanted: str, parts: list[tuple[str, str, CheckpointTensor]]
-    ) -> Iterator[CheckpointTensor]:
-        from transformers.core_model_loading import dot_natural_key
-
-        converter = next(c for c in self._converters if parts[0][1] in c.source_patterns)
-        parts.sort(key=lambda part: dot_natural_key(part[0]))
-        for name, pattern, (_, _, source) in parts:
-            converter.add_tensor(wanted, name, pattern, lambda source=source: source[:])
-            self._weights.is_dequantized |= isinstance(source, QuantizedSource)
-        merged = converter.convert(wanted, model=self._root, config=self._root.config)
-        file = parts[0][2][0]
-        for name, tensor in merged.items():
-            whole = tensor[0] if isinstance(tensor, list) else tensor
-            yield file, name, LoadedTensor(whole)
-
-
-def _conversions(root: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the class's renamings and converters."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
+    from transformers.core_model_loading import WeightConverter, rename_source_key
 
+    names, prefix = dict.fromkeys(weights.shards, True), root.base_model_prefix
+    to_ignore = getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = [re.compile(expression) for expression in to_ignore]
     entries = get_model_conversion_mapping(root)
     converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
-    return [entry for entry in entries if not isinstance(entry, WeightConverter)], converters
+    renamings = [entry for entry in entries if not isinstance(entry, WeightConverter)]
+    pending: dict[str, list[tuple[str, str, CheckpointTensor]]] = {}
+    for file, name, source in tensors:
+        if name not in names and any(expression.search(name) for expression in ignored):
+            continue
+        wanted, pattern = name, None
+        if entries:
+            wanted, pattern = rename_source_key(name, renamings, converters, prefix, names)
+        if pattern is not None:
+            pending.setdefault(wanted, []).append((name, pattern, (file, name, source)))
+        else:
+            yield file, wanted, source
+    for wanted in list(pending):  # a source that was read stays mapped as long as it lives
+        parts = pending.pop(wanted)
+        converter = next(c for c in converters if parts[0][1] in c.source_patterns)
+        weights.is_dequantized |= any(isinstance(part[2][2], QuantizedSource) for part in parts)
+        yield from _merge(root, converter, wanted, parts)
+
+
+def _merge(
+    root: Any, converter: Any, wanted: str, parts: list[tuple[str, str, CheckpointTensor]]
+) -> Iterator[CheckpointTensor]:
+    from transformers.core_model_loading import dot_natural_key
+
+    parts.sort(key=lambda part: dot_natural_key(part[0]))
+    for name, pattern, (_, _, source) in parts:
+        converter.add_tensor(wanted, name, pattern, lambda source=source: source[:])
+    merged = converter.convert(wanted, model=root, config=root.config)
+    file = parts[0][2][0]
+    for name, tensor in merged.items():
+        whole = tensor[0] if isinstance(tensor, list) else tensor
+        yield file, name, LoadedTensor(whole)

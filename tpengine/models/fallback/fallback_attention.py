@@ -50,9 +50,7 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    scale: float
-    window: int | None
-    softcap: float | None
+    rule: AttentionRule
 
 
 class Probe:
@@ -94,8 +92,7 @@ class PagedLayer:
     def __init__(self, shape: Shape, padded_dim: int) -> None:
         self._pads = {padded_dim} != {shape.head_dim, shape.value_dim}
         self._value_dim = shape.value_dim
-        rule = AttentionRule(shape.scale, window=shape.window, softcap=shape.softcap)
-        self.attention = Attention(shape.num_heads, shape.num_kv_heads, padded_dim, rule)
+        self.attention = Attention(shape.num_heads, shape.num_kv_heads, padded_dim, shape.rule)
 
     def forward(
         self, parts: tuple[Heads, Heads, Heads], kv_cache: KVCache, metadata: AttentionMetadata
@@ -214,5 +211,5 @@ def _shape_of(q: Heads, k: Heads, v: Heads, window: int | None, options: dict[st
         raise UnfitError(f"q, k and v of its attention have the shapes {shapes}")
     scale = options.get("scaling")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-    return Shape(*sizes, scale, window, options.get("softcap"))
+    rule = AttentionRule(scale, window=window, softcap=options.get("softcap"))
+    return Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], rule)

@@ -18,7 +18,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError
 from tpengine.layers import linear
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tpengine.layers.weights import Weights, WeightShard
+from tpengine.layers.weights import Weights, transposed
 
 _STYLES = {
     "colwise": "colwise", "colwise_gather_output": "gather", "colwise_rep": "gather",
@@ -62,9 +62,7 @@ class LinearInPlace(nn.Module):
 
     def allocate(self, weights: Weights, name: str) -> None:
         inputs, outputs, bias = sizes = self.in_features, self.out_features, self._has_bias
-        if self._is_transposed:
-            self._linear = _TransposedLinear(weights, name, *sizes)
-        elif self.style in ("colwise", "gather"):
+        if self.style in ("colwise", "gather"):
             self._linear = linear.MergedColumnParallelLinear(
                 weights, [name], inputs, [outputs], bias
             )
@@ -72,6 +70,9 @@ class LinearInPlace(nn.Module):
             self._linear = linear.RowParallelLinear(weights, name, *sizes)
         else:
             self._linear = linear.ReplicatedLinear(weights, name, *sizes)
+        if self._is_transposed:
+            shards = weights.shards[f"{name}.weight"]
+            shards[:] = map(transposed, shards)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[..., in_features]` to `[..., out_features]`; one of them is this rank's share if the
@@ -85,20 +86,6 @@ class LinearInPlace(nn.Module):
         flat = x.reshape(-1, self._rank_in).contiguous()
         out = self._linear.forward(flat).view(*x.shape[:-1], self._rank_out)
         return self._parallel.all_gather(out) if gathers else out
-
-
-class _TransposedLinear(linear.Linear):
-    """A linear layer whose weight is `[in_features, out_features]` in the checkpoint."""
-
-    def __init__(
-        self, weights: Weights, name: str, in_features: int, out_features: int, bias: bool
-    ) -> None:
-        super().__init__(weights, in_features, out_features, bias)
-        outline = self.matrix.outline.t()
-        shard = WeightShard(outline, matrix=self.matrix, is_transposed=True)
-        weights.declare(f"{name}.weight", shard)
-        if self.bias is not None:
-            weights.declare(f"{name}.bias", WeightShard(self.bias))
 
 
 class EmbeddingInPlace(nn.Module):
@@ -164,7 +151,7 @@ class TensorParallelPlan:
 
     Raises:
         ConfigError: there is more than one rank, and the class has no plan, or a plan of which our
-            layers lack a style; or its heads cannot be divided.
+            layers lack a style.
     """
 
     def __init__(self, root: Any, config: ModelConfig, parallel: ParallelState) -> None:
@@ -190,8 +177,6 @@ class TensorParallelPlan:
             self._styles[name] = _STYLES[style]
         if not self._styles:
             raise self._refusal(config, "it has no base_model_tp_plan")
-        parallel.divide(config.total_num_heads, "attention heads")
-        parallel.divide(config.total_num_kv_heads, "KV heads")
 
     def style(self, name: str) -> str:
         """Returns colwise, rowwise, gather, split, or replicated for a linear layer."""

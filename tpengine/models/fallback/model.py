@@ -14,6 +14,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from tpengine.errors import ConfigError
 from tpengine.layers.attention import AttentionMetadata, KVCache, keep_rows
 from tpengine.layers.weights import Weights
 from tpengine.models.fallback import layers
-from tpengine.models.fallback.checkpoint import CheckpointConversion, allocate_parameters
+from tpengine.models.fallback.checkpoint import allocate_parameters, convert_tensors
 from tpengine.models.fallback.fallback_attention import (
     INTERFACE,
     Probe,
@@ -91,7 +92,7 @@ class TransformersForCausalLM:
         self._layers = make_layers(shapes)
         for name, layer in replaced.items():
             layer.allocate(weights, name)
-        weights.convert = CheckpointConversion(root, weights)
+        weights.convert = partial(convert_tensors, root, weights)
 
     def forward(
         self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata

@@ -32,9 +32,9 @@ def check_attention(
         ConfigError: the kernels of a GPU do not take the model's attention.
     """
     if config.device == "cuda":
-        head_dim, block_size = next(attention_layers(model)).head_dim, config.cache.block_size
+        head_dim = next(attention_layers(model)).head_dim
         capability = torch.cuda.get_device_capability()
-        attention_ops.check_decode_support(head_dim, dtype, cache_dtype, block_size, capability)
+        attention_ops.check_decode_support(head_dim, dtype, cache_dtype, capability)
 
 
 class GpuAttention:
