@@ -174,11 +174,13 @@ def test_an_empty_generation_config_recommends_nothing(
         assert " is empty: " in messages[0]
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 93\n"
 FAULTS = {
     b"": "it is empty",
     b"\xff{": "it is not valid JSON",
     b"[" * 100_000: "it is not valid JSON",
     b"null": "must hold an object",
+    POINTER: "it is a pointer of Git LFS; `git lfs pull` fetches",
 }
 
 
@@ -193,6 +195,13 @@ def test_a_broken_file_of_json_is_named(name: str, content: bytes, tmp_path: Pat
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelLoadError, match=rf"/{name} .*{FAULTS[content]}"):
         load_tokenizer(tmp_path) if name.startswith("tokenizer") else make_engine(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
+def test_a_pointer_to_weights_is_told_as_one(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(ModelLoadError, match=f"{name}.*git[ -]lfs"):
+        open_gguf(tmp_path / name) if name == "model.gguf" else list(read_tensors(tmp_path / name))
 
 
 def test_a_working_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

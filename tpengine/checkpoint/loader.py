@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tpengine.checkpoint.gguf_file import is_gguf
-from tpengine.checkpoint.model_files import WEIGHT_FILES, read_json
+from tpengine.checkpoint.model_files import POINTER, POINTER_FAULT, WEIGHT_FILES, read_json
 from tpengine.checkpoint.quantization_config import read_scheme
 from tpengine.checkpoint.quantized_checkpoint import merge_tensors
 from tpengine.config import ModelConfig
@@ -261,7 +261,10 @@ def read_tensors(path: Path) -> Iterator[tuple[str, TypedSource]]:
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
     try:
-        path.open("rb").close()  # safetensors calls each failure to open a file a missing file
+        with path.open("rb") as file:  # safetensors calls each failure to open it a missing file
+            start = file.read(len(POINTER))
+        if start == POINTER:
+            raise ModelLoadError(f"{path} cannot be read: {POINTER_FAULT}")
         yield
     except (SafetensorError, OSError) as error:
         reason = getattr(error, "strerror", None)

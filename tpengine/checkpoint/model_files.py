@@ -178,6 +178,11 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
 
 
+POINTER = b"version https://git-lfs"
+"""How a file begins that only stands for another one, as `git clone` without git-lfs leaves it."""
+POINTER_FAULT = "it is a pointer of Git LFS; `git lfs pull` fetches the file itself"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Content of a JSON file of a model.
 
@@ -189,6 +194,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
         fault = f"it is not valid JSON ({error})" if content.strip() else "it is empty"
+        fault = POINTER_FAULT if content.startswith(POINTER) else fault
         text = f"{path} cannot be read: {fault}; fetch it again, or repair it"
         raise ModelLoadError(text) from error
     if not isinstance(value, dict):

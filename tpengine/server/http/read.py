@@ -337,7 +337,7 @@ def _without_thoughts(content: Any) -> tuple[Any, str]:
     """A message's content without parts that are thoughts, and these; some gateways write them."""
     if not isinstance(content, list):
         return content, ""
-    rest, thoughts = [], []
+    rest, thoughts = list[Any](), list[dict[str, Any]]()
     for part in content:
         is_thought = isinstance(part, dict) and part.get("type") == "thinking"
         (thoughts if is_thought else rest).append(part)
