@@ -55,12 +55,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Has programs forked where tests start many. `make check` and `make soak` execute them, which
-    finds a missing import."""
-    wanted = session.config.getoption("markexpr")
+    """Has programs forked where tests start many, unless this process is itself a fork."""
     starts_many = any(_group_of(item.nodeid) in _LONG_ROOMS for item in session.items)
-    if starts_many and wanted in ("", "not soak and not check"):
+    if starts_many and _forks(session.config) and not forked.is_started():
         forked.start()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Has the processes of `-n` forked."""
+    if _forks(config):
+        forked.start()
+
+
+def _forks(config: pytest.Config) -> bool:
+    """`make check` and `make soak` execute what they start, which finds a missing import."""
+    return config.getoption("markexpr") in ("", "not soak and not check")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import re
@@ -31,6 +32,7 @@ NOT_READ = {"bos_token_id", "n_head", "n_layer", "pretraining_tp", "transformers
 """Words that the package uses for something else than a field of these architectures."""
 
 
+@functools.cache
 def words_in_the_package() -> set[str]:
     """Every string of the package: what is no such string cannot be read from a config. Those of
     the models that have no table are left out."""
@@ -39,9 +41,6 @@ def words_in_the_package() -> set[str]:
     trees = [ast.parse(p.read_text()) for p in paths if not any(o in str(p) for o in others)]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-
-
-READ = words_in_the_package()
 
 
 def of_transformers(folder: Path) -> ModelFields:
@@ -53,7 +52,7 @@ def of_transformers(folder: Path) -> ModelFields:
 def facts(hf_config: ModelFields) -> dict[str, Any]:
     """All that the package can find out, of fields in any spelling."""
     model = ModelConfig("", None, "", False, hf_config, "", 0, 0, "", frozenset())
-    names = sorted(READ - ROTARY - COMPUTED - NOT_READ)
+    names = sorted(words_in_the_package() - ROTARY - COMPUTED - NOT_READ)
     values = {name: hf_config.get(name) or None for name in names}  # False is as good as absent
     values["heads"] = (model.total_num_kv_heads, model.head_dim)
     values["rotary"] = rope_parameters(hf_config) if ROTARY & hf_config.keys() else None

@@ -9,7 +9,7 @@ import graphlib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -94,8 +94,9 @@ FEATURES = {
 
 
 @functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All of a file's syntax tree: the rules below look at it again and again."""
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 @functools.cache
@@ -104,7 +105,7 @@ def code_lines(path: Path) -> frozenset[int]:
     stripped = map(str.strip, path.read_text().splitlines())
     lines = {i for i, line in enumerate(stripped, 1) if line and not line.startswith("#")}
     docstrings: set[int] = set()
-    for node in ast.walk(parse(path)):
+    for node in nodes_of(path):
         match node:
             case ast.Expr(ast.Constant(str())):
                 docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))
@@ -139,7 +140,7 @@ def is_in(place: str, home: str) -> bool:
 
 def imported_names(path: Path) -> Iterator[str]:
     """Everything that a file imports, inside functions and for type checkers too."""
-    for node in ast.walk(parse(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -192,7 +193,7 @@ N = TypeVar("N", ast.Attribute, ast.Call)
 def nodes(paths: list[Path], kind: type[N], home: str) -> Iterator[tuple[str, N]]:
     """Every node of a kind in these files but one, each with its file and line."""
     for path in paths:
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(path):
             if isinstance(node, kind) and place_of(path) != home:
                 yield f"{place_of(path)}, line {node.lineno}", node
 
@@ -209,9 +210,9 @@ def test_only_host_handles_signals() -> None:
     assert [place for place, call in calls if handlers.fullmatch(ast.unparse(call.func))] == []
 
 
-def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def vague_names(tree: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and name of each variable, parameter and attribute that has one of `VAGUE_NAMES`."""
-    for node in ast.walk(tree):
+    for node in tree:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 pass
@@ -226,14 +227,14 @@ def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_vague_names_are_seen() -> None:
     source = "def f(one):\n  self.given = [found for found in one]\nclass C:\n  about: str\n"
     names = [(1, "one"), (2, "given"), (2, "found"), (4, "about")]
-    assert sorted(vague_names(ast.parse(source))) == sorted(names)
+    assert sorted(vague_names(ast.walk(ast.parse(source)))) == sorted(names)
 
 
 def test_names_say_what_a_value_is() -> None:
     faults = [
         f"{path.relative_to(ROOT)}, line {line}: {name!r} does not say what the value is; rename it"
         for path in (*WRITTEN, *ROOT.glob("tests/**/*.py"))
-        for line, name in vague_names(parse(path))
+        for line, name in vague_names(nodes_of(path))
     ]
     assert not faults, "\n".join(faults)
 
@@ -241,7 +242,7 @@ def test_names_say_what_a_value_is() -> None:
 def test_functions_stay_small() -> None:
     for path in WRITTEN:
         lines = code_lines(path)
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = len(lines.intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
                 assert length <= MAX_FUNCTION_LINES, f"{place_of(path)}: {node.name}: {length}"

@@ -28,7 +28,9 @@ NUM_TOKENS = 24
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     configs = {"first": {"r": 4}, "second": {"r": 16}, "wide": {"r": 17}}
-    return Adapters(Path(EMBEDDED_MODEL), tmp_path_factory.mktemp("adapters"), configs)
+    return Adapters(
+        Path(EMBEDDED_MODEL), tmp_path_factory.mktemp("adapters"), configs, num_tokens=64
+    )
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapters import Adapters, Job, assert_peft, open_engine, serve
+from support.adapters import NUM_TOKENS, Adapters, Job, assert_peft, open_engine, serve
 from support.engines import greedy, ids, preemptions
 from support.engines import serve as serve_ids
 from support.matrix import only
@@ -74,12 +74,12 @@ def test_all_sequences_of_a_request_have_its_adapter(eight: Adapters) -> None:
     (answer,) = eight.answers(jobs)
     answers = []
     with open_engine(eight.base, max_loras=1) as engine:
-        likeliest = SamplingParams(n=3, top_k=1, max_tokens=32, ignore_eos=True)
-        for params in (likeliest, greedy(32, n=2, best_of=3, use_beam_search=True)):
+        likeliest = SamplingParams(n=3, top_k=1, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for params in (likeliest, greedy(NUM_TOKENS, n=2, best_of=3, use_beam_search=True)):
             (output,) = serve_ids(engine, [prompt], params, [eight.requests["rank16"]])
             answers.append(output.outputs)
     same, beams = answers
-    assert [completion.token_ids for completion in same] == [answer.token_ids[:32]] * 3
+    assert [completion.token_ids for completion in same] == [answer.token_ids] * 3
     logits = eight.logprobs("rank16", [*prompt, *beams[0].token_ids])[len(prompt) - 1 : -1]
     chosen = torch.tensor(beams[0].token_ids).unsqueeze(1)
     expected = float(logits.gather(1, chosen).sum())
@@ -118,5 +118,7 @@ def test_a_changed_folder_is_another_adapter(tmp_path: Path, eight: Adapters) ->
             for file in Path(eight.requests[name].lora_path).iterdir():
                 (folder / file.name).write_bytes(file.read_bytes())
             moved = LoRARequest("moved", eight.requests["rank64"].lora_int_id, str(folder))
-            outputs = serve_ids(engine, [prompt] * 2, greedy(64), [moved, eight.requests[name]])
+            outputs = serve_ids(
+                engine, [prompt] * 2, greedy(NUM_TOKENS), [moved, eight.requests[name]]
+            )
             assert ids(outputs) == [eight.answers([(name, prompt)])[0].token_ids] * 2

@@ -7,7 +7,7 @@ import os
 import signal
 
 from executor.ray_engines import executor_of, rank_engine
-from support.adapters import Adapters, assert_peft
+from support.adapters import NUM_TOKENS, Adapters, assert_peft
 from support.engines import greedy, serve
 
 from lora.conftest import EIGHT
@@ -29,7 +29,7 @@ def test_a_rank_is_killed(eight: Adapters) -> None:
 
         names, prompts = zip(*jobs, strict=True)
         requests = list(map(eight.request, names))
-        outputs = serve(engine, prompts, greedy(64), requests, after_step=kill_a_rank)
+        outputs = serve(engine, prompts, greedy(NUM_TOKENS), requests, after_step=kill_a_rank)
         assert engine.health().num_recoveries == 1
         ledgers = engine.stats().ledgers
         assert all(0 < ledger.adapters_bytes < ledger.weights_bytes for ledger in ledgers)

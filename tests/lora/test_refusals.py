@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.adapters import Adapters, open_engine, write_adapter
+from support.adapters import NUM_TOKENS, Adapters, open_engine, write_adapter
 from support.engines import greedy, run
 from support.messages import refused
 from support.models import ModelShop
@@ -214,8 +214,10 @@ def test_a_rank_that_cannot_load_an_adapter(
     expected = [answer.token_ids for answer in eight.answers(jobs)]
     (_, prompt), (_, other) = jobs
     for changes in (True, False):
-        engine.add_request("late", None, greedy(64), lora_request=request, prompt_token_ids=prompt)
-        engine.add_request("bare", None, greedy(64), prompt_token_ids=other)
+        engine.add_request(
+            "late", None, greedy(NUM_TOKENS), lora_request=request, prompt_token_ids=prompt
+        )
+        engine.add_request("bare", None, greedy(NUM_TOKENS), prompt_token_ids=other)
         text = path.read_text()
         if changes:
             path.write_text(json.dumps(json.loads(text) | {"lora_alpha": 1}))

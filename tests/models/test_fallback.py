@@ -12,7 +12,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.all_decoders import decoder_classes, run_all, try_class, write_model
 from support.engines import open_llm
-from support.imports import imported
 from support.matrix import only
 
 from tpengine import EngineArgs
@@ -128,10 +127,6 @@ def test_long_ropes_are_refused_only_beyond_their_limit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set max_model_len to at most 64"):
         open_llm(tmp_path, model_impl="transformers", max_model_len=65)
     open_llm(tmp_path, model_impl="transformers", max_model_len=64, num_device_blocks_override=8)
-
-
-def test_a_rank_of_our_own_code_imports_no_transformers() -> None:
-    assert "transformers" not in imported("import tpengine.worker.worker")
 
 
 def test_a_gpu_is_asked_for_the_heads_that_the_cache_gets(

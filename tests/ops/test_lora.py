@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.matrix import matrix
 from torch import Tensor
 
 from tpengine.ops.lora_ops import LoRARows, LoRASlots, PackedPart, make_slots, pack_part, write_slot
@@ -85,11 +86,11 @@ def arguments(out: Tensor, x: Tensor, slots: LoRASlots, rows: LoRARows) -> tuple
     )  # fmt: skip
 
 
-GROUPS: list[list[tuple[int, list[int]]]] = [
-    [(0, [0])],
-    [(3, [4, 2]), (0, [1, 0, 7]), (1, [6]), (2, [3])],
-    [(4, [*range(11)]), (1, [*range(29, 11, -1)]), (0, [*range(30, 113)])],
-]
+GROUPS: dict[str, list[tuple[int, list[int]]]] = {
+    "one row": [(0, [0])],
+    "few rows": [(3, [4, 2]), (0, [1, 0, 7]), (1, [6]), (2, [3])],
+    "many rows": [(4, [*range(11)]), (1, [*range(29, 11, -1)]), (0, [*range(30, 113)])],
+}
 
 
 def expected(before: Tensor, case: Case, groups: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
@@ -115,15 +116,15 @@ def assert_untouched(
     [*((name, *dtypes) for name in BACKENDS for dtypes in DTYPES), *on_cuda(*CUDA_DTYPES)],
     ids=str,
 )
-@pytest.mark.parametrize("groups", GROUPS, ids=["one row", "few rows", "many rows"])
-@pytest.mark.parametrize("inputs", [64, 346])
+@pytest.mark.parametrize(("inputs", "crowd"), matrix([64, 346], list(GROUPS)), ids=str)
 def test_equals_products_in_float64(
     name: str,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
-    groups: list[tuple[int, list[int]]],
     inputs: int,
+    crowd: str,
 ) -> None:
+    groups = GROUPS[crowd]
     num_rows = max(row for _, own in groups for row in own) + 2
     case = make_case((dtype, weight_dtype), num_rows, inputs)
     wide = torch.randn(num_rows, sum(PARTS) + 5, generator=generator(1)).to(dtype)

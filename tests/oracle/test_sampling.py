@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -67,13 +68,15 @@ SEEDED = [
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype"),
+    ("model", "dtype", "mode"),
     only(
-        [("random", "float32"), ("embedded", "bfloat16")],
-        [("random", "float32"), ("embedded", "float32"), ("embedded", "bfloat16")],
+        [("random", "float32", "recompute"), ("embedded", "bfloat16", "swap")],
+        itertools.product(("random", "embedded"), ("float32", "bfloat16"), ("recompute", "swap")),
     ),
 )
-def test_same_seed_alone_crowded_and_preempted(models: ModelShop, model: str, dtype: str) -> None:
+def test_same_seed_alone_crowded_and_preempted(
+    models: ModelShop, model: str, dtype: str, mode: str
+) -> None:
     folder = EMBEDDED_MODEL if model == "embedded" else models.folder(ZOO["d96-7to1-llama3"])
     prompts = models.oracle(folder).prompts((5, 21, 40, 80), seed=4)
     rng = random.Random(5)
@@ -88,13 +91,12 @@ def test_same_seed_alone_crowded_and_preempted(models: ModelShop, model: str, dt
     assert log.max_rows == 64
     assert log.num_partial_chunks > 0
     assert in_crowd == alone
-    for mode in ("recompute", "swap"):
-        tight = {"max_model_len": 256, "num_device_blocks_override": 32, "preemption_mode": mode}
-        with log_steps() as log, open_llm(folder, dtype=dtype, **tight) as llm:
-            outputs = generate(llm, everyone, params)
-        assert preemptions(outputs[30:34]) > 0
-        log.assert_only(mode)
-        assert ids(outputs[30:34]) == alone
+    tight = {"max_model_len": 256, "num_device_blocks_override": 32, "preemption_mode": mode}
+    with log_steps() as log, open_llm(folder, dtype=dtype, **tight) as llm:
+        outputs = generate(llm, everyone, params)
+    assert preemptions(outputs[30:34]) > 0
+    log.assert_only(mode)
+    assert ids(outputs[30:34]) == alone
     assert len({tuple(tokens) for tokens in alone}) == 4
 
 

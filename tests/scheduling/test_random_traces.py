@@ -284,7 +284,7 @@ MIXES = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MIXES)
-@pytest.mark.parametrize("share", [8, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("share", [16, pytest.param(1, marks=pytest.mark.soak)])
 def test_random_traces(name: str, share: int) -> None:
     """All requests end as they would alone. All examples, of which one in `share` is run, reach
     each event that they are for."""

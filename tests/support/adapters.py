@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from support import engines
 from support.engines import greedy
-from support.oracle import NUM_OUTPUT_TOKENS, Answer, Oracle
+from support.oracle import Answer, Oracle
 from tpengine import LLMEngine, LoRARequest, RequestOutput
 
 Job = tuple[str | None, list[int]]
 """The name of an adapter, None: none, and a prompt."""
+NUM_TOKENS = 32
+"""Of an answer: two blocks."""
 ADDED_RANGE = 0.1
 """Standard deviation of A and of B: large enough that an adapter changes nearly every answer."""
 
@@ -41,8 +43,8 @@ def write_adapter(base: Path, folder: Path, seed: int, **config: Any) -> None:
 class AdapterOracle(Oracle):
     """Greedy answers of a base model with one adapter, by PEFT's own forward pass."""
 
-    def __init__(self, base: Path, folder: Path) -> None:
-        super().__init__(base)
+    def __init__(self, base: Path, folder: Path, num_tokens: int) -> None:
+        super().__init__(base, num_tokens)
         self._adapter = folder
 
     @property
@@ -59,20 +61,27 @@ class Adapters:
 
     Args:
         configs: of each adapter its fields of `LoraConfig`, by name.
+        num_tokens: of PEFT's answers.
 
     Attributes:
         requests: a `LoRARequest` for each name.
     """
 
-    def __init__(self, base: Path, root: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        base: Path,
+        root: Path,
+        configs: Mapping[str, Mapping[str, Any]],
+        num_tokens: int = NUM_TOKENS,
+    ) -> None:
         self.base = base
         self.requests: dict[str, LoRARequest] = {}
-        self._oracles: dict[str | None, Oracle] = {None: Oracle(base)}
+        self._oracles: dict[str | None, Oracle] = {None: Oracle(base, num_tokens)}
         for number, (name, config) in enumerate(configs.items(), start=1):
             folder = root / name
             write_adapter(base, folder, seed=number, **config)
             self.requests[name] = LoRARequest(name, number, str(folder))
-            self._oracles[name] = AdapterOracle(base, folder)
+            self._oracles[name] = AdapterOracle(base, folder, num_tokens)
 
     def request(self, name: str | None) -> LoRARequest | None:
         """The request for an adapter; None: for none."""
@@ -107,7 +116,7 @@ def serve(engine: LLMEngine, adapters: Adapters, jobs: Sequence[Job]) -> list[Re
     """The last outputs of all jobs, which run side by side."""
     names, prompts = zip(*jobs, strict=True)
     requests = [adapters.request(name) for name in names]
-    return engines.serve(engine, prompts, greedy(NUM_OUTPUT_TOKENS), requests)
+    return engines.serve(engine, prompts, greedy(NUM_TOKENS), requests)
 
 
 def assert_peft(adapters: Adapters, jobs: Sequence[Job], outputs: Sequence[RequestOutput]) -> None:

@@ -6,6 +6,9 @@ drivers. `start` replaces `subprocess.Popen`: a program of this project (`python
 process is a child of the process that asked for it, with its own arguments, environment, files,
 session and signals. So a test kills it, and learns how it ended, like any other process.
 
+pytest's own processes (`-n 4`) are forked as well, and each is the template's child with a template
+of its own, so that one process imports torch for all.
+
 A test about imports runs `python -c`, which is executed. So is a program whose environment differs
 in one of `_READ_AT_IMPORT`, and all that `make check` and `make soak` start.
 
@@ -47,9 +50,16 @@ _PRELOADED = (
     "tpengine.executor.launch.rank_process",
     "tpengine.structured.check_program",
     "tpengine.worker.worker",
+    # for the processes of pytest; not transformers, which a rank may not import
+    "hypothesis",
+    "openai.types",
+    "pytest",
+    "torch._dynamo",
 )
 _START_NONE = (["tpengine.executor.launch.rank_process"], ["tpengine.structured.check_program"])
 """Programs that start no other one."""
+_PYTEST_WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
+"""How xdist starts a process for tests (`popen_bootstrapline` of execnet)."""
 _ALONE = {"OPENBLAS_NUM_THREADS": "1"}
 """Variables of a template, which must have a single thread: numpy's library starts others."""
 _READ_AT_IMPORT = ("GOMP_SPINCOUNT", "LD_PRELOAD", "OMP_NUM_THREADS", "TPENGINE_CPU_ISA")
@@ -151,6 +161,8 @@ def _is_ours(asked: Mapping[str, Any]) -> bool:
         path = Path(*words[1].split("."))
         files = (at / path for at in (_TESTS, _ROOT))
         return any(file.exists() or file.with_suffix(".py").exists() for file in files)
+    if words == _PYTEST_WORKER:
+        return True
     if not words or words[0].startswith("-"):
         return False
     script = Path(words[0]).resolve()
@@ -175,7 +187,6 @@ def start() -> None:
             pass_fds=[theirs.fileno()],
             env=template_environment(),
         )
-    _read_at_import.update({name: os.environ.get(name) for name in _READ_AT_IMPORT})
     _use(ours)
 
 
@@ -192,6 +203,7 @@ def is_started() -> bool:
 def _use(connection: socket.socket) -> None:
     """From now on this process forks what it starts."""
     global _template
+    _read_at_import.update({name: os.environ.get(name) for name in _READ_AT_IMPORT})
     _template = _Template(connection)
     subprocess.Popen = _Popen  # type: ignore[misc]
 
@@ -253,7 +265,9 @@ def _run(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
     sys.argv = words[is_module:]
-    if is_module:
+    if words == _PYTEST_WORKER:
+        exec(words[1], {"__name__": "__main__"})
+    elif is_module:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(words[0], run_name="__main__")
@@ -313,5 +327,7 @@ def preload() -> None:
 
 
 if __name__ == "__main__":
-    preload()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    from support import forked  # the module itself, which a process of pytest asks for its template
+
+    forked.preload()
+    forked._serve(socket.socket(fileno=int(sys.argv[1])))

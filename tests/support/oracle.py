@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 NUM_OUTPUT_TOKENS = 64
 MIN_MARGIN = 2e-3
@@ -49,7 +49,9 @@ class Oracle:
     def model(self) -> Any:
         """The transformers model, float32."""
         if self._model is None:
-            model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                self._folder, dtype=torch.float32
+            )
             self._model = model.eval()
         return self._model
 

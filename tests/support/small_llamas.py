@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 from support.engines import make_engine as new_engine
 from support.engines import serve
@@ -29,7 +29,7 @@ def write_llama(
     folder: Path, heads: int, kv_heads: int, head_dim: int, layers: int, vocab_size: int, seed: int
 ) -> None:
     """Writes a random Llama whose weights are large enough that every part of a prompt matters."""
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=layers,
@@ -44,7 +44,7 @@ def write_llama(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        LlamaForCausalLM(config).float().save_pretrained(folder)
+        transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def oracles(folders: dict[str, Path]) -> dict[str, Any]:
     """The same models in transformers."""
     return {
-        name: LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        name: transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for name, folder in folders.items()
     }
 

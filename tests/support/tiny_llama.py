@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 INITIALIZER_RANGE = 0.2
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
@@ -58,10 +58,10 @@ class TinyLlama:
     seed: int = 0
     end_token_ids: tuple[int, ...] = field(default=(2,))
 
-    def config(self) -> LlamaConfig:
+    def config(self) -> transformers.LlamaConfig:
         """The configuration as transformers wants it."""
         rope = {"rope_type": "default", **dict(self.rope), "rope_theta": self.rope_theta}
-        return LlamaConfig(
+        return transformers.LlamaConfig(
             head_dim=self.head_dim,
             num_attention_heads=self.num_heads,
             num_key_value_heads=self.num_kv_heads,
@@ -84,7 +84,7 @@ class TinyLlama:
         """Builds the model and writes its folder; no tokenizer."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = LlamaForCausalLM(self.config()).float()
+            model = transformers.LlamaForCausalLM(self.config()).float()
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if "norm" in name:
@@ -119,7 +119,7 @@ def byte_level_tokenizer(
     merges: Sequence[tuple[str, str]] = (),
     specials: Sequence[str] = ("<pad>", "<s>", "</s>"),
     added: Sequence[AddedToken] = (),
-) -> PreTrainedTokenizerFast:
+) -> transformers.PreTrainedTokenizerFast:
     """Byte-level BPE. Its first ids are the special tokens; then come the 256 bytes, the words, and
     the added tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -129,7 +129,7 @@ def byte_level_tokenizer(
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(specials))
     backend.add_tokens(list(added))
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
 
 from support.tiny_llama import INITIALIZER_RANGE, LINEAR_ROPE, LLAMA3_ROPE, edit_json, spell_old
 
@@ -120,10 +120,10 @@ class Variant:
 
     def write(self, folder: Path) -> None:
         """Builds the model and writes its folder; no tokenizer."""
-        config = AutoConfig.for_model(self.model_type, **{**_COMMON, **self.config})
+        config = transformers.AutoConfig.for_model(self.model_type, **{**_COMMON, **self.config})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if name.endswith(".bias"):

@@ -70,7 +70,7 @@ def crowd(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
             {"temperature": 0.8, "seed": number, "n": 3},
             {"temperature": 0.0, "n": 2, "best_of": 2, "use_beam_search": True},
         ][number % 4]
-        params.append(SamplingParams(max_tokens=rng.randint(1, 50), ignore_eos=True, **kind))
+        params.append(SamplingParams(max_tokens=rng.randint(1, 32), ignore_eos=True, **kind))
     return prompts, params
 
 
