@@ -82,16 +82,19 @@ def test_ids_of_thirty_prompts(args: dict[str, Any], file: Path, expected: dict[
         prompts = [llm.chat_token_ids(chat) for chat in CONVERSATIONS]
         prompts += [tokenizer.encode(text) for text in TEXTS]
         assert prompts == expected["prompts"]
-        answers = ids(generate(llm, prompts, greedy(NUM_TOKENS)))
-    assert answers == list(map(tuple, expected["outputs"]))
+        some = slice(None, None, 2 if "preemption_mode" in args else 1)
+        answers = ids(generate(llm, prompts[some], greedy(NUM_TOKENS)))
+    assert answers == list(map(tuple, expected["outputs"][some]))
     if "preemption_mode" in args:
         assert log.num_partial_chunks > 0
         log.assert_only(args["preemption_mode"])
 
 
-def test_perplexity_as_stored(file: Path) -> None:
+def test_perplexity_as_stored(file: Path, tmp_path: Path) -> None:
     """On the project's own prose, which the model did not write."""
-    text = Path(__file__).parents[2] / "docs" / "internals.md"
+    text = tmp_path / "text"
+    prose = (Path(__file__).parents[2] / "docs" / "internals.md").read_text()
+    text.write_text(prose[:5500])
     args = EngineArgs(str(file), max_model_len=257, device="cpu", cpu_kv_cache_space=0.2)
     windows = read_windows(str(text), args)
     assert sum(map(len, windows)) > 1000
