@@ -42,9 +42,10 @@ $(VENV)/.chat-model: $(VENV)/.packages-demo $(VENV)/.kernels-BEST-$(TPENGINE_CUD
 test: setup
 	$(BIN)/python -m pytest -m "not soak and not check" -n 4 --dist loadgroup --no-loadscope-reorder $(TESTS)
 
-# Root, namespaces, Debian packages and clients of other projects, which are fetched once.
+# Root, namespaces, Debian packages and clients of other projects, which are fetched once. Three at
+# a time, as many of these tests wait: for what is fetched, for Ray, for a proxy to lose patience.
 check: setup
-	$(BIN)/python -m pytest -m check -n 2 --dist loadgroup --no-loadscope-reorder $(CHECKED)
+	$(BIN)/python -m pytest -m check -n 3 --dist loadgroup --no-loadscope-reorder $(CHECKED)
 # Only the files with such tests, since collecting the others takes as long as many a test.
 CHECKED = $(sort $(shell grep -rl --include='test_*.py' 'pytest\.mark\.check' tests))
 

@@ -36,6 +36,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _LONG_ROOMS = ("executor", "server", "recovery/on_ray", "distributed")
 """Their files stay together, as they share a Ray cluster, servers or ranks; they come first."""
 
+_WAITS = "tests/server/http/test_proxies.py"
+"""For more than a minute, until a proxy would lose patience: first of all, and by itself."""
+
 _MAY_SKIP = (
     "this kernel gives no large pages",
     "the memory is too fragmented for large pages now",
@@ -50,7 +53,7 @@ _MAY_SKIP = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `make test` and `make check`, which run several pytests: the longest first."""
-    first = {room: place for place, room in enumerate(_LONG_ROOMS)}
+    first = {group: place for place, group in enumerate((_WAITS, *_LONG_ROOMS))}
     items.sort(key=lambda item: first.get(_group_of(item.nodeid), len(first)))
 
 
@@ -120,6 +123,8 @@ def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
 def _group_of(nodeid: str) -> str:
     """The long room or the file of a test, as `tests/server/test_client.py::test_commands`."""
     file = nodeid.partition("::")[0]
+    if file == _WAITS:
+        return file
     inside = file.removeprefix("tests/").replace("client/", "server/", 1)  # they share servers
     return next((room for room in _LONG_ROOMS if inside.startswith(f"{room}/")), file)
 

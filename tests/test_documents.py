@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.programs import python
+from support.programs import forks, python
 from support.server_process import ServerProcess
 
 ROOT = Path(__file__).parent.parent
@@ -66,10 +66,7 @@ RUN = [block for block in ALL if reason_not_to_run(block) is None and SERVES not
 
 
 def words(snippet: Snippet, server: ServerProcess) -> list[str]:
-    """Words for Python, and for the server of this test."""
-    if snippet.is_python:
-        text = snippet.text.replace(ADDRESS, server.target)
-        return ["-c", text.replace(HTTP_ADDRESS, server.http_address)]
+    """A command's words for Python, and for the server of this test."""
     program, *options = shlex.split(snippet.text)
     module = ["-m", "tpengine"] if program == ".venv/bin/tpengine" else []
     assert module or program in (".venv/bin/python", "python"), snippet.text
@@ -93,9 +90,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("snippet", RUN, ids=str)
-def test_it_runs(snippet: Snippet, server: ServerProcess) -> None:
-    assert python(*words(snippet, server), cwd=ROOT).stdout.strip()
+@pytest.mark.parametrize("command", [block for block in RUN if not block.is_python], ids=str)
+def test_a_command_runs(command: Snippet, server: ServerProcess) -> None:
+    assert python(*words(command, server), cwd=ROOT).stdout.strip()
+
+
+@pytest.mark.check
+def test_python_runs(server: ServerProcess, tmp_path: Path) -> None:
+    texts = [block.text for block in RUN if block.is_python]
+    scripts = [tmp_path / f"{number}.py" for number in range(len(texts))]
+    for script, text in zip(scripts, texts, strict=True):
+        text = text.replace(ADDRESS, server.target)
+        script.write_text(text.replace(HTTP_ADDRESS, server.http_address))
+    assert all(out.strip() for out in forks(*scripts, cwd=ROOT))
 
 
 @pytest.mark.check

@@ -82,8 +82,9 @@ def test_ids_of_thirty_prompts(args: dict[str, Any], file: Path, expected: dict[
         prompts = [llm.chat_token_ids(chat) for chat in CONVERSATIONS]
         prompts += [tokenizer.encode(text) for text in TEXTS]
         assert prompts == expected["prompts"]
-        answers = ids(generate(llm, prompts, greedy(NUM_TOKENS)))
-    assert answers == list(map(tuple, expected["outputs"]))
+        some = slice(None, None, 2 if "preemption_mode" in args else 1)
+        answers = ids(generate(llm, prompts[some], greedy(NUM_TOKENS)))
+    assert answers == list(map(tuple, expected["outputs"][some]))
     if "preemption_mode" in args:
         assert log.num_partial_chunks > 0
         log.assert_only(args["preemption_mode"])

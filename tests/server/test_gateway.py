@@ -20,7 +20,7 @@ from support.engines import greedy
 from support.gguf_files import write_embedded_gguf
 from support.server_process import ServerProcess, wait_until
 
-from server.processes import END_S, own_ray, rank_pid
+from server.processes import END_S, rank_pid
 from tpengine import LLM, SamplingParams
 from tpengine.outputs import CompletionOutput
 from tpengine.proto import tpengine_pb2 as pb
@@ -32,7 +32,7 @@ QUESTION: Any = [{"role": "user", "content": "What is two plus three?"}]
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
 SERVER = ["--dtype", "float32", "--max-model-len", "512", "--swap-space", "0"]
 SERVER += ["--num-device-blocks-override", "256", "--served-model-name", "small"]
-RANKS = ["--tensor-parallel-size", "2", "--device", "cpu"]
+RANKS = ["--tensor-parallel-size", "2", "--executor", "processes", "--device", "cpu"]
 
 Servers, Outputs = list[ServerProcess], list[CompletionOutput]
 
@@ -74,7 +74,6 @@ def workers(client: OpenAI) -> Any:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Two servers of one process, and one of two ranks whose model is a GGUF file."""
-    pytest.importorskip("ray")
     third_party.smg()
     folder = tmp_path_factory.mktemp("gateway")
     kinds = ([], [], ["--model", str(write_embedded_gguf(folder)), *RANKS])
@@ -82,7 +81,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     def start(options: list[str], log: str) -> ServerProcess:
         return stack.enter_context(ServerProcess(*SERVER, *options, log=folder / log))
 
-    with own_ray(), ExitStack() as stack, ThreadPoolExecutor() as pool:
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
         yield list(pool.map(start, kinds, "abc"))
 
 

@@ -24,7 +24,7 @@ from tpengine.proto import tpengine_pb2_grpc
 from tpengine.server.state import ServerState
 
 Code = grpc.StatusCode
-FEW_MUTATIONS, MANY_MUTATIONS = 250, 10_000
+FEW_MUTATIONS, MANY_MUTATIONS = 128, 10_000
 AT_ONCE = 32
 INSIDES = ("Traceback", 'File "', "Error(", "google", "<class", "object at 0x", ".py", "SECRET")
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -16,6 +16,20 @@ TESTS = Path(__file__).parents[1]
 PYTHONPATH = f"{TESTS}:{TESTS.parent}"
 """On which a program finds the package and the tests."""
 END_S = 120.0
+_FORKS = """
+import os, runpy, sys
+from support import forked
+forked.preload()
+for script in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        with open(f"{script}.out", "w") as out:
+            os.dup2(out.fileno(), 1)
+        sys.argv[:] = [script]
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{script} has failed")
+"""
 
 
 def python(
@@ -44,6 +58,13 @@ def python(
     )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
     return done
+
+
+def forks(*scripts: Path, cwd: Path | None = None, **environment: str) -> list[str]:
+    """What each of these scripts prints. One after another runs in a process of its own, forked
+    from one that has imported torch, which takes longer than most of them."""
+    python("-c", _FORKS, *scripts, cwd=cwd, **environment)
+    return [script.with_name(f"{script.name}.out").read_text() for script in scripts]
 
 
 @contextmanager

@@ -164,7 +164,8 @@ def gguf_packages() -> str:
 def source_archive(name: str, wanted: str) -> Path:
     """The archive of a package's source, with the tests that it carries."""
     folder = CACHE / name
-    _install(folder, wanted, [[*_PIP, "download", "--no-deps", "--no-binary", ":all:", wanted]])
+    package, *_ = wanted.split("==")  # for `:all:`, pip would build the builders from source too
+    _install(folder, wanted, [[*_PIP, "download", "--no-deps", "--no-binary", package, wanted]])
     return next(folder.glob("*.tar.gz"))
 
 

@@ -285,17 +285,21 @@ MESSAGES = st.lists(st.fixed_dictionaries(MESSAGE, optional={"a": JSON}), max_si
 VALUES = {"messages": MESSAGES, "chat_template_kwargs": st.dictionaries(st.text(max_size=4), JSON)}
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data(), st.sampled_from([CHAT, TEXT]))
-def test_no_body_breaks_the_reader(state: ServerState, data: Any, path: str) -> None:
-    body = dict(BASES[path])
-    for field in data.draw(st.lists(st.sampled_from(FIELDS), max_size=4)):
-        body[field] = data.draw(VALUES.get(field, JSON))
-    try:
-        asked = read(state, path, body)
-    except RequestError:
-        return
-    assert asked[0]
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.soak)])
+def test_no_body_breaks_the_reader(state: ServerState, count: int) -> None:
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data(), st.sampled_from([CHAT, TEXT]))
+    def read_any(data: Any, path: str) -> None:
+        body = dict(BASES[path])
+        for field in data.draw(st.lists(st.sampled_from(FIELDS), max_size=4)):
+            body[field] = data.draw(VALUES.get(field, JSON))
+        try:
+            asked = read(state, path, body)
+        except RequestError:
+            return
+        assert asked[0]
+
+    read_any()
 
 
 @pytest.mark.parametrize("field", ["messages", "prompt", "stop", "logit_bias", "metadata", "user"])
