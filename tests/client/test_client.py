@@ -20,7 +20,7 @@ from support.engines import greedy
 from support.server_process import ServerProcess, wait_until
 from support.servers import LASTING, MODEL_LENGTH
 
-from client.talks import PATIENCE_S, Talk, but_for_rounding, collect, joined_parts
+from client.talks import PATIENCE_S, Talk, collect, joined_parts
 from tpengine import LLM, SamplingParams, errors
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
@@ -51,7 +51,7 @@ async def check_output(
         assert usage.num_prompt_tokens == len(offline.prompt_token_ids)
         assert usage.num_output_tokens == sum(len(o.token_ids) for o in offline.outputs)
         assert 0.0 <= usage.queue_s <= usage.first_token_s <= usage.total_s
-    assert joined_parts(parts) == but_for_rounding(offline.outputs)
+    assert joined_parts(parts) == offline.outputs
 
 
 @pytest.mark.parametrize(

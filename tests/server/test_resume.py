@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import grpc
 import pytest
-from client.talks import but_for_rounding, collect, joined_parts
+from client.talks import collect, joined_parts
 from support.server_process import ServerProcess, serving, wait_until
 
 from server import calls
@@ -649,7 +649,7 @@ async def cut_grpc(server: ServerProcess, rng: random.Random) -> int:
         parts = [part async for part in client.stream(prompt, params, resume_window_s=WINDOW_S)]
     for name in ("num_prompt_tokens", "num_output_tokens"):
         assert getattr(parts[-1].usage, name) == getattr(wanted[-1].usage, name)
-    assert joined_parts(parts) == but_for_rounding(joined_parts(wanted))
+    assert joined_parts(parts) == joined_parts(wanted)
     return proxy.num_cuts
 
 
