@@ -196,12 +196,12 @@ def prefill_rows(setting: Setting) -> Iterator[Row]:
             backend = gpu_attention.choose_backend(name, shape, setting.device)
         except ConfigError:
             continue
-        yield _prefill(setting, backend, [length] * batch, [length] * batch, "prefill")
+        yield _prefill(setting, backend, [length] * batch, [length] * batch, f"prefill: {name}")
         for chunk in (16, 64, 128, 512, 2048):
             chunk, context = setting.small(chunk), setting.small(4096)
             lens = [chunk], [chunk + context]
-            yield _prefill(setting, backend, *lens, "prefill, no gather")
-            yield _prefill(setting, backend, *lens, "prefill, gathered", gathers=True)
+            yield _prefill(setting, backend, *lens, f"prefill, no gather: {name}")
+            yield _prefill(setting, backend, *lens, f"prefill, gathered: {name}", gathers=True)
     q, k = (setting.randn(batch, heads, length, HEAD_DIM) for _ in range(2))
     seconds = setting.timer([lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True)] * 4)
     flop = 2 * batch * length * length * heads * HEAD_DIM
@@ -235,7 +235,7 @@ def _prefill(
     case = f"{len(queries)} x {queries[0]}"
     if keys != queries:
         case += f" over {keys[0] - queries[0]}"
-    return Row(f"{name}: {backend.name}", case, seconds, num_flop=4 * pairs * heads * HEAD_DIM)
+    return Row(name, case, seconds, num_flop=4 * pairs * heads * HEAD_DIM)
 
 
 def linear_rows(setting: Setting) -> Iterator[Row]:

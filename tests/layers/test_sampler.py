@@ -70,6 +70,23 @@ def test_the_chosen_tokens_logprob_is_there_unasked(processed: bool, dtype: torc
     assert costly == ({4, 6, 7, 8, 9} if processed else set())
 
 
+def test_logprobs_are_the_same_bits_beside_an_edited_row() -> None:
+    count = 40
+    logits = torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(6)) * 4
+    token_ids = np.full((count, 8), 2, np.int32)
+    answers = []
+    for last in ({"temperature": 1.0}, EDITS):
+        slots = SamplingSlots(count, torch.device("cpu"), False)
+        for slot in range(count):
+            # Bans that end before this position: the row has rules, but no edit.
+            rules = {"temperature": 1.0, "min_tokens": 1} if slot < count - 1 else last
+            new = NewSequence(slot, [2, 3], 1, 0, [], SamplingRules(**rules), 0, 0, [4])
+            slots.write(slot, new, noise_keys(5, slot))
+        batch = slots.gather(np.arange(count), np.full(count, 3, np.int32), token_ids)
+        answers.append(sample(logits.clone(), batch).findings.now().chosen_logprobs[:-1])
+    assert answers[0] == answers[1]
+
+
 def test_any_number_of_tokens_is_reported() -> None:
     gen = torch.Generator().manual_seed(4)
     counts = [0, 3, MAX_COMMON_TOP, MAX_COMMON_TOP + 1, VOCAB_SIZE, (1 << 31) - 1, 1]

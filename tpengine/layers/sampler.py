@@ -206,17 +206,18 @@ def _raw_logprobs(
     if batch.edits is None or not len(rows):  # the kernel's own are those of the raw logits
         return lambda token_ids, chosen: None
     raw = _pick_rows(logits, rows)
-    # The kernel adds up a row in half the time of `logsumexp`: it gives that of the best token.
+    # The kernel adds up a row in half the time of `logsumexp`: it gives that of the best token, from
+    # which the others follow in its own order, so that the bits are those without a neighbour.
     best = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     best_logprob = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     fused.argmax(best, raw, best_logprob)
-    total = raw.gather(1, best.unsqueeze(1)).squeeze(1).float() - best_logprob
+    best_logit = raw.gather(1, best.unsqueeze(1)).squeeze(1).float()
     if raw is logits and logits.dtype == torch.float32 and not batch.edits.only_ban:
         raw = logits.clone()  # the edits change the logit of the chosen token
 
     def write(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
         own = raw.gather(1, _pick_rows(token_ids, rows).unsqueeze(1)).squeeze(1)
-        chosen[upload(rows, chosen.device)] = own.float() - total
+        chosen[upload(rows, chosen.device)] = own.float() - best_logit + best_logprob
 
     return write
 
