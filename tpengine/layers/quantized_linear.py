@@ -99,21 +99,6 @@ class QuantizedForm:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainForm:
-    """A part in the model's dtype on a GPU."""
-
-    weight: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
-    def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Writes `x W^T + bias` into `out`."""
-        out.copy_(F.linear(x, self.weight, bias))
-
-
-@dataclass(frozen=True, slots=True)
 class PartsForm:
     """Outputs in several forms: layers that are one product, whose tensors have different types.
 
