@@ -31,7 +31,7 @@ TARGET = len(OTHERS) // 2
 
 
 def matrix() -> list[object]:
-    """Each instruction set with each form once, over all families; `make soak` has them all of every
+    """Each instruction set with each form once, over all families; `make soak` has them of every
     variant."""
     kinds, cases = list(itertools.product(supported_cpu_isas(), FORMS)), list[object]()
     for number, variant in enumerate(VARIANTS):
