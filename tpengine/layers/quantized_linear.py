@@ -156,8 +156,8 @@ def vocabulary_format(weights: Weights, in_features: int) -> QuantizedFormat | N
 
 
 def packed_form(weight: torch.Tensor, weights: Weights) -> PackedForm | None:
-    """Returns a weight packed; None where torch's own product is faster: on a GPU, and without
-    compiled kernels."""
+    """Returns a weight packed; None where torch multiplies it: on a GPU, and without compiled
+    kernels."""
     if weight.device.type != "cpu" or not has_cpu_kernels():
         return None
     padding = weight.shape[1] % 2 if weight.dtype is torch.bfloat16 else 0
