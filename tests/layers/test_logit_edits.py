@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from support import logits_processors
 from support.edited_logits import END_TOKEN_ID, edited
 
 from tpengine.layers import logit_edits
-from tpengine.layers.logit_edits import apply_edits
+from tpengine.layers.logit_edits import FilledMasks, TokenMasks, apply_edits
 from tpengine.layers.sampler import noise_keys, sample
 from tpengine.messages import NewSequence, SamplingRules
 from tpengine.worker.sampling_state import SamplingSlots
@@ -199,6 +200,21 @@ def test_a_processor_keeps_logits_of_its_own() -> None:
     sample(logits.clone(), batch.gather([0, 1]))
     assert torch.equal(torch.stack(logits_processors.kept), logits)
     assert all(row.untyped_storage().nbytes() == row.nbytes for row in logits_processors.kept)
+
+
+def test_a_row_without_a_token_names_its_own_rule() -> None:
+    batch = _Batch()
+    none_left = {"allowed_token_ids": [4], "bad_words_token_ids": [[4]]}
+    processed = none_left | {"logits_processors": ["support.logits_processors:keep"]}
+    for slot, rules in enumerate(({}, none_left, processed)):
+        batch.enter(slot, _Sequence(SamplingRules(temperature=0, **rules), [1], 1))
+    gathered = batch.gather([0, 1, 2])
+    masks: Future[FilledMasks] = Future()
+    masks.set_result(FilledMasks(np.zeros((1, 1), np.int32), {}))
+    gathered.edits.masks = TokenMasks(np.array([0]), masks)
+    errors = sample(torch.zeros(3, VOCAB_SIZE), gathered).findings.now().errors
+    fields = [errors[row].field for row in range(3)]
+    assert fields == ["structured_outputs", "allowed_token_ids", None]
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])

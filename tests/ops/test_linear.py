@@ -10,10 +10,10 @@ from tpengine.ops.linear_ops import pack_linear_weight
 from .cases import BACKENDS, DTYPES, ISAS, backend, generator, nan_like, relative_error, threads
 
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
-# rows around the blocks of 3, 6 and 8, outputs around the panels of 32 and pairs of them
+# rows around the blocks of 3, 4, 6, 10 and 12, outputs around the panels of 32, halves and pairs
 SHAPES = [
     (1, 64, 32), (2, 2, 1), (3, 96, 31), (8, 40, 65), (9, 34, 97), (12, 34, 33), (13, 128, 64),
-    (18, 2, 65), (25, 66, 70), (40, 256, 100),
+    (5, 34, 49), (7, 66, 40), (18, 2, 65), (25, 66, 70), (40, 256, 100),
 ]  # fmt: skip
 
 

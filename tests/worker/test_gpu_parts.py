@@ -68,6 +68,18 @@ def test_pooled_blocks_move(
     assert torch.equal(bits[:, untouched], before[:, untouched])
 
 
+def test_layers_wait_once_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first layer is taken, in the way in which models take them."""
+    waited: list[Any] = []
+    stream = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    caches = PooledBlocks(torch.zeros(6, 2, 8, 2, 16), 0).caches
+    copies: Any = object()
+    caches.event = copies
+    for _ in range(2):
+        assert all(waited == [copies] for _, _ in zip(range(3), caches, strict=True))
+
+
 def test_the_hosts_pool_is_as_large_as_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch pins the next power of two of a tensor's bytes."""
     monkeypatch.setattr("tpengine.worker.cache_engine._PIECE_BYTES", 1 << 20)

@@ -59,7 +59,9 @@ def find_segment(pid: int, fd: int, token: str) -> int | None:
     """Opens a segment's memory; returns a descriptor, or None if this process does not see it, as
     in another container."""
     try:
-        own_fd = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        # It may be a pipe or a terminal of that process.
+        flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        own_fd = os.open(f"/proc/{pid:d}/fd/{fd:d}", flags)
     except OSError:
         return None
     with contextlib.suppress(OSError):  # another process may have this number, and no file here

@@ -112,14 +112,14 @@ class Attention:
         table, lengths, gpu = metadata.block_table, metadata.seq_lens, metadata.gpu
         k, v = kv_cache
         if decodes:
-            first = slice(decodes)
+            own = out_heads, q, table, lengths
+            if decodes < lengths.shape[0]:  # a slice takes microseconds, in each layer
+                own = out_heads[:decodes], q[:decodes], table[:decodes], lengths[:decodes]
             plan: attention_ops.DecodePlan | tuple[None, None, None] = (None, None, None)
             if gpu is not None and gpu.plans is not None:
-                plan = gpu.plans.get(lengths[first], self.rule.window)
+                plan = gpu.plans.get(own[3], self.rule.window)
             rule = *self.rule, *_KV_SCALES
-            attention_ops.paged_attention(
-                out_heads[first], q[first], k, v, table[first], lengths[first], *rule, *plan
-            )
+            attention_ops.paged_attention(own[0], own[1], k, v, own[2], own[3], *rule, *plan)
         if decodes == lengths.shape[0]:
             return out
         out_chunks, chunk_table = out_heads[decodes:], table[decodes:]

@@ -3,8 +3,8 @@
 Column-parallel layers divide the outputs and need no communication; a row-parallel layer divides
 the inputs and sums over ranks. A size that ranks do not divide is padded, but the number of heads
 must be divisible. A weight takes its form (`layers.quantized_linear`) when its last part is read:
-on a CPU it is packed, which is faster than torch's own product for every number of rows, and a
-row's result does not depend on the other rows.
+on a CPU it is packed, so that a row's result does not depend on the other rows. With AVX2 or
+AVX-512 this is also faster than torch's own product, for every number of rows.
 """
 
 from __future__ import annotations

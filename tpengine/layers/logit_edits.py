@@ -239,16 +239,18 @@ def find_lost_rows(
 def _reasons(edits: LogitEdits, arrays: Sequence[Array]) -> dict[int, RowError]:
     is_empty, is_nan = arrays
     processed = {call.row for call in edits.processors}
-    field = "allowed_token_ids" if edits.masks is None else "structured_outputs"
+    masked = set() if edits.masks is None else set(edits.masks.rows.tolist())
     reason = (
         "no token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and "
         "logits processors together rule all of them out"
     )
+
+    def empty(row: int) -> RowError:
+        field = "structured_outputs" if row in masked else "allowed_token_ids"
+        return RowError(reason, None if row in processed else field)
+
     lost = np.flatnonzero(is_empty | is_nan).tolist()
-    return {
-        row: BROKEN if is_nan[row] else RowError(reason, None if row in processed else field)
-        for row in lost
-    }
+    return {row: BROKEN if is_nan[row] else empty(row) for row in lost}
 
 
 def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:

@@ -18,7 +18,6 @@ from tpengine.layers import gpu_quantized
 from tpengine.layers.quantized_linear import (
     LinearForm,
     PartsForm,
-    PlainForm,
     QuantizedForm,
     can_join,
     join,
@@ -177,8 +176,9 @@ class Matrix:
         quantized = [form for outputs in run if (form := self._parts[outputs]) is not None]
         if not quantized:
             assert self._values is not None
-            values = self._values[run[0].start : run[0].stop]
-            return packed_form(values, self._weights) or PlainForm(values.clone())
+            packed = packed_form(self._values[run[0].start : run[0].stop], self._weights)
+            assert packed is not None, "parts keep their numbers where kernels multiply packed ones"
+            return packed
         return quantized[0] if len(self._parts) == 1 else join(quantized, self._weights.arena)
 
 

@@ -99,21 +99,6 @@ class QuantizedForm:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainForm:
-    """A part in the model's dtype on a GPU."""
-
-    weight: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
-    def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Writes `x W^T + bias` into `out`."""
-        out.copy_(F.linear(x, self.weight, bias))
-
-
-@dataclass(frozen=True, slots=True)
 class PartsForm:
     """Outputs in several forms: layers that are one product, whose tensors have different types.
 
@@ -171,8 +156,8 @@ def vocabulary_format(weights: Weights, in_features: int) -> QuantizedFormat | N
 
 
 def packed_form(weight: torch.Tensor, weights: Weights) -> PackedForm | None:
-    """Returns a weight packed; None where torch's own product is faster: on a GPU, and without
-    compiled kernels."""
+    """Returns a weight packed; None where torch multiplies it: on a GPU, and without compiled
+    kernels."""
     if weight.device.type != "cpu" or not has_cpu_kernels():
         return None
     padding = weight.shape[1] % 2 if weight.dtype is torch.bfloat16 else 0

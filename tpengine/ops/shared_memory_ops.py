@@ -16,7 +16,6 @@ from tpengine.ops.library import cpu_functions
 PAGE_BYTES = 4096
 TOKEN_BYTES = 64
 """The first bytes of a segment are a token of its creator, which identifies the file."""
-MAX_RANKS = 64
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 

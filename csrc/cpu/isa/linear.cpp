@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kPanelVectors = kLinearPanel / kLanes;
 // More than these are slower in one block than in two over a tile of panels.
-constexpr int kFewRows = kLanes == 16 ? (int)kFewRowsOf16Lanes : kLanes == 8 ? 3 : 1;
+constexpr int kFewRows = kLanes == 16 ? (int)kFewRowsOf16Lanes : 3;
 
 // Whether a vector of weights is multiplied by one instruction, and is a whole line of memory.
 template <class E>
@@ -25,14 +25,15 @@ constexpr bool kIsLineAtOnce = kLanes == 16 && kIsAtOnce<E>;
 // even where they lie a multiple of 4096 bytes apart and so share its eight places.
 template <class E>
 constexpr int kTilePanels = kIsLineAtOnce<E> ? 2 : 1;
-// Vectors of a block. With 16 registers it has a part of a panel, and so more rows, each of which
-// reads the weights from L2 once.
+// Vectors of a block. With 8 lanes and 16 registers it has a part of a panel, and so more rows,
+// each of which reads the weights from L2 once. With 4 lanes whole panels of few rows are faster.
 template <class E>
-constexpr int kTileVectors = kLanes == 16 ? kTilePanels<E> * kPanelVectors : 2;
+constexpr int kTileVectors = kLanes == 8 ? 2 : kTilePanels<E> * kPanelVectors;
 // Its rows: sums fill the registers that weights, inputs and (where it is no part of a sum's
 // instruction) their product leave.
 template <class E>
 constexpr int kTileRows = kLanes == 16   ? 24 / kTileVectors<E>
+                          : kLanes == 4  ? 3
                           : kIsAtOnce<E> ? 6
                                          : 4;
 
