@@ -269,6 +269,15 @@ def test_an_abort_ends_it(door: Any, has_reader: bool) -> None:
     assert door.read(door.open("aborted", length=2)), "the key is free"
 
 
+def test_a_stream_that_has_ended_is_aborted_beside_that_of_another_client(door: Any) -> None:
+    running = door.open("both")
+    door.read(running, 2)
+    assert len(door.read(door.open("both", length=3, token=TWO))) == 3
+    assert door.abort("both", token=TWO)
+    assert door.fault(door.open("both", after=3, token=TWO)) == "stream_not_kept"
+    assert door.read(running, 2), "the other one goes on"
+
+
 def test_without_a_reader_in_time_all_is_freed(door: Any) -> None:
     """While there is a reader, the window may pass."""
     stream = door.open("late", window_s=0.1)
