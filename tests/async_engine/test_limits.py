@@ -211,6 +211,7 @@ async def test_owners_take_turns_in_slow_work(make: MakeEngine) -> None:
     await asyncio.gather(*(begin(f"b{number}") for number in range(3)), begin("c0"))
     assert (begun[0], begun[-1]) == ("a0", "b2")
     slow[1].cancel()
+    await asyncio.wait({slow[1]}, timeout=TIMEOUT_S)  # its work is cancelled by then
     go_on.set()
     await asyncio.gather(slow[0], slow[2])
     assert begun[5:] == ["a2"]

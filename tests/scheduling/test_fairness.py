@@ -141,6 +141,23 @@ def test_owners_are_forgotten_and_labels_are_few() -> None:
     assert len(loop.policy._idle) <= 1024
 
 
+def test_owners_of_odd_weights_leave_shares_as_they_were() -> None:
+    """In floats 1.0 + 0.1 + 3.3 - 0.1 - 3.3 is over 1.0, and half of four slots is less than 2."""
+    loop = Loop(Limits(tokens=64, seqs=4, num_blocks=200, fairness="owner"))
+    for index in range(4):
+        add(loop, index, FLOOD, 4, 100)
+    loop.step()
+    for index, weight in enumerate((0.1, 3.3), start=4):
+        add(loop, index, Owner(f"{weight}", f"{weight}", weight), 4, 3 * index)
+    for _ in range(40):
+        loop.step()
+    assert [request.owner for request in loop.scheduler._queues.running] == [FLOOD] * 4
+    others = [add(loop, index, OTHER, 4, 20) for index in range(6, 9)]
+    for _ in range(6):
+        loop.step()
+    assert [len(request.running_sequences) for request in others] == [1, 1, 0]
+
+
 def test_room_is_taken_only_if_it_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waiting request that is given the room of others starts in that step. Blocks that
     requests share are not free when one of them is preempted, and one may start again at once."""

@@ -342,6 +342,31 @@ def test_dates_of_certificates(
     assert install(long) == served.contents[0]
 
 
+def test_files_that_change_while_they_are_read_are_read_again(
+    files: TlsFiles, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else gRPC would have the new certificate with the old key, which ssl has not seen."""
+    live = TlsFiles(str(tmp_path / "c"), str(tmp_path / "k"))
+    fresh = authority.sign("both", tmp_path)
+    for source, target in zip(files[:2], live[:2], strict=True):
+        shutil.copy(source, target)
+    served = auth.CertificateReloader(*live)
+    shutil.copy(fresh.certificate, live.certificate)
+
+    check = ssl.SSLContext.load_cert_chain
+
+    def check_late(*names: Any, **options: Any) -> None:
+        shutil.copy(fresh.key, live.key)
+        check(*names, **options)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", check_late)
+    served.reload()
+    assert served.contents[0] == Path(files.certificate).read_bytes()
+    served.reload()
+    pair = tuple(Path(name).read_bytes() for name in live[:2])
+    assert served.contents == (*pair, None)
+
+
 def test_unusable_certificates_are_refused(files: TlsFiles, authority: Authority) -> None:
     other = authority.sign("other", authority.folder / "other")
     nowhere = "/nowhere.pem"

@@ -158,7 +158,7 @@ class RequestTable:
     _log_requests: bool
     refused: Counter[str] = field(default_factory=Counter)
     _live: dict[str, LiveRequest] = field(default_factory=dict)
-    # Done when the engine has freed all of a request; of those for which a caller waits.
+    # Of each request for which a caller waits: done when the engine has freed all of it.
     _freed: dict[LiveRequest, asyncio.Future[None]] = field(default_factory=dict)
 
     def __len__(self) -> int:

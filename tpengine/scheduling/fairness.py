@@ -30,6 +30,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from heapq import merge
 
 from tpengine.scheduling.block_manager import BlockManager
@@ -99,7 +100,8 @@ class FairShares:
         self._begun: set[Account] = set()
         self._others: list[Account] = []  # of which nothing has begun, by `_place`
         self._idle: dict[str, Account] = {}
-        self._total_weight = 0.0  # of the accounts with unfinished requests
+        # Of the accounts with unfinished requests. Exact: sums of floats would drift over the days.
+        self._total_weight = Fraction()
         self._num_waiting = 0
         self._floor = 0.0
         self._num_charged: dict[str, int] = {}  # prompt tokens, by request id
@@ -148,7 +150,7 @@ class FairShares:
             self._accounts[owner.account] = account
         with self._changing(self._accounts[owner.account]) as account:
             account.num_requests += 1
-        self._total_weight += owner.weight - account.weight
+        self._total_weight += Fraction(owner.weight) - Fraction(account.weight)
         account.weight = owner.weight
 
     def leave(self, request: Request) -> None:
@@ -160,7 +162,7 @@ class FairShares:
         if account.num_requests:
             return
         del self._accounts[name]
-        self._total_weight -= account.weight
+        self._total_weight -= Fraction(account.weight)
         account.weight = 0.0
         self._floor = self._lowest() if self._accounts else account.counter
         self._idle[name] = account
@@ -213,8 +215,9 @@ class FairShares:
         victims: list[Request] = []
         if len(self._accounts) == 1:
             return victims
-        # Of an account of weight 1.
-        limits = [room / self._total_weight for room in (self._num_slots, blocks.num_total_blocks)]
+        # Slots and blocks that are the share of an account of weight 1.
+        rooms = self._num_slots, blocks.num_total_blocks
+        limits = [float(room / self._total_weight) for room in rooms]
         own, holdings = self.account(first), self._holdings(running, blocks)
         need = len(first.unfinished_sequences), blocks.num_needed_blocks(first)
         held = [number + more for number, more in zip(holdings[own], need, strict=True)]
@@ -239,7 +242,7 @@ class FairShares:
     def may_swap(self, victim: Request, swapped: Sequence[Request], blocks: BlockManager) -> bool:
         """Whether a request may take host blocks beside the swapped ones of its owner."""
         account = self.account(victim)
-        share = blocks.host.num_blocks * account.weight / self._total_weight
+        share = float(blocks.host.num_blocks / self._total_weight) * account.weight
         own = [request for request in swapped if self.account(request) is account]
         num_held = sum(map(blocks.num_host_blocks, own)) + blocks.num_held_blocks(victim)
         return len(self._accounts) == 1 or num_held <= share
@@ -264,7 +267,7 @@ class FairShares:
             and all(account.num_requests == counted[account] for account in accounts)
             and self._begun == {account for account in accounts if account.num_begun}
             and self._others == sorted(accounts - self._begun, key=self._place)
-            and abs(self._total_weight - sum(account.weight for account in accounts)) < 1e-6
+            and self._total_weight == sum(Fraction(account.weight) for account in accounts)
         )
 
     def _place(self, account: Account) -> tuple[float, int, Rank]:

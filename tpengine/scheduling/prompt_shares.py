@@ -74,8 +74,8 @@ class PromptShares:
     def _give_half(
         self, prompts: dict[Request, int], half: int, lacking: int, step: StepBuilder
     ) -> int:
-        """Gives `half` the tokens to waiting requests that come before the first prompt, and then
-        to shorter prompts, running or waiting; returns how many they take.
+        """Gives up to `half` tokens: first to requests that come before the first prompt, then to
+        shorter ones, running or waiting. Returns how many they take.
 
         Args:
             prompts: those that run, each with its tokens to compute; the first one first.

@@ -105,7 +105,8 @@ class CertificateReloader:
         paths = (self._certificate, self._key, self._authority)
         names = [path for path in paths if path is not None]
         try:
-            certificate, key, *authority = [Path(name).read_bytes() for name in names]
+            parts = [Path(name).read_bytes() for name in names]
+            certificate, key, *authority = parts
             contents = certificate, key, authority[0] if authority else None
             if contents == self.contents:
                 return False
@@ -118,6 +119,8 @@ class CertificateReloader:
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(self._authority)
             terms = [_term(name) for name in (self._certificate, self._authority) if name]
+            if parts != [Path(name).read_bytes() for name in names]:
+                raise ValueError("they changed while they were read")
         except (OSError, ssl.SSLError, ValueError) as error:
             raise ConfigError(
                 f"{', '.join(names)} cannot be used for TLS: {error}; certificate and key must be "

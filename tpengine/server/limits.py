@@ -62,7 +62,7 @@ class Limits:
         max_chat_messages: of a conversation.
         max_calls: open calls, without those of health and those that may wait in the queue.
         max_connection_calls: the same, of one connection.
-        max_client_requests: open calls of one client, see `Client.account`. Over gRPC a call counts
+        max_client_requests: open calls of one client, see `Owner.account`. Over gRPC a call counts
             until its client has taken the whole answer.
         max_host_health_calls: calls of health of one address that wait for their message; these
             calls need no token. So many more calls of the address may watch.
@@ -161,7 +161,7 @@ class OpenCalls:
         """Counts a call while it is open.
 
         Args:
-            client: see `Client.account`.
+            client: see `Owner.account`.
             when_over: takes a function that is to be called when the client has taken the whole
                 answer. Until then the call counts for the client. None: it counts while it is open.
 
@@ -333,8 +333,8 @@ def max_text_bytes(tokenizer: Tokenizer | None, max_model_len: int) -> int | Non
 
 
 def _most_tokens(prompt: object, most: int) -> int:
-    """Bound of the tokens of a prompt: ids, a text, whose tokens have at least one byte each except
-    those around it, or something else, of which there may be `most`."""
+    """The most tokens that a prompt can have, up to `most`: those of a list of ids, or of a text,
+    whose tokens have at least one byte each, except those around it. Others may have any number."""
     if isinstance(prompt, str):
         return min(len(prompt.encode()) + _FRAME_TOKENS, most)
     return min(len(prompt), most) if isinstance(prompt, list) else most

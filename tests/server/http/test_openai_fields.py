@@ -151,6 +151,8 @@ def test_what_has_no_effect_is_accepted(state: ServerState, path: str) -> None:
          "messages[0].tool_calls"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages[0].content[0]"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": {}}]}]},
+         "messages[0].content[0].thinking"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"top_logprobs": -1, "logprobs": True, "max_tokens": None}, "top_logprobs"),
         (CHAT, {"add_special_tokens": True}, "add_special_tokens"),

@@ -299,12 +299,12 @@ async def abort_requests(state: ServerState, request_ids: Sequence[str]) -> bool
     engine, client = state.loaded_engine(), CALL.get().client
     for request_id in request_ids:
         check_request_id(request_id)
-    owners = engine.owners(set(request_ids))  # over HTTP several clients may use one id
+    kept = [stream for name in request_ids for stream in state.kept.of_request(client, name)]
+    owners = engine.owners(set(request_ids))  # several clients may use one id
     own = {i for i, owner in owners.items() if owner in ("", client.owner.name)}
-    if owners and not own:
+    if owners and not own and not kept:
         client.require_admin("to abort a request of another client")
     engine_ids = set(owners) if client.is_admin else own
-    kept = [stream for name in request_ids for stream in state.kept.of_request(client, name)]
     for stream in kept:
         stream.end(RequestAbortedError(f"request {stream.request_id!r} was aborted"))
         state.kept.drop(stream)  # also if it had ended before

@@ -324,7 +324,8 @@ def _read_message(place: str, value: object) -> dict[str, Any]:
         message["name"] = fields.take("name", str, "")
     thoughts = [fields.take(name, str, "") for name in THOUGHT_FIELDS if name in fields.left]
     if "content" in fields.left:
-        message["content"], thought = _without_thoughts(fields.left.pop("content"))
+        content = fields.left.pop("content")
+        message["content"], thought = _without_thoughts(content, f"{place}.content")
         thoughts += [thought] if thought else []
     if thoughts:
         message |= dict.fromkeys(THOUGHT_FIELDS, max(thoughts, key=len))
@@ -333,15 +334,17 @@ def _read_message(place: str, value: object) -> dict[str, Any]:
     return message
 
 
-def _without_thoughts(content: Any) -> tuple[Any, str]:
+def _without_thoughts(content: Any, place: str) -> tuple[Any, str]:
     """A message's content without parts that are thoughts, and these; some gateways write them."""
     if not isinstance(content, list):
         return content, ""
-    rest, thoughts = list[Any](), list[dict[str, Any]]()
-    for part in content:
-        is_thought = isinstance(part, dict) and part.get("type") == "thinking"
-        (thoughts if is_thought else rest).append(part)
-    return rest, "\n".join(str(part.get("thinking", "")) for part in thoughts)
+    rest, thoughts = list[Any](), list[str]()
+    for at, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") == "thinking":
+            thoughts.append(Fields(part, f"{place}[{at}].").take("thinking", str, ""))
+        else:
+            rest.append(part)
+    return rest, "\n".join(thoughts)
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:

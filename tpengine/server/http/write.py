@@ -1,6 +1,6 @@
 """Answers in OpenAI's shape: the chunks of a stream, and whole answers.
 
-They are made of dicts, without a class for each level (docs/openai.md has the cost of both ways).
+They are made of dicts, without a class for each level (docs/openai.md compares the costs).
 """
 
 from __future__ import annotations
