@@ -114,6 +114,11 @@ def test_processes_that_were_killed(checks: GrammarChecks, vocabulary: Vocabular
             asked.result(PATIENCE_S)
         third = pool.submit(check, checks, vocabulary, regex="third")
         assert "third" in third.result(PATIENCE_S)
+    (left,) = (process for thread, process in checks._processes.items() if thread != own)
+    wait_until(lambda: left.has_ended)  # with its thread
+    checks._processes[own].end()
+    check(checks, vocabulary, regex="fourth")
+    assert list(checks._processes) == [own]
 
 
 def test_a_process_ends_with_its_driver_in_a_check(vocabulary: Vocabulary) -> None:

@@ -206,8 +206,8 @@ def _raw_logprobs(
     if batch.edits is None or not len(rows):  # the kernel's own are those of the raw logits
         return lambda token_ids, chosen: None
     raw = _pick_rows(logits, rows)
-    # The kernel adds up a row in half the time of `logsumexp`: it gives that of the best token, from
-    # which the others follow in its own order, so that the bits are those without a neighbour.
+    # The kernel adds up a row in half the time of `logsumexp`. It gives that of the best token; the
+    # others follow in the kernel's own order, so that the bits are those without a neighbour.
     best = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     best_logprob = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     fused.argmax(best, raw, best_logprob)

@@ -97,6 +97,10 @@ class GrammarChecks:
         raise RequestFailedError(f"structured_outputs: {failure}; try again later")
 
     def _start(self, vocabulary: Vocabulary) -> _Process:
+        # Those of threads that have ended have ended as well; forgotten, they are no zombies.
+        for thread, process in tuple(self._processes.items()):
+            if process.has_ended:
+                self._processes.pop(thread, None)
         process = self._processes[threading.get_ident()] = _Process(vocabulary)
         return process
 
