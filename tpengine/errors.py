@@ -405,7 +405,7 @@ def retry_after_s(error: Exception) -> float | None:
 
 
 def not_supported(what: str, supported: Iterable[object]) -> ConfigError:
-    """The error for a value that is none of those supported."""
+    """The error for an unsupported value; it lists the supported ones."""
     return ConfigError(f"{what} is not supported; supported: {', '.join(map(str, supported))}")
 
 

@@ -48,7 +48,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> ParallelState:
 
 
 def test_uploads(hung: ParallelState) -> None:
-    """They wait for nothing: each has a buffer of its own until its copy is done."""
+    """Each has a buffer of its own: a later one does not overwrite it."""
     uploads = Uploads(torch.device("cuda"))
     uploads.device = CPU
     sent = [uploads.send([np.array([number])])[0] for number in range(100)]

@@ -444,7 +444,7 @@ class LLMEngine:
                         logger.exception("the logger %r failed; this is logged once", name)
 
     def _compile_grammars(self) -> None:
-        """Has the ranks compile new grammars beside the steps, while their requests wait."""
+        """Makes the ranks compile new grammars. Steps go on; only the requests with them wait."""
         scheduler = self._scheduler
         if scheduler.lacks_grammars:
             assert self.tokenizer is not None, "a grammar was checked without one"

@@ -242,7 +242,7 @@ def _reasons(edits: LogitEdits, arrays: Sequence[Array]) -> dict[int, RowError]:
     masked = set() if edits.masks is None else set(edits.masks.rows.tolist())
     reason = (
         "no token can be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and "
-        "logits processors together rule all of them out"
+        "logits processors together rule all of them out; relax at least one of these"
     )
 
     def empty(row: int) -> RowError:
