@@ -118,7 +118,7 @@ def test_loss_that_leaves_no_thread_to_kill_ranks(
 def test_group_that_is_ended_in_a_step_or_call(launcher: FakeLauncher, work: str) -> None:
     """Its caller learns that no rank was lost."""
     group = open_group(launcher)
-    ending = threading.Timer(0.2, group.end, [False])
+    ending = threading.Timer(0.2, group.end)
     ending.start()
     with pytest.raises(EngineError, match="the engine was shut down"):
         group.step(1, b"p", TIMEOUT_S) if work == "step" else group.call("load_model")

@@ -184,7 +184,10 @@ class RankProcess:
 
     def exit_status(self) -> int | None:
         """Its wait status; None: it has not ended."""
-        code = self._process.poll()
+        code = self._process.poll()  # None also while `_copy` collects the status
+        if code is None and not node_agent.NodeAgent.state(self.place.process):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_REAP_S)
         if code is None:
             return None
         return -code if code < 0 else code << 8
