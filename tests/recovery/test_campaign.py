@@ -53,6 +53,9 @@ SILENT_DRIVER_S = 7.0
 OUTLAST = 1.15
 """How long the streams last, in multiples of the fault; and a second more."""
 MIB = 1 << 20
+LEFT_MIB = 6
+"""Address space that is left: too little for a thread's stack, enough for Ray's own code, which
+aborts the driver where it cannot allocate."""
 SECRETS = {"TPENGINE_TOKENS": "s3cret-of-a-client", "TPENGINE_ADMIN_TOKEN": "s3cret-of-admin"}
 """Of the driver's environment, which no process that it starts may have."""
 WITHOUT_RAY = ("from now on the ranks run as processes",)
@@ -226,7 +229,7 @@ class Campaign:
             pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[0])
             kind, at_most = {
                 "descriptors": (resource.RLIMIT_NOFILE, 16),  # all of these are open
-                "memory": (resource.RLIMIT_AS, pages * resource.getpagesize() + MIB),
+                "memory": (resource.RLIMIT_AS, pages * resource.getpagesize() + LEFT_MIB * MIB),
             }[what]
             before = resource.prlimit(self.pid, kind)
             resource.prlimit(self.pid, kind, (at_most, before[1]))
