@@ -259,7 +259,10 @@ class SchedulerConfig:
             with more than one sequence. Without free host blocks, all are recomputed.
         stream_interval: new tokens of a sequence that are reported together; the first and the last
             are reported immediately.
-        looks_ahead: whether workers are told which sequences the next step will probably hold.
+        max_steps_in_flight: steps that the ranks may have before they have answered the first of
+            them.
+        ahead_from_s: seconds in the model that the latest step must have taken; else one step at a
+            time is sent.
         max_loras: most adapters in a step; 0: no request has one.
     """
 
@@ -270,7 +273,8 @@ class SchedulerConfig:
     policy: str
     preemption_mode: str
     stream_interval: int = 1
-    looks_ahead: bool = False
+    max_steps_in_flight: int = 1
+    ahead_from_s: float = 0.0
     max_loras: int = 0
     fairness: str = "none"
 

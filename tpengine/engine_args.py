@@ -28,6 +28,8 @@ logger = init_logger(__name__)
 GIB = 1 << 30
 _MAX_GIB = 1 << 20
 """More than any machine has; as bytes it still fits into 64 bits."""
+_AHEAD_FROM_S = 0.004
+"""On two cores with two ranks: docs/figures.md."""
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 Config = TypeVar("Config")
 _GPUS, _RANKS, _RAY = "GPUs", "ranks in processes of their own", "ranks on Ray"
@@ -187,8 +189,10 @@ class EngineArgs(Options):
     until then, after 1, 2, 4 and at most 30 seconds."""
     spare_workers: int = option(0, at_least=0, only_for=_RANKS)
     """Processes kept ready with torch imported, so that a lost group is rebuilt sooner."""
-    async_scheduling: bool = option(True, only_for=_GPUS)
-    """Let a GPU begin a decode step while the driver processes the tokens of the step before."""
+    async_scheduling: bool | None = option(None)
+    """Send ranks in processes of their own, and a GPU, the next step before they have answered this
+    one, so that they do not wait for the driver; default: on a GPU, and on CPU while a step takes
+    4 ms or more. With shorter ones driver and ranks would only compete for the cores."""
     attention_backend: str = option("auto", cfg.ATTENTION_BACKENDS, only_for=_GPUS)
     """Kernel for the attention of prompts on a GPU; auto takes the first of xformers, varlen
     (torch's FlashAttention) and sdpa that is installed and supports this model."""
@@ -408,9 +412,17 @@ class EngineArgs(Options):
             enable_chunked_prefill=is_chunked,
             policy=self.scheduling_policy,
             preemption_mode=self.preemption_mode or "auto",
-            looks_ahead=self.async_scheduling and device == "cuda",
+            max_steps_in_flight=self._max_steps_in_flight(device),
+            ahead_from_s=_AHEAD_FROM_S
+            if self.async_scheduling is None and device == "cpu"
+            else 0.0,
             max_loras=self.max_loras if self.enable_lora else 0,
         )
+
+    def _max_steps_in_flight(self, device: str) -> int:
+        """On CPU a rank in the driver's own thread computes nothing while the driver plans."""
+        is_apart = device == "cuda" or self.chosen_executor != "local"
+        return 2 if self.async_scheduling is not False and is_apart else 1
 
     def _lora_config(self) -> cfg.LoRAConfig | None:
         if not self.enable_lora:

@@ -123,7 +123,8 @@ class StepInput:
     Rows are the scheduled sequences: first those with one token to compute, then longer chunks.
     The worker applies, in this order, `adapter_loads`, `freed_slots`, `new_sequences`, `forks`,
     `new_block_ids`, `replaced_block_ids`, `token_overrides` and `block_moves`; then it computes all
-    rows and samples.
+    rows and samples. It may arrive before the step before it was answered: a row then begins with a
+    token that the worker has sampled and the driver does not know.
 
     Attributes:
         step: number of the step, counting from 1.
@@ -139,9 +140,6 @@ class StepInput:
         forks: slots that become copies of others.
         replaced_block_ids: (slot, index in its table, block): its own copy of a shared block.
         block_moves: blocks to copy.
-        next_slots: those of `sample_slots` that will probably be the whole next step, with one
-            token each, for which their blocks have room. A worker on a GPU may start to compute
-            them before that step arrives; it drops a slot that the step changes or leaves out.
         adapter_loads: adapters that come into slots which no running sequence uses.
     """
 
@@ -157,7 +155,6 @@ class StepInput:
     forks: list[Fork] = field(default_factory=list)
     replaced_block_ids: list[tuple[int, int, int]] = field(default_factory=list)
     block_moves: BlockMoves = field(default_factory=BlockMoves)
-    next_slots: list[int] = field(default_factory=list)
     adapter_loads: list[AdapterLoad] = field(default_factory=list)
 
 
@@ -225,6 +222,7 @@ class StepOutput:
             whose value the sampling kernel cannot give.
         model_s: seconds inside the model: forward, logits and sampling; measured from the answer
             before if the device began with this step earlier.
+        waited_s: seconds that a rank in a process of its own had nothing to do before this step.
         candidates: by index in `token_ids`, for sequences with `num_candidates`.
         prompt_logprobs: by row of the step, for requests that ask for them.
         errors: by index in `token_ids`: the token could not be sampled, so that its id has no
@@ -238,6 +236,7 @@ class StepOutput:
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     model_s: float = 0.0
+    waited_s: float = 0.0
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     errors: dict[int, RowError] = field(default_factory=dict)

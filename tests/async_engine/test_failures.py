@@ -29,6 +29,7 @@ from tpengine.errors import (
     RequestIgnoredError,
 )
 from tpengine.executor.local_executor import LocalExecutor
+from tpengine.worker.worker import Worker
 
 
 def refuse_long(token_ids: list[int], logits: Any) -> Any:
@@ -40,14 +41,14 @@ def refuse_long(token_ids: list[int], logits: Any) -> Any:
 
 def test_failing_step_reaches_each_once(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
-    execute = LocalExecutor.execute_model
+    execute = Worker.execute_model
 
-    def fail(self: LocalExecutor, step: Any) -> Any:
+    def fail(self: Worker, step: Any) -> Any:
         if step.step == 5:
             raise OSError("the device is on fire")
         return execute(self, step)
 
-    monkeypatch.setattr(LocalExecutor, "execute_model", fail)
+    monkeypatch.setattr(Worker, "execute_model", fail)
 
     async def one(index: int) -> Exception:
         outputs = engine.generate(None, tools.stream(50), prompt_token_ids=[index + 4] * 9)
@@ -86,7 +87,7 @@ async def test_the_reason_is_known_while_the_ranks_end(
     engine, ends, may_end = make(max_recoveries=0), threading.Event(), threading.Event()
     shutdown = LocalExecutor.shutdown
 
-    def lose(self: LocalExecutor, step: Any) -> Any:
+    def lose(self: Worker, step: Any) -> Any:
         raise GroupLostError(loss)
 
     def end_slowly(self: LocalExecutor) -> None:
@@ -94,7 +95,7 @@ async def test_the_reason_is_known_while_the_ranks_end(
         assert may_end.wait(tools.TIMEOUT_S)
         shutdown(self)
 
-    monkeypatch.setattr(LocalExecutor, "execute_model", lose)
+    monkeypatch.setattr(Worker, "execute_model", lose)
     monkeypatch.setattr(LocalExecutor, "shutdown", end_slowly)
     request = asyncio.create_task(tools.read_ids(engine, [5], tools.stream(3)))
     await asyncio.to_thread(ends.wait, tools.TIMEOUT_S)

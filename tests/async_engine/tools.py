@@ -14,7 +14,7 @@ from support.engines import greedy
 
 from tpengine import AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.engine.requests import GenerateRequest
-from tpengine.executor.local_executor import LocalExecutor
+from tpengine.worker.worker import Worker
 
 TIMEOUT_S = 60.0
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -97,16 +97,16 @@ class Gate:
         self.steps: list[tuple[int, int]] = []
         self._permits = threading.Semaphore(0)
         self._is_open = threading.Event()
-        execute = LocalExecutor.execute_model
+        execute = Worker.execute_model
 
-        def held(executor: LocalExecutor, step: Any) -> Any:
+        def held(worker: Worker, step: Any) -> Any:
             self.steps.append((len(step.slots), engine.llm_engine.num_free_blocks))
             end = time.monotonic() + TIMEOUT_S
             while not self._is_open.is_set() and not self._permits.acquire(timeout=0.01):
                 assert time.monotonic() < end, "the test did not let this step through"
-            return execute(executor, step)
+            return execute(worker, step)
 
-        monkeypatch.setattr(LocalExecutor, "execute_model", held)
+        monkeypatch.setattr(Worker, "execute_model", held)
 
     def let(self, count: int = 1) -> None:
         """Lets that many steps through."""

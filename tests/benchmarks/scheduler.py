@@ -91,5 +91,5 @@ def _step(scheduler: Scheduler) -> float:
     """One step without a model; returns its milliseconds."""
     start = time.perf_counter()
     output = scheduler.schedule()
-    scheduler.update(output, StepDecisions(tokens=[(sequence, 7) for sequence in output.sampled]))
+    scheduler.update(StepDecisions(tokens=[(sequence, 7) for sequence in output.sampled]))
     return 1e3 * (time.perf_counter() - start)

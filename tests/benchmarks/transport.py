@@ -129,7 +129,8 @@ def _processes(options: TransportOptions, stack: contextlib.ExitStack) -> Iterat
 
 
 def _run_step(exchange: Exchange, number: int, payload: bytes) -> bytes:
-    return exchange.step(number, payload, TIMEOUT_S)[0]
+    exchange.send_step(number, payload, TIMEOUT_S)
+    return exchange.take_answers(number, TIMEOUT_S)[0]
 
 
 def _actors(options: TransportOptions) -> Iterator[Way]:

@@ -62,7 +62,8 @@ def start_worker(state: Rank, rendezvous: messages.Rendezvous) -> tuple[str, int
 
 
 def run_steps(state: Rank) -> list[messages.StepOutput]:
-    return [state.kept["worker"].execute_model(step) for step in steps()]
+    worker: Worker = state.kept["worker"]
+    return [output for step in steps() for output in worker.execute_model(step)]
 
 
 def ledger_with_free_memory(state: Rank, free_bytes: int) -> messages.MemoryLedger:

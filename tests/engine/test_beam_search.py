@@ -265,6 +265,6 @@ def test_end_ids_cost_little() -> None:
             scores = sorted((-10 * rng.random() for _ in range(count)), reverse=True)
             ids = rng.sample(range(5000), count)
             sampled.append((sequence, Candidates(ids, scores, scores), None))
-        return lambda: BeamSearch(request, 100, None).advance(sampled, StepDecisions())
+        return lambda: BeamSearch(request, None).advance(sampled, StepDecisions())
 
     assert cost_ratio(search(*ends), search()) < 3

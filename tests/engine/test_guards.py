@@ -13,7 +13,7 @@ from support.engines import run
 
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.errors import EngineError, InvalidPromptError
-from tpengine.executor.local_executor import LocalExecutor
+from tpengine.worker.worker import Worker
 
 TIMEOUT_S = 30
 
@@ -27,14 +27,14 @@ def engine() -> Iterator[LLMEngine]:
 
 def test_a_second_thread_is_refused(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on = threading.Event(), threading.Event()
-    execute = LocalExecutor.execute_model
+    execute = Worker.execute_model
 
-    def slow(self: LocalExecutor, step: Any) -> Any:
+    def slow(self: Worker, step: Any) -> Any:
         inside.set()
         assert go_on.wait(TIMEOUT_S)
         return execute(self, step)
 
-    monkeypatch.setattr(LocalExecutor, "execute_model", slow)
+    monkeypatch.setattr(Worker, "execute_model", slow)
     engine.add_request("one", "Hello", SamplingParams(temperature=0.0, max_tokens=3))
     thread = threading.Thread(target=run, args=(engine,))
     thread.start()
@@ -51,7 +51,7 @@ def test_a_second_thread_is_refused(engine: LLMEngine, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("place", ["in a step", "at its very end"])
 def test_ctrl_c_loses_none(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """The step ends, and the next call returns its outputs."""
-    record, execute = engine.counters.record_step, LocalExecutor.execute_model
+    record, execute = engine.counters.record_step, Worker.execute_model
 
     def interrupted(*args: Any) -> Any:
         done = record(*args) if place == "at its very end" else execute(*args)
@@ -61,7 +61,7 @@ def test_ctrl_c_loses_none(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, p
     engine.add_request("one", "Hello", SamplingParams(temperature=0.0, max_tokens=1))
     with monkeypatch.context() as patch:
         if place == "in a step":
-            patch.setattr(LocalExecutor, "execute_model", interrupted)
+            patch.setattr(Worker, "execute_model", interrupted)
         else:
             patch.setattr(engine.counters, "record_step", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -25,9 +25,10 @@ cloudpickle.register_pickle_by_value(sys.modules["executor"])  # actors cannot i
 
 
 def rank_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:
-    """An engine in float32 on `tp_size` CPU ranks, which are this process's children."""
+    """An engine in float32 on `tp_size` CPU ranks, which are this process's children, with two
+    steps in flight."""
     args = {"dtype": "float32", "device": "cpu", "num_device_blocks_override": 256, **args}
-    args = {"executor": "processes", "disable_log_stats": True, **args}
+    args = {"executor": "processes", "async_scheduling": True, "disable_log_stats": True, **args}
     return LLMEngine.from_engine_args(EngineArgs(str(folder), tensor_parallel_size=tp_size, **args))
 
 

@@ -68,6 +68,7 @@ class TakenOver(Executor):
     """Ranks that another engine started, with another model."""
 
     def __init__(self, ranks: Executor, config: EngineConfig) -> None:
+        super().__init__()
         self._ranks = ranks
         self._config = config
 
@@ -75,8 +76,11 @@ class TakenOver(Executor):
         self._run_workers("__setattr__", "_config", self._config)
         return super().load()
 
-    def execute_model(self, step: StepInput) -> StepOutput:
-        return self._ranks.execute_model(step)
+    def send_step(self, step: StepInput) -> None:
+        self._ranks.send_step(step)
+
+    def take_answer(self) -> StepOutput:
+        return self._ranks.take_answer()
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return self._ranks._run_workers(method, *args, **kwargs)
@@ -136,7 +140,8 @@ def taken_over(ranks: Executor, folder: Path, **args: Any) -> LLMEngine:
     """An engine with ranks that take this model over."""
     model_impl = "transformers" if folder.stem in OTHERS else "tpengine"
     args = {"tensor_parallel_size": len(ranks.nodes), "model_impl": model_impl, **SIZES, **args}
-    engine_args = EngineArgs(str(folder), executor="ray", dtype="float32", device="cpu", **args)
+    args |= {"executor": "ray", "dtype": "float32", "device": "cpu", "async_scheduling": True}
+    engine_args = EngineArgs(str(folder), **args)
     config = engine_args.create_engine_config("cpu")
     return LLMEngine(config, TakenOver(ranks, config), log_stats=False)
 

@@ -210,16 +210,16 @@ def test_interrupt_in_a_step_leaves_the_engine_usable(
 ) -> None:
     expected = ids_of(two_ranks)
     two_ranks.add_request("two", None, greedy(32), prompt_token_ids=PROMPT)
-    execute = executor_of(two_ranks).execute_model
+    send = executor_of(two_ranks).send_step
     steps = []
 
-    def interrupted(step: Any) -> Any:
+    def interrupted(step: Any) -> None:
         steps.append(step.step)
         if len(steps) == 3:
             signal.raise_signal(signal.SIGINT)
-        return execute(step)
+        send(step)
 
-    monkeypatch.setattr(executor_of(two_ranks), "execute_model", interrupted)
+    monkeypatch.setattr(executor_of(two_ranks), "send_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(two_ranks)
     assert len(steps) == 3

@@ -34,6 +34,11 @@ def serve(channels: list[wire.Channel], respond: Respond) -> None:
         threading.Thread(target=run, args=(rank, channel), daemon=True).start()
 
 
+def step(exchange: Exchange, number: int, payload: bytes, timeout_s: float) -> list[bytes]:
+    exchange.send_step(number, payload, timeout_s)
+    return exchange.take_answers(number, timeout_s)
+
+
 def fail(channel: wire.Channel, step: int, rank: int, type_name: str) -> None:
     failure = RankFailure(rank, "here", "step 1", type_name, "text", "", [])
     channel.send(wire.FrameKind.FAILURE, step, encode(dataclasses.astuple(failure)), TIMEOUT_S)
@@ -49,8 +54,8 @@ def test_late_answers_are_dropped() -> None:
     with open_channels(3) as (driver, ranks):
         serve(ranks, respond)
         exchange = Exchange(driver)
-        for step in range(1, 50):
-            assert exchange.step(step, b"p", TIMEOUT_S) == [b"p\0", b"p\1", b"p\2"]
+        for number in range(1, 50):
+            assert step(exchange, number, b"p", TIMEOUT_S) == [b"p\0", b"p\1", b"p\2"]
             assert exchange.call({2: b"c", 1: b"d"}, TIMEOUT_S) == [b"c\2", b"d\1"]
 
 
@@ -70,23 +75,62 @@ def test_failing_rank_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_channels(3) as (driver, ranks):
         serve(ranks, respond)
         with pytest.raises(RanksFailedError) as caught:
-            Exchange(driver).step(1, b"p", TIMEOUT_S)
+            step(Exchange(driver), 1, b"p", TIMEOUT_S)
         assert list(caught.value.failures) == [0, 1]
         assert caught.value.cause == 1
+
+
+def test_several_steps_in_flight() -> None:
+    """Each answer is that of its step, also if a call comes between; what one step fails with is
+    not the failure of another."""
+
+    def respond(rank: int, channel: wire.Channel, frame: wire.Frame) -> None:
+        if frame.number == 3:
+            fail(channel, 3, rank, "ValueError")
+        else:
+            answer(channel, frame.number, frame.payload + bytes([rank]))
+
+    with open_channels(2) as (driver, ranks):
+        serve(ranks, respond)
+        exchange = Exchange(driver)
+        for number in (1, 2, 3, 4):
+            exchange.send_step(number, bytes([number]), TIMEOUT_S)
+        assert exchange.call({1: b"c"}, TIMEOUT_S) == [b"c\1"]
+        for number in (1, 2):
+            assert exchange.take_answers(number, TIMEOUT_S) == [bytes([number, r]) for r in (0, 1)]
+        with pytest.raises(RanksFailedError) as caught:
+            exchange.take_answers(3, TIMEOUT_S)
+        assert list(caught.value.failures) == [0, 1]
+        assert exchange.take_answers(4, TIMEOUT_S) == [b"\4\0", b"\4\1"]
+
+
+def test_a_rank_that_goes_with_steps_in_flight() -> None:
+    """The step that it has answered counts; the next one fails."""
+    with open_channels(2) as (driver, ranks):
+        exchange = Exchange(driver)
+        for number in (1, 2):
+            exchange.send_step(number, b"p", TIMEOUT_S)
+        for channel in ranks:
+            answer(channel, 1, b"done")
+        ranks[1].close()
+        assert exchange.take_answers(1, TIMEOUT_S) == [b"done"] * 2
+        with pytest.raises(RanksFailedError) as caught:
+            exchange.take_answers(2, TIMEOUT_S)
+        assert isinstance(caught.value.failures[1], wire.ChannelClosedError)
 
 
 def test_closed_channel_and_deadline() -> None:
     with open_channels(2) as (driver, ranks):
         exchange = Exchange(driver)
         with pytest.raises(RanksFailedError) as caught:
-            exchange.step(1, b"p", 0.3)
+            step(exchange, 1, b"p", 0.3)
         assert {r: type(e) for r, e in caught.value.failures.items()} == {
             0: wire.ChannelTimeoutError,
             1: wire.ChannelTimeoutError,
         }
         ranks[1].close()
         with pytest.raises(RanksFailedError) as caught:
-            exchange.step(2, b"p", TIMEOUT_S)
+            step(exchange, 2, b"p", TIMEOUT_S)
         [(rank, error)] = caught.value.failures.items()  # the deadline would name both
         assert (rank, type(error)) == (1, wire.ChannelClosedError)
 
@@ -97,7 +141,7 @@ def test_step_whose_channels_another_thread_closes() -> None:
         closing = threading.Timer(0.2, exchange.close)
         closing.start()
         with pytest.raises(RanksFailedError) as caught:
-            exchange.step(1, b"p", TIMEOUT_S)
+            step(exchange, 1, b"p", TIMEOUT_S)
         closing.join(TIMEOUT_S)
         assert all(isinstance(e, wire.ChannelClosedError) for e in caught.value.failures.values())
 
@@ -111,7 +155,7 @@ def test_wake_up_ends_a_step_whose_channels_are_open() -> None:
         waking = threading.Timer(0.2, wake_up.set)
         waking.start()
         with pytest.raises(RanksFailedError) as caught:
-            exchange.step(1, b"p", TIMEOUT_S)
+            step(exchange, 1, b"p", TIMEOUT_S)
         [(rank, error)] = caught.value.failures.items()
         assert rank == 1
         assert "step 1 was given up" in str(error)
@@ -119,7 +163,7 @@ def test_wake_up_ends_a_step_whose_channels_are_open() -> None:
         # A step that all ranks have answered counts, whatever happened to them since.
         for rank in ranks:
             answer(rank, 2, b"done")
-        assert exchange.step(2, b"p", TIMEOUT_S) == [b"done"] * 2
+        assert step(exchange, 2, b"p", TIMEOUT_S) == [b"done"] * 2
         # One call is still made: that which lets the workers end.
         serve(ranks, lambda rank, channel, frame: answer(channel, frame.number, b"bye"))
         assert exchange.call({0: b"", 1: b""}, TIMEOUT_S, is_last=True) == [b"bye"] * 2

@@ -28,7 +28,7 @@ class Group(Protocol):
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int) -> None: ...
 
-    def execute_model(self, step: StepInput) -> StepOutput: ...
+    def execute_model(self, step: StepInput) -> list[StepOutput]: ...
 
 
 class FakeGroup:
@@ -44,10 +44,10 @@ class FakeGroup:
         sizes = self._config.cache.block_size, limits.max_num_seqs, limits.max_num_batched_tokens
         self.worker = FakeWorker(num_blocks, *sizes, num_host_blocks, last_step=self._last_step)
 
-    def execute_model(self, step: StepInput) -> StepOutput:
+    def execute_model(self, step: StepInput) -> list[StepOutput]:
         assert self.worker is not None
         self.worker.apply(step)
-        return self.worker.compute(step)
+        return [self.worker.compute(step)]
 
 
 class RealGroup:
@@ -57,6 +57,7 @@ class RealGroup:
         worker = loaded_worker(config)
         self.init_cache_engine = worker.init_cache_engine
         self.execute_model = worker.execute_model
+        self.finish_steps = worker.finish_steps
         self.load_vocabulary = worker.load_vocabulary
         self.compile_grammars = worker.compile_grammars
 
@@ -99,6 +100,7 @@ class MortalExecutor(Executor):
     def __init__(
         self, config: EngineConfig, fate: Fate, group: Callable[[EngineConfig, int], Group]
     ) -> None:
+        super().__init__()
         self.config = config
         self.fate = fate
         self._make_group = group
@@ -116,7 +118,7 @@ class MortalExecutor(Executor):
         self.attempted_at: list[float] = []
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        assert method in ("load_vocabulary", "compile_grammars")
+        assert method in ("load_vocabulary", "compile_grammars", "finish_steps")
         return [getattr(self._group, method)(*args, **kwargs)]
 
     @property
@@ -160,7 +162,7 @@ class MortalExecutor(Executor):
         self._fail_if_due("rebuild")
         return self.profile_num_available_blocks()
 
-    def execute_model(self, step: StepInput) -> StepOutput:
+    def send_step(self, step: StepInput) -> None:
         self._num_sent = step.step
         if self._loss is not None:  # lost after the driver looked at `loss`
             raise GroupLostError(self._loss)
@@ -170,11 +172,10 @@ class MortalExecutor(Executor):
         is_lethal = step.step in self.fate.kills or self.fate.is_lethal(step)
         if is_lethal or self._is_poisonous(step):
             raise GroupLostError(self.lose("execute_model", step.step))
-        answer = self._group.execute_model(step)
+        self._answers += self._group.execute_model(step)
         for slot in step.sample_slots:
             first_token, num_output = self._slots[slot]
             self._slots[slot] = (first_token, num_output + 1)
-        return answer
 
     def shutdown(self) -> None:
         self.is_shut_down.set()
@@ -185,6 +186,7 @@ class MortalExecutor(Executor):
         """Loses the group."""
         self._group = None
         self._slots.clear()
+        self._answers.clear()
         place, cause = "10.0.0.7 (host seven), pid 4711", "killed by signal 9 (SIGKILL)"
         words = "these were its last words", "File worker.py, line 1"
         self._loss = RankLoss(1, place, self._epoch, step, phase, cause, *words)

@@ -4,7 +4,7 @@ without the losses, and no stream loses or repeats a token."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -62,6 +62,7 @@ class Trace:
     kills: frozenset[int]
     idle_kills: frozenset[int]
     rebuilds: list[str]
+    in_flight: int
     aborts: dict[int, int]
 
 
@@ -91,6 +92,7 @@ traces = st.builds(
     kills=st.frozensets(st.integers(1, 24), min_size=1, max_size=MAX_STEP_KILLS),
     idle_kills=st.frozensets(st.integers(0, NUM_CALLS), max_size=3),
     rebuilds=st.lists(st.sampled_from(["rebuild", "cache", ""]), max_size=4),
+    in_flight=st.sampled_from([1, 1, 2, 4]),
     aborts=st.dictionaries(st.integers(0, 15), st.integers(0, 4), max_size=3),
 )
 
@@ -111,6 +113,8 @@ def job_of(arrival: Arrival, number: int, policy: str) -> Job:
 
 
 def play(trace: Trace, config: EngineConfig, events: Counter[str]) -> None:
+    limits = replace(config.scheduler, max_steps_in_flight=trace.in_flight)
+    config = replace(config, scheduler=limits)
     client = open_client(config, [], Fate(trace.kills, deque(trace.rebuilds), trace.blocks))
     engine, executor = client.engine, client.executor
     arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.call)
@@ -166,6 +170,7 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
     schedule = Scheduler.schedule
 
     def counting_restart(scheduler: Scheduler, *args: Any) -> None:
+        events["ahead when lost"] += len(scheduler.unanswered) > 1
         for request in scheduler.unfinished_requests():
             statuses = {s.status for s in request.unfinished_sequences}
             events["swapped when lost"] += SequenceStatus.SWAPPED in statuses
@@ -200,6 +205,12 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
     # The traces reach the cases that this test is for.
     wanted = ["execute_model", "idle", "rebuild", "cache", "shrunk", "preempted"]
     wanted += ["swapped when lost", "prefilling when lost", "decoding when lost"]
-    wanted += ["added in a recovery", "aborted in a recovery", "abort", "outgrown"]
+    wanted += [
+        "ahead when lost",
+        "added in a recovery",
+        "aborted in a recovery",
+        "abort",
+        "outgrown",
+    ]
     wanted += [f"{kind} completed" for kind in KINDS]
     assert {what: events[what] for what in wanted if events[what] < 4} == {}, events

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from tpengine.inputs import Adapter
 from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput
-from tpengine.worker.gpu.run_ahead import valid_rows
 
 VOCAB_SIZE = 997
 
@@ -101,10 +100,6 @@ class FakeWorker:
     host: dict[int, int] = field(default_factory=dict)
     last_step: int = 0
     parents: dict[int, int] = field(default_factory=dict)
-    ahead: dict[int, int] = field(default_factory=dict)
-    """What was written ahead of the driver, by slot."""
-    num_ahead: int = 0
-    num_kept: int = 0
     max_loras: int = 0
     adapters: dict[int, bytes] = field(default_factory=dict)
     """Keys, by slot."""
@@ -141,7 +136,6 @@ class FakeWorker:
             expected = self._all_keys(slot, slot.num_computed_tokens)
             held = [self.cache.get(self._place(slot, p)) for p in kept]
             assert held == expected[kept.start :], "what was computed is no longer there"
-        self._keep_ahead(step)
 
     def compute(self, step: StepInput) -> StepOutput:
         """Computes the rows of an applied step and samples."""
@@ -176,34 +170,7 @@ class FakeWorker:
             output.token_ids.append(token_id)
             share = mix(token_id, len(self.slots[slot_id].token_ids)) % 1000
             output.chosen_logprobs.append(-share / 100)
-        self._run_ahead(step)
         return output
-
-    def _run_ahead(self, step: StepInput) -> None:
-        """Writes one more token of each of these slots, as a worker that runs ahead does."""
-        assert len(set(step.next_slots)) == len(step.next_slots)
-        assert set(step.next_slots) <= set(step.sample_slots)
-        self.num_ahead += len(step.next_slots)
-        places: set[int] = set()
-        for slot_id in step.next_slots:
-            slot = self.slots[slot_id]
-            assert not slot.new.num_candidates, "the driver chooses the tokens of beams"
-            (place,) = self._write(slot_id, 1)
-            assert place not in places, "two rows write the same place"
-            places.add(place)
-            slot.num_computed_tokens -= 1
-            self.ahead[slot_id] = self.cache[place]
-
-    def _keep_ahead(self, step: StepInput) -> None:
-        """Numbers written ahead that the step uses must still be in the cache."""
-        ahead, self.ahead = self.ahead, {}
-        for slot_id in valid_rows(list(ahead), step):
-            slot = self.slots[slot_id]
-            assert slot.num_computed_tokens == len(slot.token_ids) - 1
-            place = self._place(slot, slot.num_computed_tokens)
-            key = self.cache[self._place(slot, slot.num_computed_tokens - 1)]
-            assert self.cache[place] == ahead[slot_id] == key_of(key, slot.token_ids[-1])
-            self.num_kept += 1
 
     def _move_blocks(self, step: StepInput) -> None:
         moves, size = step.block_moves, self.block_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.errors import RequestFailedError
 from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner
-from tpengine.messages import SamplingRules
+from tpengine.messages import SamplingRules, StepInput, StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.block_manager import NO_BLOCK, AllocStatus, BlockManager
@@ -39,7 +39,7 @@ class Limits:
     mode: str = "auto"
     policy: str = "fcfs"
     watermark: float = 0.0
-    ahead: bool = False
+    in_flight: int = 1
     model_len: int = 4096
     window: int | None = None
     max_loras: int = 0
@@ -80,7 +80,8 @@ def make_request(
     if isinstance(prompt, int):
         prompt = [(31 * index + 7 * place) % VOCAB_SIZE for place in range(prompt)]
     ends = frozenset() if params.ignore_eos else END_TOKEN_IDS
-    width = params.num_sequences
+    width, max_tokens = params.num_sequences, params.max_tokens
+    most = sys.maxsize if max_tokens is None else len(prompt) + max_tokens
     return Request(
         request_id=f"r{index}",
         prompt=None,
@@ -89,7 +90,7 @@ def make_request(
         rules=SamplingRules(min_tokens=params.min_tokens),
         seed=1000 + index,
         arrival_index=index,
-        sequences=[Sequence(100 * index + i, i, prompt, len(prompt)) for i in range(width)],
+        sequences=[Sequence(100 * index + i, i, prompt, len(prompt), most) for i in range(width)],
         metrics=RequestMetrics.of_arrival(float(index)),
         priority=priority,
         end_token_ids=ends,
@@ -111,6 +112,7 @@ class CountingBlockManager(BlockManager):
             limits.caching,
             limits.num_kept_tokens,
             limits.tokens,
+            limits.in_flight,
         )
         self.answers = answers
 
@@ -142,7 +144,7 @@ class Loop:
             enable_chunked_prefill=limits.chunked,
             policy=limits.policy,
             preemption_mode=limits.mode,
-            looks_ahead=limits.ahead,
+            max_steps_in_flight=limits.in_flight,
             max_loras=limits.max_loras,
             fairness=limits.fairness,
         )
@@ -152,8 +154,12 @@ class Loop:
         self.events: Counter[str] = Counter()
         self.blocks, self.worker = self._open_cache(limits.num_blocks, last_step=0)
         self.scheduler = Scheduler(self.config, self.blocks)
+        self._sent: deque[StepInput] = deque()  # what the worker has not begun
+        self._answers: deque[StepOutput] = deque()
+        # Of each unanswered step: the blocks that each row reads, and those that it writes.
+        self._used: deque[dict[Sequence, tuple[set[int], set[int]]]] = deque()
         self.policy = self.scheduler._queues.waiting
-        self.processor = OutputProcessor(None, limits.model_len)
+        self.processor = OutputProcessor(None)
         self.outputs: dict[str, RequestOutput] = {}
         self.admitted: list[Request] = []
         self._passed: list[Request] = []
@@ -161,6 +167,7 @@ class Loop:
         self._entered: dict[int, Sequence] = {}
         self._is_restricted = False
         self._num_stalled_steps = 0
+        self._is_applied = False
 
     def _open_cache(self, num_blocks: int, last_step: int) -> tuple[BlockManager, FakeWorker]:
         limits = self.limits
@@ -176,6 +183,8 @@ class Loop:
         )
 
     def add(self, request: Request) -> Request:
+        for sequence in request.sequences:
+            sequence.max_num_tokens = min(sequence.max_num_tokens, self.limits.model_len)
         self.scheduler.add_request(request)
         self.processor.add(request)
         return request
@@ -201,21 +210,31 @@ class Loop:
         assert self.scheduler.get_request(request.request_id) is None
         if ended is not None:
             self.events[f"ended {before[-1]}"] += 1
-            assert not any(self.blocks.holds_blocks(s) for s in request.sequences)
+            held = [s for s in request.sequences if self.blocks.holds_blocks(s)]
+            assert all(s.num_unanswered for s in held)
             assert all(s.slot is None for s in request.sequences)
             self._note(self.processor.report([ended]))
 
     def lose(self, num_blocks: int) -> None:
         """The worker is lost; another one, with `num_blocks` blocks, replaces it."""
-        self.blocks, self.worker = self._open_cache(num_blocks, self.worker.last_step)
+        self.events["lost steps"] += len(self.scheduler.unanswered)
+        for output in self.scheduler.unanswered:
+            self.events["lost prefills"] += output.num_prefill_tokens > 0
+            self.events["lost forks"] += len(output.forks) > 0
+        self.events["lost ahead"] += len(self.scheduler.unanswered) > 1
+        self.blocks, self.worker = self._open_cache(num_blocks, self.scheduler._num_steps)
         self.scheduler.restart(self.blocks)
+        for queue in (self._sent, self._answers, self._used):
+            queue.clear()
         self.scheduler.check_invariants()
         assert self.scheduler.num_running == self.scheduler.num_swapped == 0
         self._check_all_blocks_are_free()
         self.events["losses"] += 1
 
     def restrict(self, allowed: Iterable[str] | None) -> None:
-        """Lets only requests of the `allowed` ids run; None: all."""
+        """Lets only requests of the `allowed` ids run; None: all. Not while steps are in flight."""
+        while self.scheduler.unanswered:
+            self._answer()
         self.scheduler.restrict(None if allowed is None else frozenset(allowed))
         self.scheduler.check_invariants()
         self._is_restricted = allowed is not None
@@ -225,10 +244,28 @@ class Loop:
     def step(
         self, in_flight: Callable[[], None] = lambda: None, lost_to: int | None = None
     ) -> SchedulerOutput:
-        """One step; `in_flight` is called between execution and processing. With `lost_to` it is
-        not answered, and the next worker has that many blocks."""
+        """Plans steps until as many are in flight as may be; answers the oldest and returns it.
+        `in_flight` is called before the answer. With `lost_to` there is no answer, and the next
+        worker has that many blocks."""
+        output = None
+        while output is None or len(self.scheduler.unanswered) < self.limits.in_flight:
+            output = self._plan()
+            if output.is_empty:
+                break
+        if not self.scheduler.unanswered:
+            return output
+        if lost_to is not None:
+            self.lose(lost_to)
+            return output
+        if self.limits.in_flight == 1:
+            self._execute()
+        in_flight()
+        return self._answer()
+
+    def _plan(self) -> SchedulerOutput:
+        """Plans one step, and lets the worker begin it at once or later."""
         self._entered = {i: s for i, s in self._entered.items() if s.slot is not None}
-        had_requests = self.scheduler.has_unfinished_requests()
+        is_free = self.scheduler.has_unfinished_requests() and not self.scheduler.unanswered
         oldest = next(iter(self.scheduler.running_sequences()), None)
         waiting = list(self.policy)
         output = self.scheduler.schedule()
@@ -236,29 +273,45 @@ class Loop:
         self._count(output)
         self._note(self.processor.report(output.ignored))
         if output.is_empty:
-            if not self._is_restricted:
-                assert bool(output.ignored) == had_requests, "a step without any progress"
+            if is_free and not self._is_restricted:
+                assert output.ignored, "a step without any progress"
             assert not output.step_input.freed_slots
             assert not output.step_input.block_moves, "a step that is not sent moves blocks"
             return output
-        self._check_progress(oldest, output)
+        if is_free:
+            self._check_progress(oldest, output)
         admitted = [request for request in waiting if _has_slots(request)]
         self._check_admissions(admitted, output)
         self._check_rows(admitted, output)
-        self.worker.apply(output.step_input)
-        self._compare_with_worker(output)
-        if lost_to is not None:
-            self.events["lost steps"] += 1
-            self.events["lost prefills"] += output.num_prefill_tokens > 0
-            self.events["lost forks"] += len(output.forks) > 0
-            self.lose(lost_to)
-            return output
-        answer = self.worker.compute(output.step_input)
-        self.events["ahead"] = self.worker.num_ahead
-        self.events["ahead and kept"] = self.worker.num_kept
-        in_flight()
-        decisions = self.processor.process(output, answer)
-        self.scheduler.update(output, decisions)
+        self._check_blocks_in_flight(output)
+        self._sent.append(output.step_input)
+        self.events["ahead"] += not is_free
+        is_known = self._entered | {s.seq_id: s for s in (*output.rows, *_children(output))}
+        self._entered = is_known
+        if self.limits.in_flight == 1 or (len(self._sent) == 1 and output.step_input.step % 3):
+            self.worker.apply(output.step_input)
+            self._compare_with_worker(output)
+            self._is_applied = True
+            if self.limits.in_flight > 1:
+                self._execute()
+        return output
+
+    def _execute(self) -> None:
+        """The worker computes the oldest step that it has not begun."""
+        step = self._sent.popleft()
+        if not self._is_applied:
+            self.worker.apply(step)
+        self._is_applied = False
+        self._answers.append(self.worker.compute(step))
+
+    def _answer(self) -> SchedulerOutput:
+        """The oldest step is answered."""
+        output = self.scheduler.unanswered[0]
+        if not self._answers:
+            self._execute()
+        decisions = self.processor.process(output, self._answers.popleft())
+        self.scheduler.update(decisions)
+        self._used.popleft()
         self._note(self.processor.report(decisions.to_report.values()))
         self.scheduler.check_invariants()
         running = self.scheduler.running_sequences()
@@ -268,10 +321,32 @@ class Loop:
             self._check_order([*map(self._owner, running), *self.policy])
         return output
 
+    def _check_blocks_in_flight(self, output: SchedulerOutput) -> None:
+        """What unanswered steps read is not written for other sequences, and what they write is not
+        copied."""
+        moves, size = output.step_input.block_moves, self.limits.block_size
+        sources = {pair[0] for pair in (*moves.swap_outs, *moves.copies)}
+        targets = {pair[1] for pair in (*moves.swap_ins, *moves.copies)}
+        own = {}
+        for row, count, end in zip(
+            output.rows, sizes(output), output.num_computed_tokens, strict=True
+        ):
+            table, start = self.blocks.block_ids(row), end - count
+            seen = max(0, start - self.limits.num_kept_tokens)
+            written = set(table[start // size : self.blocks.num_blocks_for(end)])
+            own[row] = set(table[seen // size :]), written
+        for step in self._used:
+            for other, (read, written) in step.items():
+                assert not targets & read, "a copy into a block that an unanswered step reads"
+                assert not sources & written, "a copy of a block that an unanswered step writes"
+                for row in own.keys() - {other}:
+                    assert not own[row][1] & read, "a block of an unanswered step was given away"
+        self._used.append(own)
+
     def run(self, max_steps: int = 3000) -> None:
         """Steps until no request is left, and checks that all blocks were given back."""
         for _ in range(max_steps):
-            if not self.scheduler.has_unfinished_requests():
+            if not (self.scheduler.has_unfinished_requests() or self.scheduler.unanswered):
                 break
             self.step()
         scheduler = self.scheduler
@@ -373,7 +448,7 @@ class Loop:
         for sequence, size, request in zip(
             output.rows, step.num_scheduled_tokens, owners, strict=True
         ):
-            num_left = sequence.num_tokens - sequence.num_computed_tokens
+            num_left = max(1, sequence.num_tokens - sequence.num_computed_tokens + size)
             catching_up.add(request in admitted or num_left > 1)
             if size < num_left:
                 self.events["chunks"] += 1
@@ -388,21 +463,26 @@ class Loop:
 
         The worker has each sequence that was a row, or was forked from one, since it got its slot.
         """
-        children = [child for _, child in output.forks]
-        self._entered |= {s.seq_id: s for s in (*output.rows, *children)}
+        children, counts = _children(output), dict(zip(output.rows, sizes(output), strict=True))
         by_slot = {s.slot: s for s in self._entered.values() if s.slot is not None}
         assert self.worker.slots.keys() == by_slot.keys()
         for slot_id, slot in self.worker.slots.items():
             sequence = by_slot[slot_id]
-            assert slot.token_ids == sequence.token_ids
+            assert slot.token_ids[: sequence.num_tokens] == sequence.token_ids
             assert slot.index == sequence.index
             if sequence not in children:  # these get their blocks in the update
-                assert slot.num_computed_tokens == sequence.num_computed_tokens
+                num_computed = sequence.num_computed_tokens - counts.get(sequence, 0)
+                assert slot.num_computed_tokens == num_computed
+                assert len(slot.token_ids) == max(sequence.num_tokens, num_computed + 1)
                 table = self.blocks.block_ids(sequence)
                 num_given_back = table.count(NO_BLOCK)
                 self.events["given back"] += num_given_back > 0
                 assert len(slot.block_ids) == len(table)
                 assert slot.block_ids[num_given_back:] == table[num_given_back:]
+
+
+def _children(output: SchedulerOutput) -> list[Sequence]:
+    return [child for _, child in output.forks]
 
 
 def _has_slots(request: Request) -> bool:

@@ -54,10 +54,10 @@ def test_abort_while_a_step_is_computed() -> None:
 def test_abort_after_the_last_token_comes_too_late() -> None:
     loop = Loop()
     (request,) = loop.add_plain(4)
-    output = loop.scheduler.schedule()
+    loop.scheduler.schedule()
     finished = [(request.sequences[0], SequenceStatus.FINISHED_STOPPED)]
     decisions = StepDecisions(tokens=[(request.sequences[0], 1)], finished=finished)
-    loop.scheduler.update(output, decisions)
+    loop.scheduler.update(decisions)
     assert loop.scheduler.abort_request("r0") is None
     assert statuses(request) == ["FINISHED_STOPPED"]
     assert request.sequences[0].output_token_ids == [1]

@@ -28,7 +28,7 @@ def compute(blocks: BlockManager, request: Request) -> Sequence:
     blocks.allocate(request)
     (sequence,) = request.sequences
     sequence.num_computed_tokens = sequence.num_tokens
-    blocks.mark_computed(sequence)
+    blocks.mark_computed(sequence, sequence.num_computed_tokens)
     return sequence
 
 
@@ -66,7 +66,7 @@ def test_only_requests_of_the_same_salt_find_each_other() -> None:
         blocks.allocate(request)
         computed.append(request.sequences[0].num_computed_tokens)
         request.sequences[0].num_computed_tokens = 5
-        blocks.mark_computed(request.sequences[0])
+        blocks.mark_computed(request.sequences[0], request.sequences[0].num_computed_tokens)
     assert computed == [0, 0, 0, 4]
 
 
@@ -121,7 +121,7 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         sequence.token_ids.append(token)
         blocks.append(sequence)
         sequence.num_computed_tokens += 1
-        blocks.mark_computed(sequence)
+        blocks.mark_computed(sequence, sequence.num_computed_tokens)
     assert len(calls) == 41 // 4
 
 

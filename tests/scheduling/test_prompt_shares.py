@@ -28,7 +28,7 @@ def parts(loop: Loop) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("limits", "short"),
     [
-        ({"caching": True, "ahead": True, "max_loras": 1}, {"adapter": 1}),
+        ({"caching": True, "max_loras": 1}, {"adapter": 1}),
         ({"window": 16, "policy": "priority"}, {"priority": -1}),
         ({"fairness": "owner"}, {"params": plain(3, n=3)}),
         ({"num_blocks": 200}, {"params": plain(2)}),

@@ -78,7 +78,7 @@ def traces(groups: bool, disturbed: bool) -> st.SearchStrategy[Trace]:
         "num_blocks": st.integers(8, 24) if groups else st.integers(1, 20),
         "block_size": st.integers(1, 4),
         "chunked": st.booleans(),
-        "ahead": st.booleans(),
+        "in_flight": st.sampled_from([1, 1, 2, 3, 4]),
         "watermark": st.sampled_from([0.0, 0.01, 0.1, 0.2]),
         "window": st.sampled_from([None, None, 2, 6, 11]),
         "model_len": st.just(MAX_MODEL_LEN),
@@ -236,7 +236,7 @@ def check_ending(loop: Loop, request: Request) -> str:
 
 COMMON = [
     *("completed", "ignored", "abort", "error", "preempted and completed"),
-    *("chunks", "ahead", "ahead and kept", "ended WAITING", "ended RUNNING", "ended in flight"),
+    *("chunks", "ahead", "ended WAITING", "ended RUNNING", "ended in flight"),
     "given back",
 ]
 OF_SINGLES = [
@@ -248,7 +248,7 @@ OF_GROUPS = [
     *("group recomputed", "group swapped", "single recomputed", "single swapped"),
     *("beams recomputed", "joined later", "ended SWAPPED"),
 ]
-OF_LOSSES = ["losses", "lost steps", "lost prefills", "restrictions"]
+OF_LOSSES = ["losses", "lost steps", "lost ahead", "lost prefills", "restrictions"]
 OF_ADAPTERS = ["completed", "with adapter", "adapter loads", "passed", "hits", "swap ins"]
 OF_OWNERS = ["completed", "took room", "swap ins", "hits", "group recomputed", "lost steps"]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpengine.errors import EngineError
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling.step import StepDecisions
 
 from .loop import END_TOKEN_IDS, Limits, Loop, make_request, sizes, statuses
 
@@ -149,12 +147,13 @@ def test_limits_are_inclusive() -> None:
     assert statuses(request) == ["FINISHED_LENGTH"]
 
 
-def test_token_that_was_not_appended_is_noticed() -> None:
-    loop = Loop()
-    loop.add_plain(4)
-    loop.scheduler.update(loop.scheduler.schedule(), StepDecisions())
-    with pytest.raises(EngineError, match="its token was not appended"):
-        loop.scheduler.schedule()
+def test_no_step_is_planned_beyond_a_last_token() -> None:
+    loop = Loop(Limits(in_flight=4))
+    loop.add_plain(5, 9, max_tokens=6)
+    assert sizes(loop.step()) == [5, 9]
+    assert [sizes(output) for output in loop.scheduler.unanswered] == [[1, 1]] * 3
+    loop.run()
+    assert loop.worker.last_step == 6
 
 
 def test_end_token_ids_are_sent_only_for_min_tokens() -> None:

@@ -78,7 +78,7 @@ def test_a_hit_needs_the_blocks_of_its_window_only(
     blocks.allocate(first)
     for num_tokens in (12, 24):
         first.sequences[0].num_computed_tokens = num_tokens
-        blocks.mark_computed(first.sequences[0])
+        blocks.mark_computed(first.sequences[0], first.sequences[0].num_computed_tokens)
     assert blocks.block_ids(first.sequences[0]).count(NO_BLOCK) == 4
     blocks.free(first.sequences[0])
     assert blocks.num_free_blocks == 10

@@ -1,5 +1,5 @@
 """Workers on the CPU that run the code path of a GPU: gathered context, a library's kernels for
-prompts, padded decode batches at fixed addresses, steps begun before the driver asks.
+prompts, padded decode batches at fixed addresses, steps launched on ids that are on their way.
 
 The ops are the same on the CPU. Substitutes replay the graphs and copy the sampled ids.
 """
@@ -19,10 +19,11 @@ from tpengine.engine_args import EngineArgs
 from tpengine.layers import gpu_attention as gpu_attention_layer
 from tpengine.layers.gpu_attention import SdpaBackend
 from tpengine.messages import StepInput
-from tpengine.worker.gpu import graphs, run_ahead
+from tpengine.worker.gpu import graphs
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers
 from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run
-from tpengine.worker.gpu.run_ahead import BegunStep, Division
+from tpengine.worker.input_batch import StepArrays
+from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.transfers import Downloads
 from tpengine.worker.worker import Worker
 
@@ -31,14 +32,13 @@ class GpuWalk:
     """Counts what happens in a run.
 
     Attributes:
-        begun, taken: rows that were computed before the driver asked, and those of them that it
-            then asked for.
-        whole: steps of which nothing was left to compute.
-        early: steps that were begun before the ids of the previous step had arrived.
+        ahead: rows whose token only the device knew when they were launched.
+        whole: steps with such rows alone.
+        early: steps that were launched before the ids of the previous step had arrived.
     """
 
     def __init__(self) -> None:
-        self.begun = self.taken = self.whole = self.early = 0
+        self.ahead = self.whole = self.early = 0
         self.sizes: list[int] = []
         self.replays = 0
         self.gathers = 0
@@ -66,10 +66,10 @@ class GpuWalk:
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[np.ndarray]]:
         """Replaces copies on a separate stream."""
-        begun = self.begun
+        ahead = self.ahead
 
         def finish() -> list[np.ndarray]:
-            self.early += self.begun > begun
+            self.early += self.ahead > ahead
             return [tensor.numpy() for tensor in tensors]
 
         return finish
@@ -96,22 +96,23 @@ def gpu_attention(worker: Worker, model: Any) -> GpuAttention:
 def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
     """Makes every worker run the code path of a GPU from now on."""
     walk = GpuWalk()
-    configure, divide = EngineArgs.create_engine_config, run_ahead.divide
+    configure, find_ids = EngineArgs.create_engine_config, ModelRunner._ids_in_flight
 
-    def looking_ahead(self: EngineArgs, device: str) -> EngineConfig:
+    def with_two_steps(self: EngineArgs, device: str) -> EngineConfig:
         config = configure(self, device)
-        scheduler = replace(config.scheduler, looks_ahead=self.async_scheduling)
-        return replace(config, scheduler=scheduler)
+        num_steps = 1 if self.async_scheduling is False else 2
+        limits = replace(config.scheduler, max_steps_in_flight=num_steps, ahead_from_s=0.0)
+        return replace(config, scheduler=limits)
 
-    def count_begun(slots: list[int], *rest: Any) -> BegunStep:
-        walk.begun += len(slots)
-        return BegunStep(slots, *rest)
-
-    def count_taken(step: StepInput, begun: BegunStep) -> Division:
-        left = divide(step, begun)
-        walk.taken += len(step.slots) - len(left.slots)
-        walk.whole += not left.slots
-        return left
+    def count_ids(self: ModelRunner, step: StepInput, arrays: StepArrays) -> Any:
+        token_ids = find_ids(self, step, arrays)
+        if token_ids is not None:
+            assert self._pending is not None
+            sampled = set(self._pending.step.sample_slots) - self._pending.freed_slots
+            count = len(sampled.intersection(step.slots))
+            walk.ahead += count
+            walk.whole += count == len(step.slots)
+        return token_ids
 
     def record(self: DecodeGraphs, original: Any = DecodeGraphs.record) -> None:
         walk.sizes += self.sizes
@@ -124,9 +125,8 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
 
         return call
 
-    monkeypatch.setattr(EngineArgs, "create_engine_config", looking_ahead)
-    monkeypatch.setattr(run_ahead, "BegunStep", count_begun)
-    monkeypatch.setattr(run_ahead, "divide", count_taken)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", with_two_steps)
+    monkeypatch.setattr(ModelRunner, "_ids_in_flight", count_ids)
     monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
     monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
     monkeypatch.setattr(Worker, "_works_ahead", True)

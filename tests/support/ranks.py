@@ -117,6 +117,7 @@ class ThreadedExecutor(Executor):
     """One worker per rank, each in its own thread: an engine's ranks without a cluster."""
 
     def __init__(self, config: EngineConfig, tp_size: int) -> None:
+        super().__init__()
         self._shared = ThreadCollectives(tp_size)
         self._pool = ThreadPoolExecutor(tp_size)
         self._workers = [
@@ -131,7 +132,7 @@ class ThreadedExecutor(Executor):
         ]
         answers = results_of(futures)
         if method == "execute_model":
-            sampled = [answer.token_ids for answer in answers]
+            sampled = [[output.token_ids for output in outputs] for outputs in answers]
             assert all(ids == sampled[0] for ids in sampled), "ranks sampled different tokens"
         return answers
 

@@ -67,16 +67,12 @@ def num_candidates(num_beams: int, num_end_ids: int) -> int:
 
 
 class BeamSearch:
-    """The beams of one request. Live beams are its sequences; complete beams are kept here.
+    """The beams of one request. Live beams are its sequences; complete beams are kept here."""
 
-    Args:
-        max_num_tokens: prompt and output tokens at which every beam ends for its length.
-    """
-
-    def __init__(self, request: Request, max_num_tokens: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self._request = request
         self._params = request.sampling_params
-        self._max_num_tokens = max_num_tokens
+        self._max_num_tokens = request.sequences[0].max_num_tokens
         self._tokenizer = tokenizer
         logprobs: SampleLogprobs | None = None if self._params.logprobs is None else []
         self._live = {s.seq_id: _LiveBeam(0.0, 0.0, logprobs) for s in request.sequences}

@@ -1,7 +1,8 @@
 """The loop around the scheduler: requests in, `RequestOutput`s out, one step at a time.
 
-A step is four calls, in `LLMEngine._step`: schedule, execute, process, update. The data of a step
-goes through them in this order and never back.
+A step is four calls: schedule, execute, process, update. The data of a step goes through them in
+this order and never back. `LLMEngine._step` schedules and sends as many steps as may be in flight,
+and then takes the oldest one's answer through the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import CheckedRequest, Request, Sequence
-from tpengine.scheduling.step import SchedulerOutput, StepDecisions
+from tpengine.scheduling.step import StepDecisions
 from tpengine.structured.grammar_checks import GrammarChecks
 
 logger = init_logger(__name__)
@@ -72,8 +73,8 @@ class LLMEngine:
             self._adapters = executor.adapter_checks(config.lora)
             self._scheduler = Scheduler(config.scheduler, blocks)
             self._recovery = Recovery(config, executor, self._scheduler, ledgers)
-            length, interval = config.model.max_model_len, config.scheduler.stream_interval
-            self._output_processor = OutputProcessor(tokenizer, length, self.counters, interval)
+            interval = config.scheduler.stream_interval
+            self._output_processor = OutputProcessor(tokenizer, self.counters, interval)
         except BaseException:
             finalizer()
             raise
@@ -155,7 +156,9 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do or to report."""
-        return self._scheduler.has_unfinished_requests() or bool(self._unreported)
+        scheduler = self._scheduler
+        is_busy = scheduler.has_unfinished_requests() or bool(scheduler.unanswered)
+        return is_busy or bool(self._unreported)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is unfinished, or its last output is not reported yet."""
@@ -297,12 +300,17 @@ class LLMEngine:
         arrived_at = time.time() if arrival_time is None else arrival_time
         arrival_index, first_id = self._num_requests, self._num_sequences
         token_ids, count = checked.prompt_token_ids, checked.sampling_params.num_sequences
+        num_tokens, most = len(token_ids), self._config.model.max_model_len
+        if (max_tokens := checked.sampling_params.max_tokens) is not None:
+            most = min(most, num_tokens + max_tokens)
         request = Request(
             **vars(checked),
             request_id=request_id,
             seed=self._seed(checked.sampling_params, arrival_index),
             arrival_index=arrival_index,
-            sequences=[Sequence(first_id + i, i, token_ids, len(token_ids)) for i in range(count)],
+            sequences=[
+                Sequence(first_id + i, i, token_ids, num_tokens, most) for i in range(count)
+            ],
             metrics=RequestMetrics.of_arrival(arrived_at),
         )
         # First, so that no two requests have one number, whatever interrupts this.
@@ -322,7 +330,7 @@ class LLMEngine:
         return request.metrics
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests in any state; their blocks are free when this returns.
+        """Ends requests in any state; their blocks are free as soon as no step in flight uses them.
 
         Unknown and finished ids are ignored. The next `step` reports the end.
 
@@ -341,7 +349,8 @@ class LLMEngine:
         return [o for o in outputs if o.request_id in dropped]
 
     def step(self) -> list[RequestOutput]:
-        """Computes one step, and returns what is new for users.
+        """Completes one step, and returns what is new for users. The ranks may have begun with
+        later ones when it returns.
 
         While lost ranks are being replaced it returns after a moment, with the outputs of aborted
         requests; the other requests go on when the new ranks are ready.
@@ -372,38 +381,53 @@ class LLMEngine:
         return outputs
 
     def _step(self) -> None:
-        """Schedule, execute, process, update; and report. If ranks are lost, the step has not
-        happened."""
-        scheduled: SchedulerOutput | None = None
+        """Schedule, execute, process, update; and report. If ranks are lost, the unanswered steps
+        have not happened."""
+        unanswered = self._scheduler.unanswered
         try:
             self._compile_grammars()
             start = time.perf_counter()
-            scheduled = self._scheduler.schedule()
-            for request in scheduled.ignored:
-                logger.warning("request %r ends: %s", request.request_id, request.error)
-            self._report(scheduled.ignored)
-            if scheduled.is_empty:
+            while len(unanswered) < self._max_steps_in_flight and self._send_next():
+                pass
+            if not unanswered:
                 return
-            sent = time.perf_counter()
-            answer = self._executor.execute_model(scheduled.step_input)
+            scheduled, sent = unanswered[0], time.perf_counter()
+            answer = self._executor.take_answer()
         except GroupLostError as error:
-            self._report(self._recovery.begin(error.loss, scheduled))
+            self._report(self._recovery.begin(error.loss))
             return
         answered = time.perf_counter()
         decisions = self._output_processor.process(scheduled, answer)
         processed = time.perf_counter()
-        self._scheduler.update(scheduled, decisions)
+        self._scheduler.update(decisions)
         updated = time.perf_counter()
         self._report(decisions.to_report.values())
         self._recovery.note_step()
         marks = (start, sent, answered, processed, updated, time.perf_counter())
-        self.last_step = StepStats.of(scheduled, answer.model_s, marks)
+        self.last_step = StepStats.of(scheduled, answer, decisions, marks)
         self.counters.record_step(self.last_step)
         if scheduled.preempted:
             self._preemption_log.record(self.counters.num_preemptions)
         if self._stat_logger is not None:
             self._stat_logger.record(self.last_step, self._scheduler)
         self._call_loggers(self.last_step, decisions)
+
+    @property
+    def _max_steps_in_flight(self) -> int:
+        latest_s = 0.0 if self.last_step is None else self.last_step.model_s
+        is_short = latest_s < self._config.scheduler.ahead_from_s
+        return 1 if is_short else self._recovery.max_steps_in_flight
+
+    def _send_next(self) -> bool:
+        """Schedules a step and sends it to the ranks; False: there is nothing to compute now."""
+        scheduled = self._scheduler.schedule()
+        for request in scheduled.ignored:
+            logger.warning("request %r ends: %s", request.request_id, request.error)
+        self._report(scheduled.ignored)
+        if scheduled.is_empty:
+            return False
+        self._executor.send_step(scheduled.step_input)
+        return True
 
     def add_logger(self, logger_name: str, logger: StatLoggerBase) -> None:
         """Calls `logger.log` with `Stats` after every step. Its first error is logged.

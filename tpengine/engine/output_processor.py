@@ -39,7 +39,6 @@ class _TrackedSequence:
 
     Attributes:
         detokenizer: None: the output has no text, or the text is made at the end (beams).
-        max_num_tokens: prompt and output tokens at which the sequence ends for its length.
         logprobs: by output token; None unless the request asks for them.
         num_reported: output tokens that have been reported.
         is_end_reported: whether its finish reason has been, too.
@@ -49,7 +48,6 @@ class _TrackedSequence:
     request: Request
     sequence: Sequence
     detokenizer: Detokenizer | None
-    max_num_tokens: int
     logprobs: SampleLogprobs | None = None
     cumulative_logprob: float = 0.0
     num_reported: int = 0
@@ -91,13 +89,11 @@ class OutputProcessor:
 
     Args:
         tokenizer: None: outputs have ids and no text.
-        max_model_len: tokens at which a sequence ends for its length.
         counters: where tokens and ends of requests are counted.
         stream_interval: tokens that are reported together, after the first.
     """
 
     tokenizer: Tokenizer | None
-    _max_model_len: int
     _counters: EngineCounters = field(default_factory=EngineCounters)
     _stream_interval: int = 1
     _requests: dict[str, _TrackedRequest] = field(default_factory=dict)
@@ -110,19 +106,15 @@ class OutputProcessor:
             Exception: the tokenizer's own error; the request is not followed.
         """
         params = request.sampling_params
-        num_prompt_tokens = len(request.prompt_token_ids)
-        max_num_tokens = self._max_model_len
-        if params.max_tokens is not None:
-            max_num_tokens = min(max_num_tokens, num_prompt_tokens + params.max_tokens)
         tracked = _TrackedRequest(request, request.prompt_token_ids.copy())
         if params.use_beam_search:
-            tracked.beams = BeamSearch(request, max_num_tokens, self.tokenizer)
+            tracked.beams = BeamSearch(request, self.tokenizer)
         if params.prompt_logprobs is not None:
-            tracked.prompt_logprobs = [None] * num_prompt_tokens
+            tracked.prompt_logprobs = [None] * len(request.prompt_token_ids)
         for sequence in request.sequences:
             detokenizer = None if params.use_beam_search else self._make_detokenizer(request)
             logprobs: SampleLogprobs | None = None if params.logprobs is None else []
-            output = _TrackedSequence(request, sequence, detokenizer, max_num_tokens, logprobs)
+            output = _TrackedSequence(request, sequence, detokenizer, logprobs)
             tracked.sequences.append(output)
             self._sequences[sequence.seq_id] = output
         self._requests[request.request_id] = tracked
@@ -152,7 +144,7 @@ class OutputProcessor:
                 _fail(known.request, lost, decisions)
         for place, sequence in enumerate(scheduled.sampled):
             tracked = self._sequences.get(sequence.seq_id)
-            if tracked is None:  # it was aborted while the step was computed
+            if tracked is None or sequence.status.finished:  # it ended while the step was in flight
                 continue
             request = tracked.request
             if request.request_id in decisions.failed:
@@ -285,7 +277,7 @@ class OutputProcessor:
             if stop is not None:
                 tracked.stop_reason = stop
                 return SequenceStatus.FINISHED_STOPPED
-        if num_tokens >= tracked.max_num_tokens:
+        if num_tokens >= sequence.max_num_tokens:
             return SequenceStatus.FINISHED_LENGTH
         return None
 

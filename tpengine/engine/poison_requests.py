@@ -17,7 +17,7 @@ requests, two for the request alone. Accidents meanwhile make the search longer,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from tpengine.errors import RankLoss, counted
@@ -117,12 +117,12 @@ class PoisonSearch:
         return self.allowed != before
 
     def note_loss(
-        self, loss: RankLoss, lost: SchedulerOutput | None, unfinished: Sequence[Request]
+        self, loss: RankLoss, lost: Collection[SchedulerOutput], unfinished: Sequence[Request]
     ) -> tuple[Request | None, bool]:
         """Takes note of a loss, before its requests are scheduled anew.
 
         Args:
-            lost: the step that was not answered, if one was sent.
+            lost: the steps that were sent and not answered.
             unfinished: all unfinished requests.
 
         Returns:
@@ -131,9 +131,9 @@ class PoisonSearch:
         """
         finding: tuple[Request | None, bool] = None, False
         # A rank lost before the step was sent has not run it: its requests are no suspects.
-        if lost is not None and loss.step == lost.step_input.step:
+        if loss.step in {output.step_input.step for output in lost}:
             self.note_progress()
-            rows = {sequence.seq_id for sequence in lost.rows}
+            rows = {sequence.seq_id for output in lost for sequence in output.rows}
             present = [r for r in unfinished if any(s.seq_id in rows for s in r.sequences)]
             for request in present:
                 self.suspects.setdefault(request.request_id, _Suspect(request)).note_loss()

@@ -3,9 +3,9 @@
 The driver holds the tokens of every request up to the last step that was answered. So whatever a
 request was doing, prefill or decode, a loss has one consequence for it, in four stages:
 
-1. `Recovery.begin`: the step did not happen. Every unfinished request waits again, with its prompt
-   and its output tokens so far, and with nothing of that computed. Only a request that is found to
-   be the cause of the losses fails (`poison_requests`).
+1. `Recovery.begin`: the unanswered steps did not happen. Every unfinished request waits again, with
+   its prompt and its output tokens so far, and with nothing of that computed. Only a request that
+   is found to be the cause of the losses fails (`poison_requests`).
 2. A thread makes a new group of ranks. Meanwhile `LLMEngine.step` returns at once and reports
    nothing but aborts, so that requests can be added and aborted. An attempt that fails for what may
    pass (memory, files, ports, places) is repeated after a pause that grows.
@@ -42,7 +42,6 @@ from tpengine.messages import MemoryLedger
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import Request
-from tpengine.scheduling.step import SchedulerOutput
 
 logger = init_logger(__name__)
 
@@ -126,12 +125,9 @@ class Recovery:
             self._scheduler.restrict(self._poison.allowed)
         return True
 
-    def begin(self, loss: errors.RankLoss, lost: SchedulerOutput | None = None) -> list[Request]:
+    def begin(self, loss: errors.RankLoss) -> list[Request]:
         """Makes every unfinished request wait with the tokens that it has, fails the one that is
         the cause of the losses, if that is known now, and starts to rebuild the group.
-
-        Args:
-            lost: the step that was not answered, if one was sent.
 
         Returns:
             Requests that failed.
@@ -148,7 +144,8 @@ class Recovery:
             metrics = request.metrics
             if metrics.first_token_time is not None:
                 self._gaps.setdefault(request.request_id, (request, metrics.last_token_time))
-        culprit, is_isolation_step = self._poison.note_loss(loss, lost, requests)
+        unanswered = self._scheduler.unanswered
+        culprit, is_isolation_step = self._poison.note_loss(loss, unanswered, requests)
         blocks = self._scheduler.block_manager
         num_blocks = blocks.num_total_blocks, blocks.host.num_blocks
         self._scheduler.restart(make_block_manager(self._config, *num_blocks))
@@ -167,6 +164,12 @@ class Recovery:
         self._count_loss(loss, counts=not is_isolation_step)
         self._start_rebuild()
         return [] if failed is None else [failed]
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Steps that may be in flight now: one while requests are suspected, so that a loss is the
+        loss of one step."""
+        return 1 if self._poison.suspects else self._config.scheduler.max_steps_in_flight
 
     def note_arrival(self) -> None:
         """Notes that a request is about to be added: an idle engine has work from now on."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tpengine.config import EngineConfig
 from tpengine.errors import RankLoss, counted
 from tpengine.logger import init_logger
-from tpengine.messages import MemoryLedger
+from tpengine.messages import MemoryLedger, StepOutput
 from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.fairness import OwnerStats
 from tpengine.scheduling.scheduler import Scheduler
@@ -39,8 +39,10 @@ class StepStats:
 
     Attributes:
         num_preempted: requests that gave their blocks up.
-        model_s: seconds inside the model, as the worker measured them: a part of execute. Where a
-            GPU began this step while the step before was processed, also a part of that time.
+        num_output_tokens: without those of sequences that had ended.
+        model_s: seconds inside the model, as the worker measured them: a part of execute. If the
+            step was in flight while the one before was processed, also a part of that time.
+        waited_s: see `StepOutput`.
         part_seconds: by part: schedule, execute, process, update, and model again.
     """
 
@@ -50,10 +52,17 @@ class StepStats:
     num_preempted: int
     step_s: float
     model_s: float
+    waited_s: float
     part_seconds: Mapping[str, float]
 
     @classmethod
-    def of(cls, scheduled: SchedulerOutput, model_s: float, marks: tuple[float, ...]) -> StepStats:
+    def of(
+        cls,
+        scheduled: SchedulerOutput,
+        answer: StepOutput,
+        decisions: StepDecisions,
+        marks: tuple[float, ...],
+    ) -> StepStats:
         """Returns the stats of a step that has ended.
 
         Args:
@@ -63,15 +72,16 @@ class StepStats:
         start, sent, answered, processed, updated, end = marks
         return cls(
             num_prefill_tokens=scheduled.num_prefill_tokens,
-            num_output_tokens=len(scheduled.sampled),
+            num_output_tokens=len(decisions.tokens),
             num_rows=len(scheduled.rows),
             num_preempted=len(scheduled.preempted),
             step_s=end - start,
-            model_s=model_s,
+            model_s=answer.model_s,
+            waited_s=answer.waited_s,
             part_seconds={
                 "schedule": sent - start,
                 "execute": answered - sent,
-                "model": model_s,
+                "model": answer.model_s,
                 "process": processed - answered + end - updated,
                 "update": updated - processed,
             },

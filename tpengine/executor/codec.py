@@ -94,7 +94,6 @@ def _plain_step(step: messages.StepInput) -> list[Any]:
         step.forks,
         step.replaced_block_ids,
         step.block_moves or None,
-        None if step.next_slots == slots else _as_bytes(step.next_slots),
         step.adapter_loads,
     ]
 
@@ -179,9 +178,7 @@ def _step_input(fields: list[Any]) -> messages.StepInput:
     tokens, rows = step.num_scheduled_tokens, step.sample_rows
     step.num_scheduled_tokens = [1] * len(slots) if tokens is None else list(tokens)
     step.sample_rows = _all_rows(len(slots)) if rows is None else list(rows)
-    for name in ("sample_slots", "next_slots"):
-        numbers = getattr(step, name)
-        setattr(step, name, slots.copy() if numbers is None else list(numbers))
+    step.sample_slots = slots.copy() if step.sample_slots is None else list(step.sample_slots)
     step.new_sequences = [_new_sequence(fields) for fields in step.new_sequences]
     step.new_block_ids = [(slot, blocks) for slot, blocks in step.new_block_ids]
     step.token_overrides = _pairs(step.token_overrides)

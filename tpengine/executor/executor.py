@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +38,10 @@ class Executor(ABC):
     devices: Sequence[str] = ()
     nodes: Sequence[str] = (platform.node(),)
     start_times_s: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(self) -> None:
+        self._sent: deque[StepInput] = deque()
+        self._answers: deque[StepOutput] = deque()
 
     @abstractmethod
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -82,15 +87,36 @@ class Executor(ABC):
         num_left: int = self._run_workers("compile_grammars", grammars, dropped, wait_s)[0]
         return num_left
 
-    def execute_model(self, step: StepInput) -> StepOutput:
-        """Runs one step on every rank; returns rank 0's answer.
+    def send_step(self, step: StepInput) -> None:
+        """Has every rank run a step, after those that were sent before; here, in `take_answer`.
 
         Raises:
             GroupLostError: a rank was lost. All ranks of its group are ended; `rebuild` starts
                 the next group.
         """
-        output: StepOutput = self._run_workers("execute_model", step)[0]
-        return output
+        self._sent.append(step)
+
+    def take_answer(self) -> StepOutput:
+        """Waits for the oldest step without an answer; returns rank 0's answer.
+
+        Raises:
+            GroupLostError: see `send_step`.
+        """
+        while not self._answers:
+            if self._sent:
+                self._answers += self._run_workers("execute_model", self._sent.popleft())[0]
+            else:
+                self._answers += self._run_workers("finish_steps")[0]
+        return self._answers.popleft()
+
+    def execute_model(self, step: StepInput) -> StepOutput:
+        """Runs one step on every rank, with no other in flight; returns rank 0's answer.
+
+        Raises:
+            GroupLostError: see `send_step`.
+        """
+        self.send_step(step)
+        return self.take_answer()
 
     @property
     def loss(self) -> RankLoss | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -76,7 +77,8 @@ class Group:
         self._channels: list[Sequence[Channel]] = []
         self._exchange: Exchange | None = None
         self._watch: RankWatch | None = None
-        self._doing = diagnosis.IDLE
+        self._calling: diagnosis.Doing | None = None
+        self._unanswered: deque[int] = deque()  # numbers of steps
         self._diagnosing = threading.Lock()
         self._is_over = threading.Event()
         self._wake_up = WakeUp()
@@ -202,32 +204,59 @@ class Group:
             raise failure.to_error()
         raise self._end_as_lost(rank, failure, doing)
 
-    def step(self, number: int, payload: bytes, timeout_s: float) -> bytes:
-        """Runs a step on every rank; returns rank 0's answer.
+    def send_step(self, number: int, payload: bytes, timeout_s: float) -> None:
+        """Has every rank run a step, after those that were sent before.
 
         Raises:
             GroupLostError: a rank was lost.
         """
-        doing = diagnosis.Doing("execute_model", number)
-        with self._during(doing):
-            assert self._exchange is not None, "a step before the ranks have joined"
-            try:
-                return self._exchange.step(number, payload, timeout_s)[0]
-            except diagnosis.RanksFailedError as error:
-                raise self._end_as_lost(error.cause, error.failures[error.cause], doing) from None
-            except BaseException as error:  # the ranks may have run the step: they are ahead
-                reason = f"step {number} was interrupted at the driver: {error!r}"
-                self._end_as_lost(0, ChannelError(reason), doing)
-                raise  # the interruption itself, not the loss that it causes
+        self._check_alive()
+        self._unanswered.append(number)
+        with self._in_step() as exchange:
+            exchange.send_step(number, payload, timeout_s)
+
+    def take_answer(self, timeout_s: float) -> bytes:
+        """Waits for the oldest step without an answer; returns rank 0's answer.
+
+        Raises:
+            GroupLostError: a rank was lost.
+        """
+        self._check_alive()
+        with self._in_step() as exchange:
+            answer = exchange.take_answers(self._unanswered[0], timeout_s)[0]
+            self._unanswered.popleft()
+        return answer
 
     @contextlib.contextmanager
-    def _during(self, doing: diagnosis.Doing) -> Iterator[None]:
+    def _in_step(self) -> Iterator[Exchange]:
+        assert self._exchange is not None, "a step before the ranks have joined"
+        doing = self._doing
+        try:
+            yield self._exchange
+        except diagnosis.RanksFailedError as error:
+            raise self._end_as_lost(error.cause, error.failures[error.cause], doing) from None
+        except BaseException as error:  # the ranks may have run the step: they are ahead
+            reason = f"step {doing.step} was interrupted at the driver: {error!r}"
+            self._end_as_lost(0, ChannelError(reason), doing)
+            raise  # the interruption itself, not the loss that it causes
+
+    @property
+    def _doing(self) -> diagnosis.Doing:
+        """What the ranks do now: a call, or the oldest step without an answer."""
+        if self._calling is not None:
+            return self._calling
+        if self._unanswered:
+            return diagnosis.Doing("execute_model", self._unanswered[0])
+        return diagnosis.IDLE
+
+    @contextlib.contextmanager
+    def _during(self, call: diagnosis.Doing) -> Iterator[None]:
         self._check_alive()
-        self._doing = doing
+        self._calling = call
         try:
             yield
         finally:
-            self._doing = diagnosis.IDLE
+            self._calling = None
 
     def _check_alive(self) -> None:
         """Raises an error if the start was cancelled, or the group is lost or ended."""

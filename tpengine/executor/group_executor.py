@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,12 +51,14 @@ class GroupExecutor(Executor):
     def __init__(self, config: EngineConfig, home: Home) -> None:
         limits = config.parallel.ranks
         assert limits is not None, "ranks in processes of their own need config.parallel.ranks"
+        super().__init__()
         self.home = home
         self._former_homes: list[Home] = []
         self._config = config
         self._limits = limits
         self._engine_id = uuid.uuid4().hex
         self._deadline = StepDeadline(limits.step_timeout_s)
+        self._unanswered: deque[int] = deque()  # tokens of each step
         self._group: Group | None = None
         self._times = StartTimes(limits.start_timeout_s)
         self.start_times_s = self._times.seconds
@@ -202,18 +205,19 @@ class GroupExecutor(Executor):
             delay_s = 0.0 if self.epoch == 1 else _REFILL_S
             self.home.spares.fill([place.node_id for place in self.places], delay_s)
 
-    def execute_model(self, step: StepInput) -> StepOutput:
-        """Runs one step on every rank, over the channels; the answer is rank 0's.
-
-        Raises:
-            GroupLostError: a rank was lost.
-        """
-        group = self._require_group()
+    def send_step(self, step: StepInput) -> None:
+        """See `Executor`; over the channels."""
         num_tokens = sum(step.num_scheduled_tokens)
-        start = time.monotonic()
-        answer = group.step(step.step, encode(step), self._deadline.of(num_tokens))
-        self._deadline.observe(num_tokens, time.monotonic() - start)
-        return decode_output(answer)
+        timeout_s = self._deadline.of(num_tokens)
+        self._require_group().send_step(step.step, encode(step), timeout_s)
+        self._unanswered.append(num_tokens)
+
+    def take_answer(self) -> StepOutput:
+        """See `Executor`."""
+        group, num_tokens = self._require_group(), self._unanswered.popleft()
+        answer = decode_output(group.take_answer(self._deadline.of(num_tokens)))
+        self._deadline.observe(num_tokens, answer.model_s)
+        return answer
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return self._require_group().call(method, *args, **kwargs)
@@ -225,6 +229,7 @@ class GroupExecutor(Executor):
 
     def _start_group(self, epoch: int) -> None:
         """Starts the ranks up to their loaded weights."""
+        self._unanswered.clear()
         with self._times.phase(PROCESSES):
             launcher = self.home.make_launcher()
             try:

@@ -28,6 +28,7 @@ class LocalExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         from tpengine.worker.worker import Worker
 
+        super().__init__()
         self._worker: Worker | None = Worker(config)
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

@@ -12,8 +12,11 @@ import dataclasses
 import faulthandler
 import select
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpengine import envs
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 _MAX_TEXT = 20_000
 """Characters of a traceback or message that are sent."""
 _SEND_TIMEOUT_S = 30.0
+_Answer = tuple[FrameKind, int, bytes]
+"""Kind, number and payload of a frame."""
 
 
 class Rank:
@@ -47,6 +52,8 @@ class Rank:
             faulthandler.enable(sys.stderr)  # a crash in native code leaves its stack in the log
         self.place: RankPlace | None = None
         self._rank = 0
+        self._begun: deque[int] = deque()  # steps without an answer
+        self._waited_s = self._idle_since = 0.0
         self._log = LastLines()
         init_logger("tpengine").addHandler(self._log)
         self._heartbeat: Heartbeat  # from `serve` on
@@ -67,33 +74,59 @@ class Rank:
             while True:
                 poll.poll()  # the channel's keep-alive ends it when the link is lost
                 while (frame := steps.take()) is not None:
-                    kind, payload = self._answer(frame)
-                    steps.send(kind, frame.number, payload, _SEND_TIMEOUT_S)
+                    for answer in self._serve_frame(frame):
+                        steps.send(*answer, _SEND_TIMEOUT_S)
+                for answer in self._finish_steps():
+                    steps.send(*answer, _SEND_TIMEOUT_S)
         except ChannelError as error:
             end_process(self._rank, DRIVER_GONE, f"the driver is gone: {error}")
 
-    def _answer(self, frame: Frame) -> tuple[FrameKind, bytes]:
-        phase = f"step {frame.number}"
+    def _serve_frame(self, frame: Frame) -> list[_Answer]:
+        """Runs a step or a call; returns the answers that are there now, which may be those of
+        earlier steps."""
+        if frame.kind is FrameKind.STEP:
+            self._waited_s = time.perf_counter() - self._idle_since
+            self._begun.append(frame.number)
+            return self._answer_steps(partial(self._execute, frame.payload))
+        earlier = self._finish_steps()
+        phase = "a call"
         try:
-            if frame.kind is FrameKind.STEP:
-                with self._heartbeat.during(Doing("execute_model", frame.number)):
-                    return FrameKind.ANSWER, self._step(frame.payload)
             phase, args, kwargs = decode_call(frame.payload)
             with self._heartbeat.during(Doing(phase)):
-                return FrameKind.ANSWER, encode_call(self._call(phase, args, kwargs))
+                target = self if phase in ("import_all", "join", "create") else self._worker
+                payload = encode_call(getattr(target, phase)(*args, **kwargs))
         except BaseException as error:
-            failure = self.failure(error, phase)
-            return FrameKind.FAILURE, encode(dataclasses.astuple(failure))
+            return [*earlier, self._failed(error, phase, frame.number)]
+        return [*earlier, (FrameKind.ANSWER, frame.number, payload)]
 
-    def _step(self, payload: bytes) -> bytes:
-        step = decode_step(payload)
-        output = self._worker.execute_model(step)
-        # The other ranks' samples are the same; their empty answer says that they are done.
-        return encode(output if self._rank == 0 else StepOutput(step.step, []))
+    def _execute(self, payload: bytes) -> list[StepOutput]:
+        return self._worker.execute_model(decode_step(payload))
 
-    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        target = self if method in ("import_all", "join", "create") else self._worker
-        return getattr(target, method)(*args, **kwargs)
+    def _finish_steps(self) -> list[_Answer]:
+        """Waits for the steps that a GPU still computes, once no other frame is there."""
+        return self._answer_steps(self._worker.finish_steps) if self._begun else []
+
+    def _answer_steps(self, run: Callable[[], list[StepOutput]]) -> list[_Answer]:
+        number = self._begun[0]
+        try:
+            with self._heartbeat.during(Doing("execute_model", number)):
+                outputs = run()
+        except BaseException as error:
+            self._begun.popleft()
+            return [self._failed(error, f"step {number}", number)]
+        self._idle_since = time.perf_counter()
+        answers = []
+        for output in outputs:
+            self._begun.popleft()
+            output.waited_s = self._waited_s
+            # The other ranks' samples are the same; their empty answer says that they are done.
+            answer = output if self._rank == 0 else StepOutput(output.step, [])
+            answers.append((FrameKind.ANSWER, output.step, encode(answer)))
+        return answers
+
+    def _failed(self, error: BaseException, phase: str, number: int) -> _Answer:
+        failure = self.failure(error, phase)
+        return FrameKind.FAILURE, number, encode(dataclasses.astuple(failure))
 
     def import_all(self, model_impl: str) -> None:
         """Imports all that a rank of such a model needs, for a spare."""

@@ -17,6 +17,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError
 from tpengine.executor.channel import Channel, ChannelError, ChannelTimeoutError, FrameKind
@@ -86,8 +87,23 @@ class WakeUp:
                 os.close(file)
 
 
+@dataclass(slots=True)
+class _Sent:
+    """A step or a call that some ranks have not answered.
+
+    Attributes:
+        answers, failures: by rank, until now.
+    """
+
+    kind: FrameKind
+    ranks: Sequence[int]
+    answers: _Answers = field(default_factory=dict)
+    failures: _Failures = field(default_factory=dict)
+
+
 class Exchange:
-    """Sends steps and calls to the ranks and takes the answers; one after another, from any thread.
+    """Sends steps and calls to the ranks and takes the answers, from any thread. Ranks work in the
+    order of the frames; several steps may be sent before the first of them is answered.
 
     Args:
         channels: for steps and calls, in rank order.
@@ -98,6 +114,8 @@ class Exchange:
         self._channels = list(channels)
         self._turn = threading.Lock()
         self._numbers = itertools.count(_FIRST_CALL)
+        self._sent: dict[int, _Sent] = {}  # what is not answered, by number
+        self._broken: _Failures = {}  # channels
         self._poll = select.poll()
         # By today's descriptors, as another thread may close the channels during a step.
         self._rank_of = {channel.fileno(): rank for rank, channel in enumerate(channels)}
@@ -107,15 +125,36 @@ class Exchange:
         if wake_up is not None:
             self._poll.register(self._wake_up_file, select.POLLIN)
 
-    def step(self, number: int, payload: bytes, timeout_s: float) -> list[bytes]:
-        """Runs one step on all ranks; returns the answers in rank order.
+    def send_step(self, number: int, payload: bytes, timeout_s: float) -> None:
+        """Sends a step to all ranks. What fails is raised by `take_answers`."""
+        payloads = dict.fromkeys(range(len(self._channels)), payload)
+        self._send(FrameKind.STEP, number, payloads, timeout_s)
+
+    def take_answers(self, number: int, timeout_s: float) -> list[bytes]:
+        """Waits for the answers to what was sent with this number; returns them in the order of the
+        ranks that it was sent to.
 
         Raises:
             RanksFailedError: a rank failed, is gone, or did not answer in time; or the wake-up was
                 set, as another thread knows that the group is lost or ended.
         """
-        payloads = dict.fromkeys(range(len(self._channels)), payload)
-        return self._run(FrameKind.STEP, number, payloads, timeout_s)
+        sent, is_stopped = self._sent[number], False
+        if self._turn.acquire(timeout=timeout_s):
+            try:
+                is_stopped = self._take_all(sent, time.monotonic() + timeout_s)
+                del self._sent[number]
+            finally:
+                self._turn.release()
+        if len(sent.answers) == len(sent.ranks):
+            return [sent.answers[rank] for rank in sent.ranks]
+        failures = self._failed(sent)
+        if not failures:
+            why = _late(sent.kind, number, timeout_s)
+            if is_stopped:
+                what = f"step {number}" if sent.kind is FrameKind.STEP else "a call"
+                why = ChannelError(f"{what} was given up: its group is lost or ended")
+            failures = {rank: why for rank in sent.ranks if rank not in sent.answers}
+        raise RanksFailedError(failures)
 
     def call(
         self, payloads: Mapping[int, bytes], timeout_s: float, is_last: bool = False
@@ -126,58 +165,52 @@ class Exchange:
             is_last: made also after the wake-up was set.
 
         Raises:
-            RanksFailedError: see `step`.
+            RanksFailedError: see `take_answers`.
         """
         if is_last:
             with contextlib.suppress(KeyError, ValueError):  # it was made before, or has no wake-up
                 self._poll.unregister(self._wake_up_file)
-        return self._run(FrameKind.CALL, next(self._numbers), payloads, timeout_s)
+        number = next(self._numbers)
+        self._send(FrameKind.CALL, number, payloads, timeout_s)
+        return self.take_answers(number, timeout_s)
 
-    def _run(
+    def _send(
         self, kind: FrameKind, number: int, payloads: Mapping[int, bytes], timeout_s: float
-    ) -> list[bytes]:
-        answers: _Answers = {}
-        failures: _Failures = {}
+    ) -> None:
+        self._sent[number] = sent = _Sent(kind, tuple(payloads))
         if not self._turn.acquire(timeout=timeout_s):
-            raise RanksFailedError(dict.fromkeys(payloads, _late(kind, number, timeout_s)))
+            sent.failures.update(dict.fromkeys(payloads, _late(kind, number, timeout_s)))
+            return
         try:
-            end = time.monotonic() + timeout_s
             for rank, payload in payloads.items():
                 try:
                     self._channels[rank].send(kind, number, payload, timeout_s)
                 except ChannelError as error:
-                    failures[rank] = error
+                    sent.failures[rank] = error
                 except BaseException:  # Ctrl-C: what follows half a frame could not be read
                     self._channels[rank].close()
                     raise
-            is_stopped = self._take_all(number, len(payloads), end, answers, failures)
         finally:
             self._turn.release()
-        if not failures and len(answers) < len(payloads):
-            why = _late(kind, number, timeout_s)
-            if is_stopped:
-                what = f"step {number}" if kind is FrameKind.STEP else "a call"
-                why = ChannelError(f"{what} was given up: its group is lost or ended")
-            failures = {rank: why for rank in payloads if rank not in answers}
-        if failures:
-            raise RanksFailedError(failures)
-        return [answers[rank] for rank in payloads]
 
-    def _take_all(
-        self, number: int, count: int, end: float, answers: _Answers, failures: _Failures
-    ) -> bool:
-        """Takes answers until there are `count`, or the time is over; returns whether the wake-up
-        was set."""
-        while len(answers) + len(failures) < count:
-            if failures:
-                grace_s = CALL_GRACE_S if number >= _FIRST_CALL else GRACE_S
+    def _failed(self, sent: _Sent) -> _Failures:
+        failures = self._broken | sent.failures
+        missing = [rank for rank in sent.ranks if rank not in sent.answers]
+        return {rank: failures[rank] for rank in missing if rank in failures}
+
+    def _take_all(self, sent: _Sent, end: float) -> bool:
+        """Takes frames until each rank has answered or failed, or the time is over; returns whether
+        the wake-up was set."""
+        while len(failed := self._failed(sent)) + len(sent.answers) < len(sent.ranks):
+            if failed:
+                grace_s = CALL_GRACE_S if sent.kind is FrameKind.CALL else GRACE_S
                 end = min(end, time.monotonic() + grace_s)
             left_s = end - time.monotonic()
             ready = self._poll.poll(max(0.0, left_s) * 1e3)
             is_stopped = False
             for fileno, _ in ready:
                 if fileno in self._rank_of:
-                    self._take(fileno, number, answers, failures)
+                    self._take(fileno)
                 else:
                     is_stopped = True
             # A deadline that is over counts also when there is always something to read.
@@ -185,20 +218,20 @@ class Exchange:
                 return is_stopped
         return False
 
-    def _take(self, fileno: int, number: int, answers: _Answers, failures: _Failures) -> None:
+    def _take(self, fileno: int) -> None:
         """Takes what a rank has sent, which may be more than one frame."""
         rank = self._rank_of[fileno]
         try:
             while (frame := self._channels[rank].take()) is not None:
-                if frame.number != number:
+                sent = self._sent.get(frame.number)
+                if sent is None:
                     continue  # a late answer
                 if frame.kind is FrameKind.FAILURE:
-                    failures[rank] = RankFailure(*decode_plain(frame.payload))
+                    sent.failures[rank] = RankFailure(*decode_plain(frame.payload))
                 else:
-                    answers[rank] = frame.payload
-                return
+                    sent.answers[rank] = frame.payload
         except ChannelError as error:
-            failures.setdefault(rank, error)
+            self._broken.setdefault(rank, error)
             self._poll.unregister(fileno)
 
     def close(self) -> None:

@@ -70,6 +70,7 @@ class BlockManager:
         num_kept_tokens: see `EngineConfig.num_kept_tokens`.
         max_step_tokens: most tokens that a step computes. With a sliding window a table covers no
             more tokens than the next step can compute; otherwise it covers all that there are.
+        max_steps_in_flight: see `SchedulerConfig`.
 
     Raises:
         CacheSizeError: the pool or the block size is empty.
@@ -84,6 +85,7 @@ class BlockManager:
         enable_prefix_caching: bool = False,
         num_kept_tokens: int = sys.maxsize,
         max_step_tokens: int = sys.maxsize,
+        max_steps_in_flight: int = 1,
     ) -> None:
         if num_device_blocks < 1 or block_size < 1:
             text = f"the KV cache has {num_device_blocks} blocks of {block_size} tokens"
@@ -96,7 +98,9 @@ class BlockManager:
         self._num_watermark_blocks = int(watermark * num_device_blocks)
         self._num_kept_tokens = num_kept_tokens
         self._reach = max_step_tokens if num_kept_tokens < sys.maxsize else sys.maxsize
-        self._most_blocks = most_held_blocks(num_kept_tokens, max_step_tokens, block_size)
+        self._most_blocks = most_held_blocks(
+            num_kept_tokens, max_steps_in_flight * max_step_tokens, block_size
+        )
         self._tables: dict[int, list[int]] = {}
         self._host_tables: dict[int, list[int]] = {}
         # By sequence id, of sequences that hold blocks, and of waiting ones that `can_allocate` has
@@ -203,7 +207,8 @@ class BlockManager:
         for sequence in request.sequences:
             if sequence.status is SequenceStatus.RUNNING:
                 num_blocks = len(self._tables[sequence.seq_id])
-                if num_blocks * self.block_size < len(sequence.token_ids):
+                num_next = sequence.num_computed_tokens + sequence.num_behind
+                if num_blocks * self.block_size < num_next:
                     lacking += self._num_next_blocks(sequence) - num_blocks
         if len(request.sequences) > 1:
             lacking += self._num_copies(self._tables, self.device, request.running_sequences)
@@ -230,16 +235,16 @@ class BlockManager:
         tables = [self._host_tables.get(s.seq_id, []) for s in request.sequences]
         return len({block for table in tables for block in _held(table)})
 
-    def append(self, sequence: Sequence, num_more: int = 0) -> Growth:
-        """Extends the sequence's table until its tokens and `num_more` others have a place.
-        Gives it a copy of its partly filled block if other sequences hold that too (copy on write).
+    def append(self, sequence: Sequence) -> Growth:
+        """Extends the sequence's table until its tokens have a place. Gives it a copy of its partly
+        filled block if other sequences hold that too (copy on write).
 
         Raises:
             EngineError: the sequence holds no table, or the pool has too few blocks; compare
                 `num_lacking_blocks` with `num_free_blocks` first.
         """
         table = self._table(sequence)
-        num_needed = self._num_next_blocks(sequence, num_more)
+        num_needed = self._num_next_blocks(sequence)
         blocks = self.device.take(max(0, num_needed - len(table)))
         table.extend(blocks)
         place, filled = divmod(sequence.num_computed_tokens, self.block_size)
@@ -264,19 +269,23 @@ class BlockManager:
             chain = self._chains[parent.seq_id]
             self._chains[child.seq_id] = chain.fork(num_tokens // self.block_size)
 
-    def mark_computed(self, sequence: Sequence) -> None:
+    def mark_computed(self, sequence: Sequence, num_computed: int) -> None:
         """Offers the sequence's full blocks to the prefix cache, and gives back those that its next
-        tokens do not see; called when a block was filled."""
+        tokens do not see; called when a block was filled.
+
+        Args:
+            num_computed: tokens that answered steps have computed.
+        """
         table = self._tables[sequence.seq_id]
         if self._chains is not None:
             chain = self._chains[sequence.seq_id]
-            num_full = sequence.num_computed_tokens // self.block_size
+            num_full = num_computed // self.block_size
             chain.extend(sequence.token_ids, num_full, self.block_size)
             for index in range(chain.num_published, num_full):
                 self.device.publish(table[index], chain.digests[index])
             chain.num_published = max(chain.num_published, num_full)
-        if sequence.num_computed_tokens > self._num_kept_tokens:
-            place = self._first_kept(sequence.num_computed_tokens)
+        if num_computed > self._num_kept_tokens:
+            place = self._first_kept(num_computed)
             while place > 0 and table[place - 1] != NO_BLOCK:
                 place -= 1
                 self.device.release(table[place])
@@ -352,7 +361,8 @@ class BlockManager:
         """Token places in held blocks that hold no token; a shared block counts once."""
         used: dict[int, int] = {}
         for sequence in sequences:
-            table, left = self._tables.get(sequence.seq_id, ()), sequence.num_tokens
+            table = self._tables.get(sequence.seq_id, ())
+            left = sequence.num_tokens + sequence.num_in_flight
             for block in table:
                 used[block] = max(used.get(block, 0), min(left, self.block_size))
                 left -= self.block_size
@@ -410,11 +420,10 @@ class BlockManager:
         for those that follow."""
         return max(0, num_computed_tokens - self._num_kept_tokens) // self.block_size
 
-    def _num_next_blocks(self, sequence: Sequence, num_more: int = 0) -> int:
-        """Length of a table with a place for each token that the next step can compute, and for
-        `num_more` others."""
-        end = min(len(sequence.token_ids), sequence.num_computed_tokens + self._reach)
-        return self.num_blocks_for(end + num_more)
+    def _num_next_blocks(self, sequence: Sequence) -> int:
+        """Length of a table with a place for each token that the next step can compute."""
+        num_next = min(sequence.num_behind, self._reach)
+        return self.num_blocks_for(sequence.num_computed_tokens + num_next)
 
     def _cached_blocks(self, request: Request) -> list[int]:
         """Blocks of known content with which a waiting request begins, as a table. At least the
@@ -471,10 +480,11 @@ class BlockManager:
         return sum(min(n, pool.ref_count(block) - 1) for block, n in num_writers.items())
 
 
-def most_held_blocks(num_kept_tokens: int, max_step_tokens: int, block_size: int) -> int:
+def most_held_blocks(num_kept_tokens: int, max_new_tokens: int, block_size: int) -> int:
     """Most blocks that a sequence holds at once if every layer has a sliding window: those of the
-    window, wherever it begins in its first block, and those of a step's tokens."""
-    return 1 + -(-num_kept_tokens // block_size) + -(-max_step_tokens // block_size)
+    window, wherever it begins in its first block, and those of the tokens that unanswered steps
+    compute."""
+    return 1 + -(-num_kept_tokens // block_size) + -(-max_new_tokens // block_size)
 
 
 def _held(table: list[int]) -> list[int]:

@@ -8,6 +8,7 @@ aborted, failed, was ignored or is computed again.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 
 from tpengine.config import SchedulerConfig
 from tpengine.messages import Fork, StepInput
@@ -102,8 +103,6 @@ class RequestQueues:
             are WAITING, and have a slot and no blocks.
         passing: decides which requests pass the first waiting one.
         shares: the policy, if it shares the engine among owners; None: it does not.
-        forking: sequences that the present step samples from the row of the first sequence of their
-            request. They are RUNNING and have a slot; `Scheduler.update` gives them blocks.
     """
 
     def __init__(
@@ -118,7 +117,6 @@ class RequestQueues:
         self.requests: dict[str, Request] = {}
         self.request_of: dict[int, Request] = {}
         self.unforked: dict[str, int] = {}
-        self.forking: list[Sequence] = []
         self.slots = BatchSlots(config.max_num_seqs)
         self.adapters = AdapterSlots(config.max_loras)
         self.passing = Passing(config, blocks, self.adapters, self.running)
@@ -130,11 +128,6 @@ class RequestQueues:
     def is_running(self, request: Request) -> bool:
         """Whether the request is in `running`: exactly these requests hold slots."""
         return any(sequence.slot is not None for sequence in request.sequences)
-
-    def is_forking(self, request: Request) -> bool:
-        """Whether sequences of the request are in `forking`: then the step being scheduled needs
-        the row that they are sampled from."""
-        return any(sequence in self.forking for sequence in request.sequences)
 
     def add(self, request: Request) -> None:
         """Adds a request that has just arrived."""
@@ -225,10 +218,11 @@ class RequestQueues:
         """
         lost = [*self.running, *self.swapped]
         for request in lost:
+            for sequence in request.sequences:
+                sequence.num_unanswered = 0
             self._reset(request)
         self.running.clear()
         self.swapped.clear()
-        self.forking.clear()
         self.blocks = blocks
         self.slots = BatchSlots(self._config.max_num_seqs)
         self.adapters.restart()
@@ -296,7 +290,7 @@ class RequestQueues:
         """Forks the other sequences of requests whose first one has computed the common tokens."""
         for request_id, num_common in tuple(self.unforked.items()):
             first, *others = self.requests[request_id].unfinished_sequences
-            if first.num_computed_tokens < num_common:
+            if first.num_unanswered or first.num_computed_tokens < num_common:
                 continue
             del self.unforked[request_id]
             for child in others:
@@ -304,17 +298,22 @@ class RequestQueues:
                 self.fork(first, child, num_common)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes slot and blocks back, if the sequence has any; the next message tells the
-        workers."""
+        """Takes slot and blocks back, if the sequence has any; the next message tells the workers.
+        It keeps blocks that unanswered steps read or write, until a call after their answers."""
+        if sequence.slot is not None:
+            self._take_slot(sequence)
+        if sequence.num_unanswered:
+            return
         if self.blocks.holds_blocks(sequence):
             self.blocks.free(sequence)
         else:
             self.blocks.forget(sequence)
-        if sequence.slot is not None:
-            self._take_slot(sequence)
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, ended: Iterable[Sequence]) -> None:
         """Looks for requests, slots and blocks that are lost or doubled; slow, for tests.
+
+        Args:
+            ended: finished sequences with rows in unanswered steps.
 
         Raises:
             EngineError: an invariant does not hold; the message names it.
@@ -323,12 +322,12 @@ class RequestQueues:
         members = [s for request in self.running for s in request.unfinished_sequences]
         groups = [request for request in self.running if request.request_id in self.unforked]
         unforked = [s for request in groups for s in request.unfinished_sequences[1:]]
-        running = [s for s in members if s not in unforked and s not in self.forking]
+        running = [s for s in members if s not in unforked]
         swapped = [s for request in self.swapped for s in request.unfinished_sequences]
         idle = [*self.waiting, *self.barred.values()]
         waiting = [s for request in idle for s in request.unfinished_sequences]
         blank = waiting + unforked
-        self.blocks.check_invariants(running, swapped)
+        self.blocks.check_invariants([*running, *ended], swapped)
         queued = sorted(r.request_id for r in [*self.running, *self.swapped, *idle])
         invariants = {
             "free and held slots are all slots": self.slots.are_whole(members, num_slots),
@@ -342,9 +341,6 @@ class RequestQueues:
             == {s.seq_id for s in members},
             "adapters of running requests are loaded": all(
                 self.adapters.has_room(request, self.running) for request in self.running
-            ),
-            "forking children have slots": all(
-                s.slot is not None or s.status.finished for s in self.forking
             ),
             "common tokens are of running requests": self.unforked.keys()
             <= {request.request_id for request in self.running},

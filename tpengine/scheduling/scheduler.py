@@ -10,6 +10,7 @@ Where each decision stands:
     shares of owners: `fairness.py`; `_admit_owed` applies them.
     preemption: `_make_room` (which request, and whether by swap or recompute).
     refusal of requests that can never run: `hopeless_requests.py`.
+    what is planned while steps are unanswered: the next paragraphs, in `Scheduler`.
     the effects of an answered step: `update`.
     the end of a request from outside: `abort_request` and `fail_request`.
 """
@@ -17,6 +18,7 @@ Where each decision stands:
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 
 from tpengine.config import SchedulerConfig
@@ -42,8 +44,17 @@ class Scheduler:
     A request with several sequences is admitted as a whole, with a slot for each sequence. The
     first sequence computes their common tokens; then the others are forked from it.
 
+    A step can be planned while earlier ones are unanswered. Their tokens count as computed, and a
+    sequence that they sample has one more token, whose id only the ranks know. Only an answer
+    confirms. A sequence that ends keeps its blocks until its last step is answered, and what later
+    steps sample for it is dropped. Three decisions wait for answers: which beams live on, the fork
+    of a group, and preemption; only the last one holds up other requests.
+
     Args:
         block_manager: no other scheduler uses it.
+
+    Attributes:
+        unanswered: steps that were sent to the ranks, oldest first.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
@@ -54,6 +65,7 @@ class Scheduler:
             policy = FairShares(make_policy, config.max_num_seqs)
         self._queues = RequestQueues(block_manager, policy, config)
         self._prompt_shares = PromptShares(self._queues, config, self._start)
+        self.unanswered: deque[SchedulerOutput] = deque()
         self._num_steps = 0
         self._num_admitted_since_decode = 0
 
@@ -105,7 +117,8 @@ class Scheduler:
         self._queues.add(request)
 
     def abort_request(self, request_id: str) -> Request | None:
-        """Ends a request in any state; its blocks and slots are free when this returns.
+        """Ends a request in any state. Its slots are free when this returns. So are its blocks,
+        unless a step in flight has a row of it; then they are free after the answer.
 
         Returns:
             The request; None if no unfinished request has that id. This is not an error: the
@@ -121,8 +134,11 @@ class Scheduler:
         return request
 
     def schedule(self) -> SchedulerOutput:
-        """Chooses the rows of the next step, and moves requests between the queues for it."""
+        """Chooses the rows of the next step, and moves requests between the queues for it. A step
+        that is not empty counts as sent."""
         step = StepBuilder(self._num_steps + 1, self._config.max_num_batched_tokens)
+        if self.unanswered and self.unanswered[-1].is_short:
+            return step.build()
         running, shares = self._queues.running, self._queues.shares
         if self._config.enable_chunked_prefill:
             if shares is not None:
@@ -139,21 +155,22 @@ class Scheduler:
                 self._admit_swapped(step)
         if not step.is_empty:
             self._num_steps = step.number
-            if self._config.looks_ahead:
-                step.message.next_slots = list(map(steps.slot_of, self._look_ahead(step)))
             self._queues.tell_changes(step.message)
         elif step.message.block_moves:
             raise EngineError("a step without rows moves blocks, but it is never sent")
-        return step.build()
+        output = step.build()
+        if not output.is_empty:
+            self.unanswered.append(output)
+        return output
 
-    def update(self, output: SchedulerOutput, decisions: StepDecisions) -> None:
-        """Applies an answered step and what was decided about its tokens.
+    def update(self, decisions: StepDecisions) -> None:
+        """Applies the answer of the oldest unanswered step, and what was decided about its tokens.
 
-        Counts computed tokens, offers full blocks to the prefix cache, gives forked sequences their
-        blocks, and appends the tokens. Finished sequences give blocks and slots back; a request
-        without an unfinished sequence leaves.
+        Offers full blocks to the prefix cache, gives forked sequences their blocks, and appends the
+        tokens. Finished sequences give blocks and slots back; a request without an unfinished
+        sequence leaves.
         """
-        queues, blocks = self._queues, self.block_manager
+        queues, blocks, output = self._queues, self.block_manager, self.unanswered.popleft()
         for sequence, status in decisions.finished:
             sequence.move_to(status)
         # Before the rows, so that blocks of a failed request are not offered to the prefix cache.
@@ -161,20 +178,13 @@ class Scheduler:
             self.fail_request(request_id, error)
         queues.adapters.forget(decisions.failed_adapters)
         block_size = blocks.block_size
-        sizes = output.step_input.num_scheduled_tokens
-        for sequence, size in zip(output.rows, sizes, strict=True):
-            if sequence.slot is None:  # it was aborted while the step was computed
-                continue
-            num_computed = sequence.num_computed_tokens + size
-            sequence.num_computed_tokens = num_computed
-            if size > 1 or num_computed % block_size == 0:
-                blocks.mark_computed(sequence)
-        # Sequences that this step sampled from the row of their request's first sequence. The
-        # workers have copied its slot; its blocks are shared now that their tokens are computed.
-        for parent, child in output.forks:
-            if child.slot is not None:  # else it was aborted while the step was computed
-                queues.fork(parent, child, parent.num_computed_tokens)
-        queues.forking.clear()
+        sizes, ends = output.step_input.num_scheduled_tokens, output.num_computed_tokens
+        for sequence, size, num_computed in zip(output.rows, sizes, ends, strict=True):
+            sequence.num_unanswered -= 1
+            if sequence.slot is None:  # it ended while the step was in flight
+                queues.release(sequence)
+            elif size > 1 or num_computed % block_size == 0:
+                blocks.mark_computed(sequence, num_computed)
         # Beams that continue as a copy of another beam, because this step's tokens made that one
         # better. They lose their own tokens; the next message tells the workers to copy the slot.
         for parent, child in decisions.forks:
@@ -199,6 +209,7 @@ class Scheduler:
         Args:
             block_manager: an empty one of the new cache.
         """
+        self.unanswered.clear()
         self._queues.restart(block_manager)
 
     def restrict(self, allowed: frozenset[str] | None) -> None:
@@ -232,7 +243,8 @@ class Scheduler:
         Raises:
             EngineError: an invariant does not hold; the message names it.
         """
-        self._queues.check_invariants()
+        rows = {id(s): s for output in self.unanswered for s in output.rows}.values()
+        self._queues.check_invariants([s for s in rows if s.status.finished])
 
     def _continue(self, requests: Iterable[Request], step: StepBuilder) -> None:
         """Schedules running requests in order, and preempts from the end if blocks are missing."""
@@ -245,23 +257,24 @@ class Scheduler:
                 continue
             (sequence,) = request.sequences
             lacking = blocks.num_lacking_blocks(request)
-            if lacking:
-                self._make_room(request, lacking, step)
-            if sequence.status is running:
-                size = len(sequence.token_ids) - sequence.num_computed_tokens
+            if lacking and not self._make_room(request, lacking, step):
+                return
+            if sequence.status is running and (size := sequence.num_behind):
                 if size > 1 and not (size := self._chunk_size(request, size, step)):
                     continue
                 self._add_row(sequence, size, step, lacking > 0)
 
     def _continue_group(self, request: Request, step: StepBuilder) -> None:
         """Schedules the part of a running request with several sequences that fits."""
+        if self._needs_answer(request):
+            return
         rows = steps.choose_rows(request, step.tokens_left)
         if not rows:  # they do not fit, or the request was preempted earlier in this step
             return
         lacking = self.block_manager.num_lacking_blocks(request)
-        if lacking:
-            # For all its sequences: preemption takes the blocks of all, so none is a row before.
-            self._make_room(request, lacking, step)
+        # For all its sequences: preemption takes the blocks of all, so none is a row before.
+        if lacking and not self._make_room(request, lacking, step):
+            return
         if not self._queues.is_running(request):
             return
         if request.request_id in self._queues.unforked:
@@ -272,6 +285,15 @@ class Scheduler:
             rows = steps.choose_rows(request, self._chunk_size(request, num_left, step))
         for sequence, size in rows:
             self._add_row(sequence, size, step, lacking > 0)
+
+    def _needs_answer(self, request: Request) -> bool:
+        """Whether an unanswered step decides how the sequences of a group go on."""
+        if request.request_id in self._queues.unforked or not self.unanswered:
+            return False
+        if request.num_candidates:
+            return any(sequence.num_unanswered for sequence in request.sequences)
+        # A sequence copies the block that it shares before it writes to it.
+        return any(child in request.sequences for o in self.unanswered for _, child in o.forks)
 
     def _compute_common(self, request: Request, step: StepBuilder, grow: bool) -> None:
         """Schedules the first sequence, which computes the common tokens for all. If that completes
@@ -289,20 +311,16 @@ class Scheduler:
             for child in others:
                 child.move_to(SequenceStatus.RUNNING)
                 self._queues.slots.fork(first, child)
-                self._queues.forking.append(child)
+                self._queues.fork(first, child, first.num_tokens)
                 step.forks.append((first, child))
                 for _, block_ids in growths:  # workers fork before they add blocks
                     step.add_blocks(child, block_ids)
 
     def _add_row(self, sequence: Sequence, size: int, step: StepBuilder, grow: bool) -> None:
         """Makes a running sequence a row, with a place in its blocks for each of its tokens."""
-        if size != 1:
-            if size < 1:
-                text = f"sequence {sequence.seq_id} was sampled, but its token was not appended"
-                raise EngineError(text)
-            if (shares := self._queues.shares) is not None:
-                request = self._queues.request_of[sequence.seq_id]
-                shares.charge_prompt(request, sequence, size)
+        if size > 1 and (shares := self._queues.shares) is not None:
+            request = self._queues.request_of[sequence.seq_id]
+            shares.charge_prompt(request, sequence, size)
         is_known = self._queues.slots.is_known(sequence)
         if grow:
             growth = self.block_manager.append(sequence)
@@ -331,20 +349,29 @@ class Scheduler:
     def _num_without_row(self, step: StepBuilder) -> int:
         return len(self._queues.request_of) - len(step.singles) - len(step.chunks)
 
-    def _make_room(self, request: Request, num_blocks: int, step: StepBuilder) -> None:
+    def _make_room(self, request: Request, num_blocks: int, step: StepBuilder) -> bool:
         """Preempts requests until `num_blocks` are free for `request`, or until it is preempted
-        itself. The running request that is last in the policy's order is preempted first."""
+        itself. The running request that is last in the policy's order is preempted first.
+
+        Returns:
+            False: steps are unanswered, so that no request may be preempted now.
+        """
         blocks, queues = self.block_manager, self._queues
         if blocks.num_free_blocks < num_blocks:
+            step.is_short = True
+            if self.unanswered:
+                return False
             # Requests that cannot go on even alone are ended before any is preempted for them. If
             # all others were swapped out for such a request and it was preempted last, the step
             # would have no rows. Such a step is not sent, so the swapped blocks would be lost.
             for other in tuple(queues.running):
-                reason = None if queues.is_forking(other) else why_no_more(other, blocks)
+                is_forked = any(child in other.sequences for _, child in step.forks)
+                reason = None if is_forked else why_no_more(other, blocks)
                 if reason is not None:
                     self._ignore(other, reason, step)
         while blocks.num_free_blocks < num_blocks and queues.is_running(request):
             self._preempt(next(r for r in reversed(queues.running) if r not in step.owed), step)
+        return True
 
     def _preempt(self, victim: Request, step: StepBuilder) -> None:
         victim.metrics.num_preemptions += 1
@@ -369,11 +396,11 @@ class Scheduler:
     def _admit_swapped(self, step: StepBuilder) -> None:
         """Brings swapped requests back while there are tokens, slots and blocks for the first.
 
-        Not in a step that preempted: running requests need the blocks, and a step does not swap in
+        Not in a step that is short: running requests need the blocks, and a step does not swap in
         what it swaps out.
         """
         queues = self._queues
-        while queues.swapped and step.tokens_left and not step.preempted:
+        while queues.swapped and step.tokens_left and not step.is_short:
             request = queues.swapped[0]
             status = self.block_manager.can_swap_in(request)
             if status is AllocStatus.NEVER:
@@ -389,10 +416,10 @@ class Scheduler:
         """Starts waiting requests while there are tokens, slots and blocks for the first of them,
         or for one that passes it, and no request is swapped out.
 
-        Not in a step that preempted: running requests need the blocks.
+        Not in a step that is short: running requests need the blocks.
         """
         chunked, queues = self._config.enable_chunked_prefill, self._queues
-        while queues.waiting and not queues.swapped and step.tokens_left and not step.preempted:
+        while queues.waiting and not queues.swapped and step.tokens_left and not step.is_short:
             # Requests that end with their first token free their slots at once, so admission could
             # go on for ever. It stops after `max_num_seqs` admissions without a decode.
             is_decode_due = self._num_admitted_since_decode >= self._config.max_num_seqs
@@ -429,7 +456,11 @@ class Scheduler:
                 break
             if not queues.has_room(first) and queues.adapters.has_room(first, queues.running):
                 running, num_free = list(filter(queues.is_running, others)), queues.slots.num_free
-                for victim in shares.choose_victims(first, running, num_free, blocks):
+                victims = shares.choose_victims(first, running, num_free, blocks)
+                step.is_short = step.is_short or bool(victims)
+                if victims and self.unanswered:
+                    break
+                for victim in victims:
                     self._preempt(victim, step)
             if not queues.has_room(first):
                 break
@@ -453,39 +484,6 @@ class Scheduler:
         else:
             size = self._chunk_size(request, first.num_behind, step)
             self._add_row(first, size, step, grow=False)
-
-    def _look_ahead(self, step: StepBuilder) -> list[Sequence]:
-        """Sequences that the step after this one will probably continue, for workers that can begin
-        it before the driver has seen this step's tokens. Each gets a place for the token that it
-        samples now, so some blocks are given one step early.
-
-        Empty if another request is likely to join the next step: a prompt computed on its own would
-        read all weights a second time, which costs more than waiting for the driver. Empty also for
-        beams, whose next token the driver chooses. Sequences that are sure to end are left out.
-        """
-        rows, queues = step.sized_rows(), self._queues
-        if queues.waiting or queues.swapped or step.forks or len(rows) < len(queues.request_of):
-            return []
-        sequences = []
-        for sequence, size in rows:
-            request = queues.request_of[sequence.seq_id]
-            is_sampled = sequence.num_computed_tokens + size == len(sequence.token_ids)
-            if request.num_candidates or not is_sampled:
-                return []
-            max_tokens = request.sampling_params.max_tokens
-            is_last = max_tokens is not None and sequence.num_output_tokens + 1 >= max_tokens
-            if not is_last and len(sequence.token_ids) + 1 < self._config.max_model_len:
-                sequences.append(sequence)
-        # No preemption for what is only probable.
-        if self.block_manager.num_free_blocks < len(sequences):
-            return []
-        for sequence in sequences:
-            growth = self.block_manager.append(sequence, 1)
-            if growth.copy is not None:  # this step's row made its last block its own
-                raise EngineError(f"{sequence} would be written a step early to a shared block")
-            if growth.block_ids:
-                step.add_blocks(sequence, growth.block_ids)
-        return sequences
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
         """See `hopeless_requests.why_too_long`. Any thread may ask."""

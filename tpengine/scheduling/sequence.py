@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass
 
 from tpengine.errors import IllegalMoveError, RequestError
@@ -64,8 +65,18 @@ class Sequence:
     Only the code in `scheduling/` changes a sequence.
 
     The scheduler knows no prefill and no decode: it lets `num_computed_tokens` (tokens whose K and
-    V lie in the cache) catch up with `num_tokens`. `token_ids` holds prompt and output in one list;
-    `slot` is the sequence's place in the worker's persistent batch while it is running.
+    V lie in the cache once all steps that were sent are computed) catch up with `num_tokens`.
+    `token_ids` holds prompt and output in one list, as far as answers have confirmed them; `slot`
+    is the sequence's place in the worker's persistent batch while it is running.
+
+    Example, two steps in flight: 5 tokens are confirmed and 4 of them computed. Step 8 computes the
+    fifth and samples the sixth; step 9 computes the sixth, which only the ranks know yet, and
+    samples the seventh.
+
+                             sent: -   8   9     answered: 8   9
+        len(token_ids)             5   5   5               6   7
+        num_computed_tokens        4   5   6               6   6
+        num_in_flight              0   1   2               1   0
     """
 
     seq_id: int
@@ -73,7 +84,11 @@ class Sequence:
     """Index among the sequences of its request; its noise depends on it."""
     token_ids: list[int]
     num_prompt_tokens: int
+    max_num_tokens: int = sys.maxsize
+    """Prompt and output tokens at which it ends for its length."""
     num_computed_tokens: int = 0
+    num_unanswered: int = 0
+    """Steps with a row of it that are not answered yet."""
     slot: int | None = None
     status: SequenceStatus = SequenceStatus.WAITING
 
@@ -88,9 +103,17 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_in_flight(self) -> int:
+        """Number of tokens that unanswered steps sample: once all others are computed, each step
+        samples one."""
+        return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
+
+    @property
     def num_behind(self) -> int:
-        """Number of tokens that are not computed yet."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Number of tokens that the next steps can compute, with the one that is sampled now,
+        unless it is the last."""
+        left = len(self.token_ids) - self.num_computed_tokens
+        return left if left > 0 else int(self.num_computed_tokens + 1 < self.max_num_tokens)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -57,9 +57,11 @@ class SchedulerOutput:
     Attributes:
         step_input: the message to the workers; not sent when `is_empty`.
         rows: the scheduled sequences, parallel to `step_input.slots`.
+        num_computed_tokens: of each row, after the step.
         sampled: sequences that get a token in this step, parallel to `step_input.sample_slots`.
         ignored: requests that can never run, or never continue; `Request.error` says why.
         preempted: requests that lost their device blocks; they wait again or are swapped out.
+        is_short: see `StepBuilder`.
         num_prefill_tokens: scheduled tokens, without those of rows that compute one token after
             the whole prompt.
         forks: children that are sampled from their parent's row in this step.
@@ -67,9 +69,11 @@ class SchedulerOutput:
 
     step_input: StepInput
     rows: list[Sequence]
+    num_computed_tokens: list[int]
     sampled: list[Sequence]
     ignored: list[Request]
     preempted: list[Request]
+    is_short: bool
     num_prefill_tokens: int
     forks: list[SequencePair]
 
@@ -86,6 +90,8 @@ class StepBuilder:
     Attributes:
         number: of the step.
         tokens_left: tokens that it may still compute.
+        is_short: running requests need more blocks than are free, so that the step preempts, or is
+            the last one until all steps are answered; it admits no request.
     """
 
     number: int
@@ -101,6 +107,7 @@ class StepBuilder:
     owed: list[Request] = field(default_factory=list)
     """Requests that start before the running ones continue; the step has their rows."""
     preempted: list[Request] = field(default_factory=list)
+    is_short: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -143,16 +150,17 @@ class StepBuilder:
 
     def build(self) -> SchedulerOutput:
         """Orders the rows, and finds those whose last token is computed: they are sampled, once
-        for their own sequence and once for each sequence that is forked from it."""
+        for their own sequence and once for each sequence that is forked from it. From now on the
+        rows' tokens count as computed."""
         message, sampled = self.message, list[Sequence]()
-        rows = list[Sequence]()
+        rows, ends = list[Sequence](), list[int]()
         num_prefill_tokens = sum(size for _, size in self.chunks)
         for row, (sequence, size) in enumerate(self.sized_rows()):
             slot, num_computed = slot_of(sequence), sequence.num_computed_tokens
             rows.append(sequence)
             message.slots.append(slot)
             message.num_scheduled_tokens.append(size)
-            if num_computed + size == len(sequence.token_ids):
+            if size == sequence.num_behind:
                 sampled.append(sequence)
                 message.sample_rows.append(row)
                 message.sample_slots.append(slot)
@@ -163,9 +171,20 @@ class StepBuilder:
                         message.sample_slots.append(slot_of(child))
             if size == 1 and num_computed < sequence.num_prompt_tokens:
                 num_prefill_tokens += 1
+            sequence.num_computed_tokens = num_computed + size
+            sequence.num_unanswered += 1
+            ends.append(num_computed + size)
         message.step = self.number
         return SchedulerOutput(
-            message, rows, sampled, self.ignored, self.preempted, num_prefill_tokens, self.forks
+            step_input=message,
+            rows=rows,
+            num_computed_tokens=ends,
+            sampled=sampled,
+            ignored=self.ignored,
+            preempted=self.preempted,
+            is_short=self.is_short,
+            num_prefill_tokens=num_prefill_tokens,
+            forks=self.forks,
         )
 
 
@@ -186,7 +205,8 @@ def choose_rows(request: Request, tokens_left: int) -> list[SizedRow]:
     Beams are compared with each other after every token, so either all of them compute their last
     token in a step or none of them does.
     """
-    behind = [(sequence, sequence.num_behind) for sequence in request.running_sequences]
+    running = request.running_sequences
+    behind = [(sequence, num) for sequence in running if (num := sequence.num_behind)]
     if request.sampling_params.use_beam_search:
         if any(num_left > 1 for _, num_left in behind):
             behind = [(sequence, num_left - 1) for sequence, num_left in behind if num_left > 1]

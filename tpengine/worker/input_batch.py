@@ -7,7 +7,7 @@ sampling parameters are kept here from step to step, in arrays indexed by slot.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -223,10 +223,17 @@ class InputBatch:
             parents = np.array(step.slots, np.int64)[step.sample_rows]
             self.num_computed_tokens[step.sample_slots] = self.num_computed_tokens[parents]
 
-    def append(self, step: StepInput, sampled: Int64) -> None:
+    def append(self, step: StepInput, sampled: Int64, freed_slots: Collection[int] = ()) -> None:
         """Appends the sampled ids, int64 `[num_samples]`, so that the next message need not contain
-        them."""
+        them.
+
+        Args:
+            freed_slots: since then; their samples are dropped.
+        """
         slots = np.array(step.sample_slots, np.int64)
+        if freed_slots:
+            kept = ~np.isin(slots, list(freed_slots))
+            slots, sampled = slots[kept], sampled[kept]
         ends = self.num_tokens[slots]
         # A sequence of max_model_len tokens has no column for one more. The model never reads that
         # token, because the driver finishes the sequence.

@@ -1,14 +1,10 @@
-"""Runs the model: one step from the driver's message to sampled tokens.
-
-`ModelRunner.execute` is the whole step. Its five stages are methods of their own, because
-`gpu.run_ahead` puts the same stages together in another way.
-"""
+"""Runs the model: one step, from the driver's message to sampled tokens: `ModelRunner.execute`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -41,19 +37,17 @@ as many tokens. Fewer would read the output head's weights too often."""
 
 
 @dataclass(slots=True)
-class SampleInputs:
-    """What a step makes of the hidden states of its tokens.
+class OutputRows:
+    """The hidden states that a step needs.
 
     Attributes:
         wanted: int64 `[num_wanted]`, the tokens whose hidden states the model returns; None: all.
         sampled: int64 `[num_samples]`, of these hidden states the ones that are sampled; None: all.
-        parameters: of each sample; None: another rank samples, or the step samples nothing.
         prompt_rows: rows that compute log probabilities of their prompt.
     """
 
     wanted: torch.Tensor | None
     sampled: torch.Tensor | None
-    parameters: sampler.SamplingBatch | None
     prompt_rows: list[PromptRow]
 
 
@@ -63,14 +57,28 @@ class PendingAnswer:
 
     Attributes:
         token_ids: int64 `[num_samples]`, on the device.
-        results: makes sampled ids (int64 `[num_samples]`), `Findings`, and log probabilities of
-            prompts by row, in this order.
-        wait: waits for the copies and returns the arrays that `results` reads.
+        read: waits for the copies; returns sampled ids (int64 `[num_samples]`), `Findings`, and log
+            probabilities of prompts by row, in this order.
     """
 
     token_ids: torch.Tensor | None
-    results: Pending[list[Any]]
-    wait: Callable[[], list[Array]]
+    read: Callable[[], list[Any]]
+
+
+@dataclass(slots=True)
+class _PendingStep:
+    """A step that the device may still compute.
+
+    Attributes:
+        start: when it was launched, in seconds of `time.perf_counter`.
+        freed_slots: by the step after it; other sequences may have these slots now.
+    """
+
+    step: StepInput
+    answer: PendingAnswer
+    start: float
+    adapter_errors: dict[bytes, str]
+    freed_slots: set[int] = field(default_factory=set)
 
 
 class ModelRunner:
@@ -79,6 +87,7 @@ class ModelRunner:
     Args:
         gpu: what attention needs on a GPU; None: on CPU.
         adapters: None: the engine serves no adapters.
+        works_ahead: whether a step's answer may wait until the next step was launched.
 
     Attributes:
         recorded: runs decode steps without Python between their ops; None: steps run op by op.
@@ -95,6 +104,7 @@ class ModelRunner:
         parallel: ParallelState,
         gpu: GpuAttention | None = None,
         adapters: AdapterStore | None = None,
+        works_ahead: bool = False,
     ) -> None:
         self.model = model
         self.cache_engine = cache_engine
@@ -102,7 +112,9 @@ class ModelRunner:
         self.recorded: DecodeGraphs | DecodeRecording | None = None
         self.recorded_adapters: DecodeRecording | None = None
         self._adapters = adapters
-        self._adapter_errors: dict[bytes, str] = {}
+        self._works_ahead = works_ahead
+        self._pending: _PendingStep | None = None
+        self._finished_at = 0.0
         self.uploads = Uploads(device)
         self._downloads = Downloads(device, parallel.wait_for)
         self._scheduler = config.scheduler
@@ -126,59 +138,86 @@ class ModelRunner:
         if isinstance(recorded, DecodeGraphs):
             recorded.close()
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def execute(self, step: StepInput) -> list[StepOutput]:
         """Computes all rows of a step and samples where the step says so.
 
         Rank 0 samples, and every rank appends the sampled ids to its batch. Log probabilities,
         candidates and errors are in rank 0's answer only.
+
+        A GPU that works ahead runs the model on the ids that the step before sampled while these
+        are on their way to the host; sampling waits for them.
+
+        Returns:
+            The answers that are there, oldest first: this step's, or, of a GPU that works ahead,
+            that of the step before.
         """
-        self.apply(step)
-        samples = self.prepare_samples(step)
-        forward = self.prepare_rows(step.slots, step.num_scheduled_tokens, samples.wanted)
+        adapter_errors = self.apply(step)
+        inputs = self.prepare_outputs(step)
+        forward = self.prepare_rows(step, inputs.wanted)
         start = time.perf_counter()
         hidden = forward()
-        answer = self.sample(step, samples, hidden)
-        return self.append(step, answer, start)
+        outputs = self.finish()
+        answer = self.sample(step, inputs, hidden)
+        self._pending = _PendingStep(step, answer, start, adapter_errors)
+        return outputs if self._works_ahead else [*outputs, *self.finish()]
 
-    def apply(self, step: StepInput) -> None:
-        """Brings adapters, batch and cache up to date with the driver."""
-        if self._adapters is not None:
-            self._adapter_errors = self._adapters.load(step.adapter_loads)
+    def finish(self) -> list[StepOutput]:
+        """Waits for the step that was begun, if there is one, and appends its ids to the batch;
+        returns its answer."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return []
+        sampled_ids, findings, prompt_logprobs = pending.answer.read()
+        now = time.perf_counter()
+        model_s = now - max(pending.start, self._finished_at)  # the device takes one after another
+        self._finished_at = now
+        self._batch.append(pending.step, sampled_ids, pending.freed_slots)
+        return [
+            StepOutput(
+                step=pending.step.step,
+                token_ids=sampled_ids.tolist(),
+                logprobs=findings.logprobs,
+                model_s=model_s,
+                candidates=findings.candidates,
+                prompt_logprobs=prompt_logprobs,
+                errors=findings.errors,
+                adapter_errors=pending.adapter_errors,
+                chosen_logprobs=findings.chosen_logprobs,
+            )
+        ]
+
+    def apply(self, step: StepInput) -> dict[bytes, str]:
+        """Brings adapters, batch and cache up to date with the driver; returns why adapters could
+        not be loaded."""
+        errors = {} if self._adapters is None else self._adapters.load(step.adapter_loads)
+        if self._pending is not None:
+            self._pending.freed_slots.update(step.freed_slots)
         self._batch.apply(step)
         self.cache_engine.move(step.block_moves)
+        return errors
 
-    def prepare_samples(self, step: StepInput) -> SampleInputs:
-        """Collects what is sampled in a step, and sends the parameters to the device."""
-        batch = self._batch
-        prompt_rows = batch.prompt_rows(step)
-        last_tokens = batch.last_positions(step)
-        parameters = None
-        if step.sample_rows and self._parallel.tp_rank == 0:
-            parameters = batch.sampling_batch(step)
-            if self._gpu is not None and parameters.temperature.any():
-                parameters.on_device = self.uploads.send(sampler.sampling_columns(parameters))
+    def prepare_outputs(self, step: StepInput) -> OutputRows:
+        """Finds the tokens whose hidden states a step needs."""
+        prompt_rows = self._batch.prompt_rows(step)
+        last_tokens = self._batch.last_positions(step)
         # Log probabilities of a prompt need the hidden states of all tokens; and a row that several
         # sequences share would pass the last layer once for each of them.
         if prompt_rows or len(set(step.sample_rows)) < len(step.sample_rows):
-            return SampleInputs(None, last_tokens, parameters, prompt_rows)
-        return SampleInputs(last_tokens, None, parameters, prompt_rows)
+            return OutputRows(None, last_tokens, prompt_rows)
+        return OutputRows(last_tokens, None, prompt_rows)
 
     def prepare_rows(
-        self,
-        slots: Sequence[int],
-        num_scheduled_tokens: Sequence[int],
-        wanted: torch.Tensor | None = None,
-        token_ids: torch.Tensor | None = None,
+        self, step: StepInput, wanted: torch.Tensor | None = None
     ) -> Callable[[], torch.Tensor]:
         """Sends the inputs of rows to the device. Returns a function that runs the model over them:
         hidden states `[num_wanted, hidden_size]`, valid until the model runs again.
 
         Args:
             wanted: int64, the tokens whose hidden states are returned; None: all.
-            token_ids: int64 `[num_rows]` on the device, in place of those of the batch.
         """
-        arrays = self._batch.arrays(slots, num_scheduled_tokens)
-        num_rows = len(slots)
+        slots, num_rows = step.slots, len(step.slots)
+        arrays = self._batch.arrays(slots, step.num_scheduled_tokens)
+        token_ids = self._ids_in_flight(step, arrays)
         grouped = None
         if self._adapters is not None:
             grouped = group_rows(self._batch.adapter_slots[slots], arrays.num_scheduled_tokens)
@@ -198,6 +237,22 @@ class ModelRunner:
         lora_rows = LoRARows(*self.uploads.send(grouped))
         return lambda: keep_rows(self._forward_adapters(ids, metadata, lora_rows), wanted)
 
+    def _ids_in_flight(self, step: StepInput, arrays: StepArrays) -> torch.Tensor | None:
+        """The token ids of a step's rows, int64 `[num_tokens]`, with those that the step before
+        samples, which only the device knows; None: the batch knows all of them."""
+        pending = self._pending
+        if pending is None or pending.answer.token_ids is None:
+            return None
+        sampled, num_decodes = pending.step.sample_slots, arrays.num_decodes
+        if step.slots == sampled and num_decodes == len(sampled) and not pending.freed_slots:
+            return pending.answer.token_ids
+        places = {s: at for at, s in enumerate(sampled) if s not in pending.freed_slots}
+        sources = np.full(len(arrays.token_ids), -1)
+        sources[:num_decodes] = [places.get(slot, -1) for slot in step.slots[:num_decodes]]
+        in_batch, source = self.uploads.send([arrays.token_ids, sources])
+        in_flight = pending.answer.token_ids[source.clamp(min=0)]
+        return torch.where(source < 0, in_batch, in_flight)
+
     def _forward_adapters(
         self, token_ids: torch.Tensor, metadata: AttentionMetadata, lora_rows: LoRARows
     ) -> torch.Tensor:
@@ -206,7 +261,7 @@ class ModelRunner:
         with self._adapters.layers.applied(lora_rows):
             return self.model.forward(token_ids, self.cache_engine.kv_caches, metadata)
 
-    def sample(self, step: StepInput, inputs: SampleInputs, hidden: torch.Tensor) -> PendingAnswer:
+    def sample(self, step: StepInput, inputs: OutputRows, hidden: torch.Tensor) -> PendingAnswer:
         """Samples, starts the copies of all results to the host, and marks the step's tokens as
         computed. Does not wait for the device.
 
@@ -219,48 +274,28 @@ class ModelRunner:
         token_ids, ids, findings = None, known(np.empty(0, np.int64)), known(sampler.Findings())
         if step.sample_rows:
             logits = self.model.compute_logits(keep_rows(hidden, inputs.sampled))
-            sampled = self._choose(logits, inputs.parameters, step)
+            sampled = self._choose(logits, step)
             token_ids, findings = sampled.token_ids, sampled.findings
             ids = Pending([token_ids], lambda arrays: arrays[0])
         results = together([ids, findings, prompts])
         wait = self._downloads.start(results.tensors)
         self._batch.note_computed(step)
-        return PendingAnswer(token_ids, results, wait)
+        return PendingAnswer(token_ids, lambda: results.read(wait()))
 
-    def _choose(
-        self, logits: torch.Tensor, parameters: sampler.SamplingBatch | None, step: StepInput
-    ) -> sampler.Sampled:
+    def _choose(self, logits: torch.Tensor, step: StepInput) -> sampler.Sampled:
         """Rank 0 samples from its logits; the other ranks receive the ids."""
-        if parameters is None:
+        if self._parallel.tp_rank:
             ids = torch.empty(len(step.sample_slots), dtype=torch.int64, device=self.device)
             return sampler.Sampled(self._parallel.broadcast(ids))
+        parameters = self._batch.sampling_batch(step)
+        if self._gpu is not None and parameters.temperature.any():
+            parameters.on_device = self.uploads.send(sampler.sampling_columns(parameters))
         if parameters.edits is not None and parameters.edits.processors:
             # Functions of users may read their logits, and would wait for them without a bound.
             self._parallel.wait_for(end_of_work(self.device), "a step")
         sampled = sampler.sample(logits, parameters)
         sampled.token_ids = self._parallel.broadcast(sampled.token_ids)
         return sampled
-
-    def append(self, step: StepInput, answer: PendingAnswer, start: float) -> StepOutput:
-        """Waits for a step's results and appends the sampled ids to the batch.
-
-        Args:
-            start: when the device began with the step, in seconds of `time.perf_counter`.
-        """
-        sampled_ids, findings, prompt_logprobs = answer.results.read(answer.wait())
-        model_s = time.perf_counter() - start
-        self._batch.append(step, sampled_ids)
-        return StepOutput(
-            step=step.step,
-            token_ids=sampled_ids.tolist(),
-            logprobs=findings.logprobs,
-            model_s=model_s,
-            candidates=findings.candidates,
-            prompt_logprobs=prompt_logprobs,
-            errors=findings.errors,
-            adapter_errors=self._adapter_errors,
-            chosen_logprobs=findings.chosen_logprobs,
-        )
 
     def run_worst_case(self) -> int:
         """Runs the most expensive step that the scheduler may ask for. One block is enough: writes

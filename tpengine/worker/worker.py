@@ -31,7 +31,6 @@ from tpengine.worker.cache_engine import CacheEngine, CacheShape, staged_blocks
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers, check_attention
 from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
-from tpengine.worker.gpu.run_ahead import RunAhead
 from tpengine.worker.model_runner import ModelRunner
 
 
@@ -63,7 +62,6 @@ class Worker:
         self._all_record: bool | None = None
         self._adapters: AdapterStore | None = None
         self._runner: ModelRunner | None = None
-        self._run_ahead: RunAhead | None = None
 
     @staticmethod
     def import_model_code(model_impl: str) -> None:
@@ -229,11 +227,17 @@ class Worker:
         vocabulary = self._runner.grammars.vocabulary
         return 0 if vocabulary is None else vocabulary.compile(grammars, dropped, wait_s)
 
-    def execute_model(self, step: StepInput) -> StepOutput:
-        """Runs one step."""
+    def execute_model(self, step: StepInput) -> list[StepOutput]:
+        """Runs one step, or only begins it; returns the answers that are there, oldest first."""
         assert self._runner is not None, "execute before init_cache_engine"
         with self._forward():
-            return (self._run_ahead or self._runner).execute(step)
+            return self._runner.execute(step)
+
+    def finish_steps(self) -> list[StepOutput]:
+        """Waits for what `execute_model` has only begun; returns the answers."""
+        assert self._runner is not None, "finish before init_cache_engine"
+        with self._forward():
+            return self._runner.finish()
 
     def shutdown(self) -> None:
         """Releases the weights, the cache and the connection with the other ranks."""
@@ -242,8 +246,7 @@ class Worker:
                 self._runner.drop_recording()  # before the group is closed, see `DecodeGraphs`
         finally:
             self._parallel.close()
-        self._store = self._model = self._gpu = self._runner = self._run_ahead = None
-        self._adapters = None
+        self._store = self._model = self._gpu = self._runner = self._adapters = None
         self._release()
 
     def _open_cache(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -269,8 +272,6 @@ class Worker:
             if self._gpu is not None:
                 self._claim_activations(runner)
             runner.warm_up()
-        if self._works_ahead:
-            self._run_ahead = RunAhead(runner)
 
     def _claim_activations(self, runner: ModelRunner) -> None:
         """Runs the worst step once more, on a GPU: torch keeps the memory that it takes, so that no
@@ -287,7 +288,7 @@ class Worker:
     def _drop_runner(self) -> None:
         if self._runner is not None:
             self._runner.drop_recording()
-            self._runner = self._run_ahead = None
+            self._runner = None
             self._release()
 
     def _release(self) -> None:
@@ -312,8 +313,8 @@ class Worker:
 
     @property
     def _works_ahead(self) -> bool:
-        """Whether steps are begun before the driver asks. Exchanges through the host would delay
-        this step's answer until the next step's layers have run."""
+        """Whether the next step is launched before the answer of this one is there. Exchanges
+        through the host would delay this answer until the next step's layers have run."""
         return self._device.type == "cuda" and self._parallel.can_be_recorded
 
     def _uses_graphs(self) -> bool:
@@ -386,7 +387,14 @@ class Worker:
         model, scheduler = self._require_model(), self._config.scheduler
         try:
             return ModelRunner(
-                self._config, model, cache, self._device, self._parallel, self._gpu, self._adapters
+                self._config,
+                model,
+                cache,
+                self._device,
+                self._parallel,
+                self._gpu,
+                self._adapters,
+                self._works_ahead,
             )
         except (MemoryError, RuntimeError) as error:
             if is_device_fault(error):

@@ -161,17 +161,17 @@ def killer(engine: LLMEngine, targets: Iterable[str], seed: int) -> Iterator[Kil
     """Kills ranks of this engine while the context lasts."""
     hunter = Killer(engine, targets, seed)
     executor = executor_of(engine)
-    execute_model, call_each = executor.execute_model, Group.call_each
+    send_step, call_each = executor.send_step, Group.call_each
 
-    def watched_step(step: StepInput) -> Any:
+    def watched_step(step: StepInput) -> None:
         hunter.on_step(step)
-        return execute_model(step)
+        send_step(step)
 
     def watched_call(self: Group, phase: str, *args: Any, **kwargs: Any) -> Any:
         hunter.on_call(self, phase)
         return call_each(self, phase, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "execute_model", watched_step)
+        patch.setattr(executor, "send_step", watched_step)
         patch.setattr(Group, "call_each", watched_call)
         yield hunter

@@ -4,16 +4,15 @@ The way of a token from rank 0 to a gRPC client that reads a stream, in order (p
 
 On rank 0; where the server's process is the only rank, this is its engine's thread, and lines with
 [group] do not apply:
-    worker/model_runner.py: `ModelRunner.execute` samples; its `append` makes the `StepOutput`.
-        (On a GPU worker/gpu/run_ahead.py: `RunAhead.execute` calls `sample` and `append`.)
-    [group] executor/rank.py: `Rank._step` encodes it by executor/codec.py: `encode`.
+    worker/model_runner.py: `ModelRunner.execute` samples; its `finish` makes the `StepOutput`.
+    [group] executor/rank.py: `Rank._answer_steps` encodes it by executor/codec.py: `encode`.
     [group] executor/rank.py: `Rank.serve` sends the bytes to the driver, over the steps' channel.
 In the server's process, on the engine's thread:
-    [group] executor/watch.py: `Exchange.step` receives the answers of all ranks.
-    [group] executor/group.py: `Group.step` returns rank 0's answer.
-    [group] executor/group_executor.py: `GroupExecutor.execute_model` decodes it by codec.py:
-        `decode_output`. Alone executor/executor.py: `Executor.execute_model` returns it.
-    engine/llm_engine.py: `LLMEngine._step` gets it from `_execute`, and makes the next three calls.
+    [group] executor/watch.py: `Exchange.take_answers` receives the answers of all ranks.
+    [group] executor/group.py: `Group.take_answer` returns rank 0's answer.
+    [group] executor/group_executor.py: `GroupExecutor.take_answer` decodes it by codec.py:
+        `decode_output`. Alone executor/executor.py: `Executor.take_answer` returns it.
+    engine/llm_engine.py: `LLMEngine._step` gets it, and makes the next three calls.
     engine/output_processor.py: `OutputProcessor.process` extends the text and decides stops.
     scheduling/scheduler.py: `Scheduler.update` appends the token to its sequence.
     engine/output_processor.py: `OutputProcessor.report` makes the `RequestOutput`.

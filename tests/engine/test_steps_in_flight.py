@@ -1,0 +1,102 @@
+"""Steps that are planned and sent before earlier ones are answered change no output: tokens, texts,
+log probabilities as bits, ends. That the plans are right is checked in `scheduling`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.engines import greedy
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from tpengine.executor.local_executor import LocalExecutor
+from tpengine.sampling_params import StructuredOutputsParams
+
+LENGTHS = (33, 5, 70, 17, 9, 1, 24, 12)
+OFTEN = [*range(0, 500, 20)]
+"""Ids that end sequences of one request at different lengths."""
+LETTERS = StructuredOutputsParams(regex="[ab]{5,9}")
+PARAMS: list[SamplingParams] = [
+    greedy(20, logprobs=3, prompt_logprobs=2),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=40, logprobs=0, repetition_penalty=1.3),
+    SamplingParams(n=3, temperature=0.9, seed=2, max_tokens=24, logprobs=1, stop_token_ids=OFTEN),
+    SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=16),
+    SamplingParams(temperature=1.0, seed=6, max_tokens=30, structured_outputs=LETTERS),
+    SamplingParams(n=1, best_of=2, temperature=1.0, seed=7, max_tokens=12, min_tokens=8),
+    greedy(40),  # `answers` gives it a stop string
+    greedy(40),  # and this one a stop token
+]
+SCARCE = {"num_device_blocks_override": 20, "max_num_batched_tokens": 32}
+MODES: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "swap": {"preemption_mode": "swap", **SCARCE},
+    "recompute": {"preemption_mode": "recompute", **SCARCE},
+    "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+}
+
+
+def summary(output: RequestOutput) -> Any:
+    completions = [
+        (o.token_ids, o.text, o.cumulative_logprob, o.logprobs, o.finish_reason, o.stop_reason)
+        for o in output.outputs
+    ]
+    return completions, output.prompt_logprobs
+
+
+def answers(
+    models: ModelShop, num_steps: int, stops: list[dict[str, Any]], **args: Any
+) -> tuple[list[Any], int, int]:
+    """The outputs with so many steps in flight at most; how many were in flight at most, and how
+    often requests were preempted."""
+    folder = models.folder(PLAIN, tokenizer=True)
+    prompts = models.oracle(folder).prompts(LENGTHS, seed=4)
+    fields = {"max_model_len": 256, "num_device_blocks_override": 400, **args}
+    config = EngineArgs(str(folder), dtype="float32", **fields).create_engine_config("cpu")
+    config = replace(config, scheduler=replace(config.scheduler, max_steps_in_flight=num_steps))
+    last: dict[str, RequestOutput] = {}
+    most = 0
+    with LLMEngine(config, LocalExecutor(config), log_stats=False) as engine:
+        for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
+            own = replace(params, **stops[number - len(PARAMS)]) if number >= 6 else params
+            engine.add_request(str(number), None, own, prompt_token_ids=prompt)
+        engine.add_request("aborted", None, greedy(60), prompt_token_ids=prompts[0])
+        while engine.has_unfinished_requests():
+            last |= {output.request_id: output for output in engine.step()}
+            most = max(most, 1 + len(engine._scheduler.unanswered))
+            engine._scheduler.check_invariants()
+            if "aborted" in last and len(last["aborted"].outputs[0].token_ids) > 9:
+                engine.abort_request("aborted")
+        assert engine.num_free_blocks == engine.num_total_blocks
+        num_preemptions = engine.counters.num_preemptions
+    assert [output.error for output in last.values()] == [None] * len(last)
+    aborted = last.pop("aborted").outputs[0]
+    assert aborted.finish_reason == "abort"
+    return [summary(last[str(i)]) for i in range(len(PARAMS))], most, num_preemptions
+
+
+@pytest.fixture(scope="module")
+def expected(models: ModelShop) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Where the last two requests stop, and all outputs with one step at a time."""
+    whole, _, _ = answers(models, 1, [{}, {}])
+    text, ids = whole[-2][0][0][1], whole[-1][0][0][0]
+    stops = [{"stop": [text[9:12]]}, {"stop_token_ids": [ids[17]]}]
+    outputs, most, _ = answers(models, 1, stops)
+    assert most == 1
+    assert [output[0][0][4] for output in outputs[-2:]] == ["stop", "stop"]
+    return stops, outputs
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_outputs_are_the_same(
+    models: ModelShop, expected: tuple[list[dict[str, Any]], list[Any]], mode: str, num_steps: int
+) -> None:
+    stops, outputs = expected
+    found, most, num_preemptions = answers(models, num_steps, stops, **MODES[mode])
+    assert most == num_steps
+    assert (num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
+    for number, (output, other) in enumerate(zip(found, outputs, strict=True)):
+        assert output == other, f"request {number}"
