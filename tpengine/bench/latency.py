@@ -3,8 +3,8 @@
 A decode step of one sequence cannot be faster than one read of the weights in the form that they
 have, without the tables of which it reads single rows. "floor" is the time of that read: the bytes
 over the bandwidth, and its share of the step's time follows. On CPU the bandwidth is the median of
-reads between the steps, because other processes use the same memory; on a GPU it is that of a copy
-from device to device.
+reads between the steps, because other processes use the same memory, or, if the next step is in
+flight then, of reads before and after them; on a GPU it is that of a copy from device to device.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Point:
     first_token_s: float
     step_s: float
     bandwidth: float
+    waited: float
+    """Share of a step in which ranks in processes of their own wait for the driver."""
 
     @property
     def rate(self) -> float:
@@ -89,12 +91,14 @@ def run(args: argparse.Namespace) -> int:
         model = args.shape or engine.get_model_config().model
         head = {"model": model, "floor": f"the time to read {step_bytes / 1e9:.3f} GB"}
         print(harness.report_head(engine_args, head, width=11))
+        are_apart = engine_args.chosen_executor != "local"
         for point in points:
             floor_s = step_bytes / point.bandwidth
             print(
                 f"batch {point.batch_size:>3}  first token {1000 * point.first_token_s:7.1f} ms   "
                 f"step {1000 * point.step_s:7.2f} ms   {point.rate:8.1f} tokens/s   "
                 f"floor {1000 * floor_s:6.2f} ms: {100 * floor_s / point.step_s:5.1f} % of it"
+                f"{f'   ranks wait {100 * point.waited:4.1f} %' if are_apart else ''}"
             )
         for size in sizes if options.trace else []:
             print(_trace(engine, options, size))
@@ -136,24 +140,29 @@ def _measure(
     for i in range(batch_size):
         prompt = [rng.randrange(vocab_size) for _ in range(input_len)]
         engine.add_request(str(i), None, params, prompt_token_ids=prompt)
-    start = time.perf_counter()
     first_token_s = 0.0
     decodes: list[float] = []
-    rates: list[float] = []
+    waits: list[float] = []
+    rates = [measure_bandwidth()]
+    is_idle_between = engine.get_scheduler_config().max_steps_in_flight == 1
+    start = time.perf_counter()
     for step in run_steps(engine):
         if not decodes and step.num_output_tokens:
             first_token_s = time.perf_counter() - start
         if step.num_prefill_tokens == 0 and step.num_output_tokens == batch_size:
-            if len(decodes) % _STEPS_PER_FLOOR == 0:
+            if is_idle_between and len(decodes) % _STEPS_PER_FLOOR == 0:
                 rates.append(measure_bandwidth())
             decodes.append(step.step_s)
+            waits.append(step.waited_s)
+    rates.append(measure_bandwidth())
     if not decodes:
         raise ConfigError(
             f"{batch_size} sequences of {input_len} + {output_len} tokens were never decoded all "
             "at once: the first ends before the last has its prompt, or the KV cache is too "
             "small; raise --output-len or the cache, or leave this batch size out"
         )
-    return Point(batch_size, first_token_s, statistics.median(decodes), statistics.median(rates))
+    step_s, waited_s, bandwidth = map(statistics.median, (decodes, waits, rates))
+    return Point(batch_size, first_token_s, step_s, bandwidth, waited_s / step_s)
 
 
 def _trace(engine: LLMEngine, options: LatencyOptions, batch_size: int) -> str:
