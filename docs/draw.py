@@ -2,13 +2,15 @@
 
 engine.svg shows driver, ranks and one step. recovery.svg shows what recovery.json holds, which
 `python tests/benchmarks recovery --executor ray --json docs/recovery.json` measured. blocks.svg
-shows what blocks.json holds, which `python docs/draw.py --record-blocks` noted in a real run.
+shows what blocks.json holds, which `python docs/draw.py --record-blocks` noted in a real run;
+steps.svg shows steps.json, of `--record-steps`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -244,13 +246,13 @@ def record_blocks() -> dict[str, Any]:
         "B": ("Hello, my name is", SamplingParams(n=2, seed=3, max_tokens=30)),
     }
     moves: list[Any] = []
-    execute = engine._executor.execute_model
+    send = engine._executor.send_step
 
-    def note_moves(step: Any) -> Any:
+    def note_moves(step: Any) -> None:
         moves[:] = [step.block_moves]
-        return execute(step)
+        send(step)
 
-    engine._executor.execute_model = note_moves  # type: ignore[method-assign]
+    engine._executor.send_step = note_moves  # type: ignore[method-assign]
 
     def note(title: str) -> dict[str, Any]:
         tables = []
@@ -359,9 +361,92 @@ def draw_blocks(data: dict[str, Any]) -> str:
     return svg(WIDTH, top, [], shapes)
 
 
+NUM_STREAMS, FIRST_STEP, NUM_SHOWN = 32, 60, 5
+
+
+def record_steps(num_in_flight: int) -> list[dict[str, float]]:
+    """Runs the embedded model on two ranks with so many steps in flight. Returns of some decode
+    steps when each part began and ended, in seconds."""
+    from tpengine import EngineArgs, LLMEngine, SamplingParams
+
+    ranks: Any = {"tensor_parallel_size": 2, "executor": "processes", "device": "cpu"}
+    args = EngineArgs(**ranks, async_scheduling=num_in_flight > 1, num_device_blocks_override=4096)
+    engine = LLMEngine.from_engine_args(args)
+    scheduler, executor = engine._scheduler, engine._executor
+    schedule, take, steps = scheduler.schedule, executor.take_answer, dict[int, dict[str, float]]()
+    answered: list[int] = []
+
+    def note_plan() -> Any:
+        start = time.perf_counter()
+        output = schedule()
+        steps[output.step_input.step] = {"plan": start, "planned": time.perf_counter()}
+        return output
+
+    def note_answer() -> Any:
+        answer = take()
+        answered.append(answer.step)
+        step = steps[answer.step]
+        step["answered"] = time.perf_counter()
+        step["begun"] = step["answered"] - answer.model_s
+        return answer
+
+    scheduler.schedule = note_plan  # type: ignore[method-assign]
+    executor.take_answer = note_answer  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=FIRST_STEP + 40, ignore_eos=True)
+    for number in range(NUM_STREAMS):
+        engine.add_request(str(number), "Once upon a time there lived", params)
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps[answered[-1]]["processed"] = time.perf_counter()
+    engine.shutdown()
+    shown = [steps[number] for number in range(FIRST_STEP, FIRST_STEP + NUM_SHOWN)]
+    start = shown[0]["begun"]
+    return [{name: moment - start for name, moment in step.items()} for step in shown]
+
+
+def draw_steps(data: dict[str, Any]) -> str:
+    """Planning, computing and processing of a few steps, with one and with two in flight."""
+    runs = data["runs"]
+    end_s = max(step["processed"] for steps in runs.values() for step in steps)
+    scale, shapes, top = (RIGHT + 60 - 130) / end_s, list[str](), 28
+    for name, steps in runs.items():
+        spent_ms = 1e3 * (steps[-1]["answered"] - steps[0]["answered"]) / (len(steps) - 1)
+        shapes.append(words(20, top, f"{name}: {spent_ms:.2f} ms a step", 14))
+        for row, label in enumerate(("driver plans", "rank 0 computes", "driver processes")):
+            shapes.append(words(118, top + 24 + 22 * row, label, anchor="end"))
+        for number, step in enumerate(steps):
+            parts = (("plan", "planned", BLUE), ("begun", "answered", BAR))
+            parts += (("answered", "processed", "#a9d5b8"),)
+            for row, (first, last, fill) in enumerate(parts):
+                x, width = 130 + scale * step[first], scale * (step[last] - step[first])
+                if x < 124:  # it began before the picture
+                    continue
+                shapes.append(
+                    f"<rect x='{x:.1f}' y='{top + 10 + 22 * row}' width='{max(width, 1):.1f}' "
+                    f"height='18' fill='{fill}' stroke='{LINE}'/>"
+                )
+                text = str(FIRST_STEP + number)
+                shapes.append(words(x + width / 2, top + 23 + 22 * row, text, 10, "middle"))
+        top += 102
+    for number in range(int(1e3 * end_s) + 1):
+        x = 130 + scale * number / 1e3
+        shapes.append(words(x, top - 6, f"{number} ms", 11, "middle"))
+    shapes.append(words(20, top + 16, data["work"], 11))
+    return svg(WIDTH, top + 32, [], shapes)
+
+
 def main() -> None:
     """Writes the pictures beside this file."""
     here = Path(__file__).parent
+    if "--record-steps" in sys.argv:
+        names = {"one step at a time": 1, "two steps in flight": 2}
+        runs = {name: record_steps(count) for name, count in names.items()}
+        facts = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.partition(": ")[2] for line in facts if line.startswith("model name"))
+        work = f"embedded model on 2 ranks, {NUM_STREAMS} streams; {cpu}, two cores"
+        (here / "steps.json").write_text(json.dumps({"work": work, "runs": runs}, indent=1) + "\n")
+    steps = json.loads((here / "steps.json").read_text())
+    (here / "steps.svg").write_text(draw_steps(steps))
     if "--record-blocks" in sys.argv:
         (here / "blocks.json").write_text(json.dumps(record_blocks(), indent=1) + "\n")
     (here / "engine.svg").write_text(draw_engine())
