@@ -361,17 +361,20 @@ def draw_blocks(data: dict[str, Any]) -> str:
     return svg(WIDTH, top, [], shapes)
 
 
-NUM_STREAMS, FIRST_STEP, NUM_SHOWN = 32, 60, 5
+NUM_STREAMS, FIRST_STEP, NUM_SHOWN = 32, 60, 4
 
 
 def record_steps(num_in_flight: int) -> list[dict[str, float]]:
-    """Runs the embedded model on two ranks with so many steps in flight. Returns of some decode
-    steps when each part began and ended, in seconds."""
+    """Runs a Llama of 124 million parameters on two ranks with so many steps in flight. Returns of
+    some decode steps when each part began and ended, in seconds."""
     from tpengine import EngineArgs, LLMEngine, SamplingParams
+    from tpengine.bench.harness import shape_folder
 
-    ranks: Any = {"tensor_parallel_size": 2, "executor": "processes", "device": "cpu"}
-    args = EngineArgs(**ranks, async_scheduling=num_in_flight > 1, num_device_blocks_override=4096)
-    engine = LLMEngine.from_engine_args(args)
+    args: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "max_model_len": 512}
+    args |= {"tensor_parallel_size": 2, "executor": "processes", "cpu_kv_cache_space": 0.5}
+    with shape_folder("llama-124m") as folder:
+        is_ahead = num_in_flight > 1
+        engine = LLMEngine.from_engine_args(EngineArgs(folder, async_scheduling=is_ahead, **args))
     scheduler, executor = engine._scheduler, engine._executor
     schedule, take, steps = scheduler.schedule, executor.take_answer, dict[int, dict[str, float]]()
     answered: list[int] = []
@@ -394,7 +397,7 @@ def record_steps(num_in_flight: int) -> list[dict[str, float]]:
     executor.take_answer = note_answer  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=FIRST_STEP + 40, ignore_eos=True)
     for number in range(NUM_STREAMS):
-        engine.add_request(str(number), "Once upon a time there lived", params)
+        engine.add_request(str(number), None, params, prompt_token_ids=[number] * 32)
     while engine.has_unfinished_requests():
         engine.step()
         steps[answered[-1]]["processed"] = time.perf_counter()
@@ -428,7 +431,7 @@ def draw_steps(data: dict[str, Any]) -> str:
                 text = str(FIRST_STEP + number)
                 shapes.append(words(x + width / 2, top + 23 + 22 * row, text, 10, "middle"))
         top += 102
-    for number in range(int(1e3 * end_s) + 1):
+    for number in range(0, int(1e3 * end_s) + 1, 10):
         x = 130 + scale * number / 1e3
         shapes.append(words(x, top - 6, f"{number} ms", 11, "middle"))
     shapes.append(words(20, top + 16, data["work"], 11))
@@ -443,7 +446,7 @@ def main() -> None:
         runs = {name: record_steps(count) for name, count in names.items()}
         facts = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line.partition(": ")[2] for line in facts if line.startswith("model name"))
-        work = f"embedded model on 2 ranks, {NUM_STREAMS} streams; {cpu}, two cores"
+        work = f"Llama of 124 M parameters on 2 ranks, {NUM_STREAMS} streams; {cpu}, two cores"
         (here / "steps.json").write_text(json.dumps({"work": work, "runs": runs}, indent=1) + "\n")
     steps = json.loads((here / "steps.json").read_text())
     (here / "steps.svg").write_text(draw_steps(steps))

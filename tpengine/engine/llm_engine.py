@@ -387,7 +387,8 @@ class LLMEngine:
         try:
             self._compile_grammars()
             start = time.perf_counter()
-            while len(unanswered) < self._max_steps_in_flight and self._send_next():
+            most = self._max_steps_in_flight
+            while len(unanswered) < most and self._send_next():
                 pass
             if not unanswered:
                 return

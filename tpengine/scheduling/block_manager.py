@@ -207,8 +207,8 @@ class BlockManager:
         for sequence in request.sequences:
             if sequence.status is SequenceStatus.RUNNING:
                 num_blocks = len(self._tables[sequence.seq_id])
-                num_next = sequence.num_computed_tokens + sequence.num_behind
-                if num_blocks * self.block_size < num_next:
+                end = num_blocks * self.block_size
+                if end < len(sequence.token_ids) or end <= sequence.num_computed_tokens:
                     lacking += self._num_next_blocks(sequence) - num_blocks
         if len(request.sequences) > 1:
             lacking += self._num_copies(self._tables, self.device, request.running_sequences)

@@ -259,7 +259,10 @@ class Scheduler:
             lacking = blocks.num_lacking_blocks(request)
             if lacking and not self._make_room(request, lacking, step):
                 return
-            if sequence.status is running and (size := sequence.num_behind):
+            if sequence.status is running:
+                size = len(sequence.token_ids) - sequence.num_computed_tokens
+                if size < 1 and not (size := sequence.num_behind):
+                    continue
                 if size > 1 and not (size := self._chunk_size(request, size, step)):
                     continue
                 self._add_row(sequence, size, step, lacking > 0)

@@ -157,10 +157,11 @@ class StepBuilder:
         num_prefill_tokens = sum(size for _, size in self.chunks)
         for row, (sequence, size) in enumerate(self.sized_rows()):
             slot, num_computed = slot_of(sequence), sequence.num_computed_tokens
+            end = num_computed + size
             rows.append(sequence)
             message.slots.append(slot)
             message.num_scheduled_tokens.append(size)
-            if size == sequence.num_behind:
+            if end >= len(sequence.token_ids):
                 sampled.append(sequence)
                 message.sample_rows.append(row)
                 message.sample_slots.append(slot)
@@ -171,9 +172,9 @@ class StepBuilder:
                         message.sample_slots.append(slot_of(child))
             if size == 1 and num_computed < sequence.num_prompt_tokens:
                 num_prefill_tokens += 1
-            sequence.num_computed_tokens = num_computed + size
+            sequence.num_computed_tokens = end
             sequence.num_unanswered += 1
-            ends.append(num_computed + size)
+            ends.append(end)
         message.step = self.number
         return SchedulerOutput(
             step_input=message,
