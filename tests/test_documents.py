@@ -111,10 +111,10 @@ def test_the_demo_completes_four_prompts() -> None:
 
 
 def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
-    for name in ("draw.py", "recovery.json", "blocks.json"):
+    for name in ("draw.py", "recovery.json", "blocks.json", "steps.json"):
         (tmp_path / name).write_bytes((ROOT / "docs" / name).read_bytes())
     python(tmp_path / "draw.py")
-    for name in ("engine.svg", "recovery.svg", "blocks.svg"):
+    for name in ("engine.svg", "recovery.svg", "blocks.svg", "steps.svg"):
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text()
 
 

@@ -66,7 +66,7 @@ def test_help_says_what_each_option_is_and_its_default(
         takes_value = bool(action.option_strings) and action.nargs != 0
         if takes_value and action.default not in (None, "", []):
             assert "default: " in text, action.dest
-        if isinstance(action, argparse.BooleanOptionalAction):
+        if isinstance(action, argparse.BooleanOptionalAction) and action.default is not None:
             assert text.endswith(f"(default: {'on' if action.default else 'off'})"), action.dest
 
 

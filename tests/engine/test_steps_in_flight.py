@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.engines import greedy
+from support.engines import greedy, with_steps_in_flight
 from support.models import ModelShop
 from support.zoo import PLAIN
 
@@ -55,7 +55,7 @@ def answers(
     prompts = models.oracle(folder).prompts(LENGTHS, seed=4)
     fields = {"max_model_len": 256, "num_device_blocks_override": 400, **args}
     config = EngineArgs(str(folder), dtype="float32", **fields).create_engine_config("cpu")
-    config = replace(config, scheduler=replace(config.scheduler, max_steps_in_flight=num_steps))
+    config = with_steps_in_flight(config, num_steps)
     last: dict[str, RequestOutput] = {}
     most = 0
     with LLMEngine(config, LocalExecutor(config), log_stats=False) as engine:
@@ -95,8 +95,8 @@ def test_outputs_are_the_same(
     models: ModelShop, expected: tuple[list[dict[str, Any]], list[Any]], mode: str, num_steps: int
 ) -> None:
     stops, outputs = expected
-    found, most, num_preemptions = answers(models, num_steps, stops, **MODES[mode])
+    served, most, num_preemptions = answers(models, num_steps, stops, **MODES[mode])
     assert most == num_steps
     assert (num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
-    for number, (output, other) in enumerate(zip(found, outputs, strict=True)):
+    for number, (output, other) in enumerate(zip(served, outputs, strict=True)):
         assert output == other, f"request {number}"

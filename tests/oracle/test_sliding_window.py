@@ -52,13 +52,14 @@ def new_blocks_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a sequence that reads a block that was given to another one has NaN in its results."""
     apply = ModelRunner.apply
 
-    def poisoned(runner: ModelRunner, step: StepInput) -> None:
-        apply(runner, step)
+    def poisoned(runner: ModelRunner, step: StepInput) -> dict[bytes, str]:
+        errors = apply(runner, step)
         new = [block for _, block_ids in step.new_block_ids for block in block_ids]
         for sequence in step.new_sequences:
             new += sequence.block_ids[-(-sequence.num_computed_tokens // BLOCK_SIZE) :]
         for cache in (cache for pair in runner.cache_engine.kv_caches for cache in pair):
             cache[new] = float("nan")
+        return errors
 
     monkeypatch.setattr(ModelRunner, "apply", poisoned)
 

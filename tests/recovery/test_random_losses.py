@@ -4,12 +4,13 @@ without the losses, and no stream loses or repeats a token."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support.engines import with_steps_in_flight
 
 from tpengine import RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
@@ -113,8 +114,7 @@ def job_of(arrival: Arrival, number: int, policy: str) -> Job:
 
 
 def play(trace: Trace, config: EngineConfig, events: Counter[str]) -> None:
-    limits = replace(config.scheduler, max_steps_in_flight=trace.in_flight)
-    config = replace(config, scheduler=limits)
+    config = with_steps_in_flight(config, trace.in_flight)
     client = open_client(config, [], Fate(trace.kills, deque(trace.rebuilds), trace.blocks))
     engine, executor = client.engine, client.executor
     arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.call)

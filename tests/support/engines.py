@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from support.ranks import ThreadedExecutor
 from tpengine import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from tpengine.config import EngineConfig
 from tpengine.executor.local_executor import LocalExecutor
 
 MAX_STEPS = 20_000
@@ -65,6 +67,12 @@ def open_engine(folder: Path | str, tp_size: int = 1, **args: Any) -> Iterator[L
     executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
     with LLMEngine(config, executor, log_stats=False) as engine:
         yield engine
+
+
+def with_steps_in_flight(config: EngineConfig, count: int) -> EngineConfig:
+    """The same, with so many steps in flight, however short they are."""
+    limits = replace(config.scheduler, max_steps_in_flight=count, ahead_from_s=0.0)
+    return replace(config, scheduler=limits)
 
 
 def serve(

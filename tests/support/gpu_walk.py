@@ -7,13 +7,13 @@ The ops are the same on the CPU. Substitutes replay the graphs and copy the samp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from support.engines import with_steps_in_flight
 from tpengine.config import EngineConfig
 from tpengine.engine_args import EngineArgs
 from tpengine.layers import gpu_attention as gpu_attention_layer
@@ -99,10 +99,8 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
     configure, find_ids = EngineArgs.create_engine_config, ModelRunner._ids_in_flight
 
     def with_two_steps(self: EngineArgs, device: str) -> EngineConfig:
-        config = configure(self, device)
         num_steps = 1 if self.async_scheduling is False else 2
-        limits = replace(config.scheduler, max_steps_in_flight=num_steps, ahead_from_s=0.0)
-        return replace(config, scheduler=limits)
+        return with_steps_in_flight(configure(self, device), num_steps)
 
     def count_ids(self: ModelRunner, step: StepInput, arrays: StepArrays) -> Any:
         token_ids = find_ids(self, step, arrays)

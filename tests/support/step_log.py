@@ -38,7 +38,7 @@ class StepLog:
         assert not any(counts.values())
 
     def record(self, output: SchedulerOutput) -> None:
-        """Adds one step, as scheduled and not yet computed."""
+        """Adds one step, as scheduled."""
         self.num_preemptions += len(output.preempted)
         for request in output.preempted:
             statuses = {sequence.status for sequence in request.sequences}
@@ -48,8 +48,8 @@ class StepLog:
             return
         self.num_steps += 1
         sizes = output.step_input.num_scheduled_tokens
-        for sequence, size in zip(output.rows, sizes, strict=True):
-            self.num_partial_chunks += sequence.num_computed_tokens + size < sequence.num_tokens
+        for sequence, end in zip(output.rows, output.num_computed_tokens, strict=True):
+            self.num_partial_chunks += end < sequence.num_tokens
         self.num_mixed_steps += min(sizes) == 1 and max(sizes) > 1
         self.max_rows = max(self.max_rows, len(sizes))
         self.max_tokens = max(self.max_tokens, sum(sizes))
