@@ -291,8 +291,10 @@ class Scheduler:
 
     def _needs_answer(self, request: Request) -> bool:
         """Whether an unanswered step decides how the sequences of a group go on."""
-        if request.request_id in self._queues.unforked or not self.unanswered:
+        if not self.unanswered:
             return False
+        if (num_common := self._queues.unforked.get(request.request_id)) is not None:
+            return request.unfinished_sequences[0].num_computed_tokens >= num_common
         if request.num_candidates:
             return any(sequence.num_unanswered for sequence in request.sequences)
         # A sequence copies the block that it shares before it writes to it.
