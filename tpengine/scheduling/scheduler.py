@@ -185,6 +185,9 @@ class Scheduler:
                 queues.release(sequence)
             elif size > 1 or num_computed % block_size == 0:
                 blocks.mark_computed(sequence, num_computed)
+        for _, child in output.forks:
+            if child.slot is not None:
+                blocks.mark_computed(child, child.num_computed_tokens)
         # Beams that continue as a copy of another beam, because this step's tokens made that one
         # better. They lose their own tokens; the next message tells the workers to copy the slot.
         for parent, child in decisions.forks:
