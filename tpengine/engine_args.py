@@ -328,7 +328,10 @@ class EngineArgs(Options):
                 "'auto', in bfloat16 where the CPU has instructions for that, else in float32",
                 self.dtype,
             )
-        if device == "cpu" and (idle := self.changed(only_for=_GPUS)):
+        idle = self.changed(only_for=_GPUS) if device == "cpu" else []
+        if self.async_scheduling and self._max_steps_in_flight(device) == 1:
+            idle.append("async_scheduling = True, with the only rank in this process")
+        if idle:
             logger.warning("no effect on CPU: %s", ", ".join(idle))
 
     def read_model(self) -> tuple[str, dict[str, Any], str]:

@@ -123,8 +123,8 @@ class StepInput:
     Rows are the scheduled sequences: first those with one token to compute, then longer chunks.
     The worker applies, in this order, `adapter_loads`, `freed_slots`, `new_sequences`, `forks`,
     `new_block_ids`, `replaced_block_ids`, `token_overrides` and `block_moves`; then it computes all
-    rows and samples. It may arrive before the step before it was answered: a row then begins with a
-    token that the worker has sampled and the driver does not know.
+    rows and samples. The driver may send a step before it has the answer of the one before: then a
+    row begins with a token that the worker has sampled and the driver does not know.
 
     Attributes:
         step: number of the step, counting from 1.
@@ -222,7 +222,8 @@ class StepOutput:
             whose value the sampling kernel cannot give.
         model_s: seconds inside the model: forward, logits and sampling; measured from the answer
             before if the device began with this step earlier.
-        waited_s: seconds that a rank in a process of its own had nothing to do before this step.
+        waited_s: seconds between the end of the work before and this step's message, in a rank in a
+            process of its own.
         candidates: by index in `token_ids`, for sequences with `num_candidates`.
         prompt_logprobs: by row of the step, for requests that ask for them.
         errors: by index in `token_ids`: the token could not be sampled, so that its id has no

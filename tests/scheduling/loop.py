@@ -112,7 +112,6 @@ class CountingBlockManager(BlockManager):
             limits.caching,
             limits.num_kept_tokens,
             limits.tokens,
-            limits.in_flight,
         )
         self.answers = answers
 

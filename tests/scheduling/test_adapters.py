@@ -83,6 +83,32 @@ def test_an_adapter_that_cannot_be_loaded_ends_its_requests() -> None:
     assert loop.outputs["r4"].num_cached_tokens == 0
 
 
+def test_a_load_that_fails_after_its_slot_was_given_away() -> None:
+    """The answer comes when another adapter has the slot, or the same one is loaded again."""
+    loop = Loop(replace(LIMITS, max_loras=1, in_flight=3))
+    compute = loop.worker.compute
+
+    def failing(step):
+        answer = compute(step)
+        if step.step == 1:
+            answer.adapter_errors = {b"adapter1": "it is gone"}
+        return answer
+
+    loop.worker.compute = failing
+    arrivals(loop, 1)
+    loop._plan()
+    loop.end(loop.scheduler.get_request("r0"))
+    arrivals(loop, 2, first=1)
+    loop._plan()
+    loop.end(loop.scheduler.get_request("r1"))
+    arrivals(loop, 1, first=2)
+    loop.run()
+    assert loop.endings == {"r0": "abort", "r1": "abort", "r2": "error"}
+    arrivals(loop, 2, 1, first=3)
+    loop.run()
+    assert loop.endings["r3"] == loop.endings["r4"] == "length"
+
+
 def test_a_request_without_a_row_ends_with_the_adapter_that_cannot_be_loaded() -> None:
     """Beams that come back from the host may have none in the step that loads their adapter."""
     loop = Loop(replace(LIMITS, tokens=3))

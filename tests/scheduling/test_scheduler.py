@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tpengine.errors import EngineError
 from tpengine.sampling_params import SamplingParams
+from tpengine.scheduling.step import StepDecisions
 
 from .loop import END_TOKEN_IDS, Limits, Loop, make_request, sizes, statuses
 
@@ -145,6 +147,15 @@ def test_limits_are_inclusive() -> None:
     (request,) = loop.add_plain(40, max_tokens=1)
     loop.run()
     assert statuses(request) == ["FINISHED_LENGTH"]
+
+
+def test_token_that_was_not_appended_is_noticed() -> None:
+    loop = Loop()
+    loop.add_plain(4)
+    loop.scheduler.schedule()
+    loop.scheduler.update(StepDecisions())
+    with pytest.raises(EngineError, match="sample what sequence 0 lacks"):
+        loop.scheduler.check_invariants()
 
 
 def test_no_step_is_planned_beyond_a_last_token() -> None:

@@ -52,8 +52,10 @@ def test_a_request_that_joins_and_one_that_is_aborted(models: ModelShop, walk: G
         engine.add_request(str(number), None, greedy(30), prompt_token_ids=prompts[number])
     outputs = [output for _ in range(6) for output in engine.step()]
     assert walk.whole > 3
+    before = walk.ahead
     engine.add_request("2", None, greedy(30), prompt_token_ids=prompts[2])
     outputs += [output for _ in range(3) for output in engine.step()]
+    assert walk.ahead >= before + 2 * 3, "the others did not continue ahead"
     engine.abort_request("1")
     engine.add_request("3", None, greedy(30), prompt_token_ids=prompts[3])  # of one token
     outputs += run(engine)
@@ -106,6 +108,9 @@ def test_groups_and_beams(models: ModelShop, walk: GpuWalk) -> None:
         assert told(generate(llm, prompts, params)) == expected
         assert walk.ahead > 50
         assert told(generate(llm, prompts[:2], [beams, greedy(16)])) == best
+        before = walk.ahead
+        assert told(generate(llm, prompts[:1], beams)) == best[:1]
+    assert walk.ahead == before
 
 
 def test_ranks_that_are_lost_with_steps_in_flight(models: ModelShop, walk: GpuWalk) -> None:

@@ -245,7 +245,7 @@ class AsyncLLMEngine:
     async def abort(self, request_id: str) -> bool:
         """Aborts a request. The reader of `generate` gets a last output, with finish reason abort,
         and the reader of `open` gets `RequestAbortedError`. Its blocks are free when this returns,
-        unless a step takes longer than a minute.
+        but for those that a step in flight uses, unless a step takes longer than a minute.
 
         Returns:
             Whether there was an unfinished request of this id.

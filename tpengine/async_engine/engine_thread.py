@@ -116,8 +116,8 @@ class EngineThread:
         self.put(partial(self._do_enter, live, checked))
 
     def abort(self, live: LiveRequest) -> None:
-        """Takes a request from the engine before its next step; the event None says that all of it
-        is free."""
+        """Takes a request from the engine before its next step; the event None says that it
+        is out of the engine."""
         self.put(partial(self._do_abort, live))
 
     def put(self, command: Command) -> None:

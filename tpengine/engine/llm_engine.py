@@ -1,4 +1,4 @@
-"""The loop around the scheduler: requests in, `RequestOutput`s out, one step at a time.
+"""The loop around the scheduler: requests in, `RequestOutput`s out, step by step.
 
 A step is four calls: schedule, execute, process, update. The data of a step goes through them in
 this order and never back. `LLMEngine._step` schedules and sends as many steps as may be in flight,
@@ -416,8 +416,9 @@ class LLMEngine:
     @property
     def _max_steps_in_flight(self) -> int:
         latest_s = 0.0 if self.last_step is None else self.last_step.model_s
-        is_short = latest_s < self._config.scheduler.ahead_from_s
-        return 1 if is_short else self._recovery.max_steps_in_flight
+        if latest_s < self._config.scheduler.ahead_from_s or self._scheduler.lacks_grammars:
+            return 1
+        return self._recovery.max_steps_in_flight
 
     def _send_next(self) -> bool:
         """Schedules a step and sends it to the ranks; False: there is nothing to compute now."""
@@ -469,9 +470,10 @@ class LLMEngine:
                         logger.exception("the logger %r failed; this is logged once", name)
 
     def _compile_grammars(self) -> None:
-        """Makes the ranks compile new grammars. Steps go on; only the requests with them wait."""
+        """Makes the ranks compile new grammars. Steps go on, one at a time, as this call would wait
+        for those in flight; only the requests with new grammars wait."""
         scheduler = self._scheduler
-        if scheduler.lacks_grammars:
+        if scheduler.lacks_grammars and not scheduler.unanswered:
             assert self.tokenizer is not None, "a grammar was checked without one"
             wait_s = 0.0 if scheduler.may_step else _GRAMMAR_S
             requests = scheduler.unfinished_requests()

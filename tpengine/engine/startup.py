@@ -97,7 +97,6 @@ def make_block_manager(config: EngineConfig, num_blocks: int, num_host_blocks: i
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_kept_tokens=config.num_kept_tokens,
         max_step_tokens=config.scheduler.max_num_batched_tokens,
-        max_steps_in_flight=config.scheduler.max_steps_in_flight,
     )
 
 
@@ -147,9 +146,8 @@ def check_cache_holds_one_sequence(
         CacheSizeError: it does not; the message gives the length and the cache size that would do.
     """
     block_size, longest = config.cache.block_size, config.model.max_model_len
-    capacity, limits = num_blocks * block_size, config.scheduler
-    new_tokens = limits.max_steps_in_flight * limits.max_num_batched_tokens
-    most_blocks = most_held_blocks(config.num_kept_tokens, new_tokens, block_size)
+    capacity, step_tokens = num_blocks * block_size, config.scheduler.max_num_batched_tokens
+    most_blocks = most_held_blocks(config.num_kept_tokens, step_tokens, block_size)
     needed_blocks = min(-(-longest // block_size), most_blocks)
     if needed_blocks <= num_blocks:
         return

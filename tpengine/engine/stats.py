@@ -40,8 +40,8 @@ class StepStats:
     Attributes:
         num_preempted: requests that gave their blocks up.
         num_output_tokens: without those of sequences that had ended.
-        model_s: seconds inside the model, as the worker measured them: a part of execute. If the
-            step was in flight while the one before was processed, also a part of that time.
+        model_s: seconds inside the model, as the worker measured them, during execute, and while
+            earlier steps were processed if it was in flight then.
         waited_s: see `StepOutput`.
         part_seconds: by part: schedule, execute, process, update, and model again.
     """
@@ -402,7 +402,7 @@ class EngineStats:
         refused: requests that were not taken, by the class of the error.
         output_tokens_per_s: over the last five seconds.
         step_seconds: by part of a step (schedule, execute, process, update, hand_over, and model,
-            which is inside execute), in seconds since the start.
+            which runs during the others), in seconds since the start.
         devices: a line about the device of each rank, in rank order.
         nodes: the machine of each rank, by address or name.
         ledgers: each rank's memory, in rank order.

@@ -245,7 +245,7 @@ class Group:
         """What the ranks do now: a call, or the oldest step without an answer."""
         if self._calling is not None:
             return self._calling
-        if self._unanswered:
+        with contextlib.suppress(IndexError):  # the watch asks too, while another thread takes one
             return diagnosis.Doing("execute_model", self._unanswered[0])
         return diagnosis.IDLE
 

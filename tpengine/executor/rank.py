@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 _MAX_TEXT = 20_000
 """Characters of a traceback or message that are sent."""
 _SEND_TIMEOUT_S = 30.0
+_NEXT_STEP_MS = 2.0
+"""How long a GPU's rank that has begun a step listens for the next one, before it waits for the
+device alone. Not measured on a GPU."""
 _Answer = tuple[FrameKind, int, bytes]
 """Kind, number and payload of a frame."""
 
@@ -72,11 +75,12 @@ class Rank:
         poll.register(steps.fileno(), select.POLLIN)
         try:
             while True:
-                poll.poll()  # the channel's keep-alive ends it when the link is lost
+                # Without a bound: the channel's keep-alive ends it when the link is lost.
+                ready = poll.poll(_NEXT_STEP_MS if self._begun else None)
                 while (frame := steps.take()) is not None:
                     for answer in self._serve_frame(frame):
                         steps.send(*answer, _SEND_TIMEOUT_S)
-                for answer in self._finish_steps():
+                for answer in () if ready else self._finish_steps():
                     steps.send(*answer, _SEND_TIMEOUT_S)
         except ChannelError as error:
             end_process(self._rank, DRIVER_GONE, f"the driver is gone: {error}")
@@ -103,7 +107,7 @@ class Rank:
         return self._worker.execute_model(decode_step(payload))
 
     def _finish_steps(self) -> list[_Answer]:
-        """Waits for the steps that a GPU still computes, once no other frame is there."""
+        """Waits for the step that a GPU still computes, as no other one has come."""
         return self._answer_steps(self._worker.finish_steps) if self._begun else []
 
     def _answer_steps(self, run: Callable[[], list[StepOutput]]) -> list[_Answer]:
@@ -111,8 +115,8 @@ class Rank:
         try:
             with self._heartbeat.during(Doing("execute_model", number)):
                 outputs = run()
-        except BaseException as error:
-            self._begun.popleft()
+        except BaseException as error:  # after which no step is answered
+            self._begun.clear()
             return [self._failed(error, f"step {number}", number)]
         self._idle_since = time.perf_counter()
         answers = []

@@ -48,16 +48,23 @@ class AdapterSlots:
         if key not in self._loaded:
             if not self._free:
                 used = _used_by(running)
-                self.forget([next(loaded for loaded in self._loaded if loaded not in used)])
+                self.forget(next(loaded for loaded in self._loaded if loaded not in used))
             slot = self._free.pop()
             path = str(Path(adapter.request.lora_path).absolute())  # ranks have other folders
             load = AdapterLoad(slot, key, path)
             self._loaded[key] = self._loads[slot] = load
         self._loaded.move_to_end(key)
 
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Frees the slots of adapters that give way, or could not be loaded."""
-        self._free += [self._loaded.pop(key).slot for key in keys]
+    def forget(self, key: bytes) -> None:
+        """Frees the slot of an adapter that gives way, or could not be loaded."""
+        self._free.append(self._loaded.pop(key).slot)
+
+    def note_failed(self, keys: Iterable[bytes], loads: Iterable[AdapterLoad]) -> None:
+        """Forgets those of a step's loads that failed. Later steps may have given the slot away, or
+        load the adapter again."""
+        for load in loads:
+            if load.key in keys and self._loaded.get(load.key) is load:
+                self.forget(load.key)
 
     def take_loads(self) -> list[AdapterLoad]:
         """The loads of the next message; they are returned only once."""

@@ -70,7 +70,6 @@ class BlockManager:
         num_kept_tokens: see `EngineConfig.num_kept_tokens`.
         max_step_tokens: most tokens that a step computes. With a sliding window a table covers no
             more tokens than the next step can compute; otherwise it covers all that there are.
-        max_steps_in_flight: see `SchedulerConfig`.
 
     Raises:
         CacheSizeError: the pool or the block size is empty.
@@ -85,7 +84,6 @@ class BlockManager:
         enable_prefix_caching: bool = False,
         num_kept_tokens: int = sys.maxsize,
         max_step_tokens: int = sys.maxsize,
-        max_steps_in_flight: int = 1,
     ) -> None:
         if num_device_blocks < 1 or block_size < 1:
             text = f"the KV cache has {num_device_blocks} blocks of {block_size} tokens"
@@ -98,9 +96,7 @@ class BlockManager:
         self._num_watermark_blocks = int(watermark * num_device_blocks)
         self._num_kept_tokens = num_kept_tokens
         self._reach = max_step_tokens if num_kept_tokens < sys.maxsize else sys.maxsize
-        self._most_blocks = most_held_blocks(
-            num_kept_tokens, max_steps_in_flight * max_step_tokens, block_size
-        )
+        self._most_blocks = most_held_blocks(num_kept_tokens, max_step_tokens, block_size)
         self._tables: dict[int, list[int]] = {}
         self._host_tables: dict[int, list[int]] = {}
         # By sequence id, of sequences that hold blocks, and of waiting ones that `can_allocate` has
@@ -392,7 +388,8 @@ class BlockManager:
             covers = len(table) * self.block_size >= sequence.num_computed_tokens
             expect(covers, f"the table of sequence {seq_id} covers its computed tokens")
             window = table[self._first_kept(sequence.num_computed_tokens) :]
-            holds = NO_BLOCK not in window and len(held) <= self._most_blocks
+            is_within = sequence.num_unanswered > 0 or len(held) <= self._most_blocks
+            holds = NO_BLOCK not in window and is_within
             expect(holds, f"sequence {seq_id} holds the blocks of its window, and few others")
             # A partly filled block may be shared: it is copied before it is written.
             blank = table[self.num_blocks_for(sequence.num_computed_tokens) :]
@@ -480,11 +477,11 @@ class BlockManager:
         return sum(min(n, pool.ref_count(block) - 1) for block, n in num_writers.items())
 
 
-def most_held_blocks(num_kept_tokens: int, max_new_tokens: int, block_size: int) -> int:
-    """Most blocks that a sequence holds at once if every layer has a sliding window: those of the
-    window, wherever it begins in its first block, and those of the tokens that unanswered steps
-    compute."""
-    return 1 + -(-num_kept_tokens // block_size) + -(-max_new_tokens // block_size)
+def most_held_blocks(num_kept_tokens: int, max_step_tokens: int, block_size: int) -> int:
+    """Most blocks that a sequence needs at once if every layer has a sliding window: those of the
+    window, wherever it begins in its first block, and those of a step's tokens. With several steps
+    in flight it may hold more, until they are answered."""
+    return 1 + -(-num_kept_tokens // block_size) + -(-max_step_tokens // block_size)
 
 
 def _held(table: list[int]) -> list[int]:

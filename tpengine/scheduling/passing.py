@@ -103,12 +103,9 @@ class Passing:
     def num_steps(self, request: Request) -> int:
         """Most steps until a request ends, if each computes all that it may of the request."""
         config = self._config
-        max_tokens = request.sampling_params.max_tokens
         most = 0
         for sequence in request.unfinished_sequences:
-            num_left = config.max_model_len - sequence.num_tokens
-            if max_tokens is not None:
-                num_left = min(num_left, max_tokens - sequence.num_output_tokens)
+            num_left = sequence.max_num_tokens - sequence.num_tokens - sequence.num_in_flight
             most = max(most, num_left + sequence.num_behind // config.max_num_batched_tokens)
         return most
 

@@ -116,7 +116,7 @@ class PromptShares:
     def _waiting(self, first: Request, step: StepBuilder) -> list[Part]:
         """The waiting requests that may begin in a step; with fair shares those of one owner."""
         queues, shares = self._queues, self._queues.shares
-        if step.preempted or queues.swapped or not queues.slots.num_free:
+        if step.lacks_blocks or queues.swapped or not queues.slots.num_free:
             return []
         waiting = queues.waiting if shares is None else shares.account(first).waiting
         return [(request, request.num_common_tokens) for request in islice(waiting, MAX_LOOKED)]

@@ -10,7 +10,7 @@ Where each decision stands:
     shares of owners: `fairness.py`; `_admit_owed` applies them.
     preemption: `_make_room` (which request, and whether by swap or recompute).
     refusal of requests that can never run: `hopeless_requests.py`.
-    what is planned while steps are unanswered: the next paragraphs, in `Scheduler`.
+    what is planned while steps are unanswered: the docstring of `Scheduler`.
     the effects of an answered step: `update`.
     the end of a request from outside: `abort_request` and `fail_request`.
 """
@@ -18,13 +18,14 @@ Where each decision stands:
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from tpengine.config import SchedulerConfig
 from tpengine.errors import EngineError, RequestError, RequestIgnoredError
 from tpengine.scheduling import step as steps
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
+from tpengine.scheduling.block_pool import expect
 from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.hopeless_requests import outgrown, why_never, why_no_more, why_too_long
 from tpengine.scheduling.policy import POLICIES
@@ -137,7 +138,7 @@ class Scheduler:
         """Chooses the rows of the next step, and moves requests between the queues for it. A step
         that is not empty counts as sent."""
         step = StepBuilder(self._num_steps + 1, self._config.max_num_batched_tokens)
-        if self.unanswered and self.unanswered[-1].is_short:
+        if self.unanswered and self.unanswered[-1].lacks_blocks:
             return step.build()
         running, shares = self._queues.running, self._queues.shares
         if self._config.enable_chunked_prefill:
@@ -176,7 +177,7 @@ class Scheduler:
         # Before the rows, so that blocks of a failed request are not offered to the prefix cache.
         for request_id, error in decisions.failed.items():
             self.fail_request(request_id, error)
-        queues.adapters.forget(decisions.failed_adapters)
+        queues.adapters.note_failed(decisions.failed_adapters, output.step_input.adapter_loads)
         block_size = blocks.block_size
         sizes, ends = output.step_input.num_scheduled_tokens, output.num_computed_tokens
         for sequence, size, num_computed in zip(output.rows, sizes, ends, strict=True):
@@ -186,7 +187,10 @@ class Scheduler:
             elif size > 1 or num_computed % block_size == 0:
                 blocks.mark_computed(sequence, num_computed)
         for _, child in output.forks:
-            if child.slot is not None:
+            child.num_unanswered -= 1
+            if child.slot is None:
+                queues.release(child)
+            else:
                 blocks.mark_computed(child, child.num_computed_tokens)
         # Beams that continue as a copy of another beam, because this step's tokens made that one
         # better. They lose their own tokens; the next message tells the workers to copy the slot.
@@ -207,7 +211,7 @@ class Scheduler:
 
     def restart(self, block_manager: BlockManager) -> None:
         """Lets every unfinished request wait, with the tokens that it has, since the workers and
-        their caches are lost. A step that was not answered has not happened.
+        their caches are lost. Steps that were not answered have not happened.
 
         Args:
             block_manager: an empty one of the new cache.
@@ -216,13 +220,15 @@ class Scheduler:
         self._queues.restart(block_manager)
 
     def restrict(self, allowed: frozenset[str] | None) -> None:
-        """Lets only requests of these ids run; all others wait, also those that arrive later.
+        """Lets only requests of these ids run, while no step is unanswered; all others wait, also
+        those that arrive later.
 
         A running or swapped request that may not run gives its blocks up, and is recomputed later.
 
         Args:
             allowed: None: all requests.
         """
+        assert not self.unanswered, "a request would give up blocks that a step still uses"
         self._queues.restrict(allowed)
 
     @property
@@ -246,14 +252,18 @@ class Scheduler:
         Raises:
             EngineError: an invariant does not hold; the message names it.
         """
-        rows = {id(s): s for output in self.unanswered for s in output.rows}.values()
+        rows = {id(s): s for o in self.unanswered for s in (*o.rows, *o.sampled)}.values()
         self._queues.check_invariants([s for s in rows if s.status.finished])
+        sampled = Counter(id(s) for output in self.unanswered for s in output.sampled)
+        for sequence in self.running_sequences():
+            is_right = sequence.num_in_flight == sampled[id(sequence)]
+            expect(is_right, f"unanswered steps sample what sequence {sequence.seq_id} lacks")
 
     def _continue(self, requests: Iterable[Request], step: StepBuilder) -> None:
         """Schedules running requests in order, and preempts from the end if blocks are missing."""
         blocks, running = self.block_manager, SequenceStatus.RUNNING
         for request in tuple(requests):
-            if not step.tokens_left:
+            if not step.tokens_left or (step.lacks_blocks and self.unanswered):
                 return
             if len(request.sequences) > 1:
                 self._continue_group(request, step)
@@ -264,7 +274,7 @@ class Scheduler:
                 return
             if sequence.status is running:
                 size = len(sequence.token_ids) - sequence.num_computed_tokens
-                if size < 1 and not (size := sequence.num_behind):
+                if size < 1 and not (size := sequence.num_behind):  # a call for each row costs much
                     continue
                 if size > 1 and not (size := self._chunk_size(request, size, step)):
                     continue
@@ -366,7 +376,7 @@ class Scheduler:
         """
         blocks, queues = self.block_manager, self._queues
         if blocks.num_free_blocks < num_blocks:
-            step.is_short = True
+            step.lacks_blocks = True
             if self.unanswered:
                 return False
             # Requests that cannot go on even alone are ended before any is preempted for them. If
@@ -408,7 +418,7 @@ class Scheduler:
         what it swaps out.
         """
         queues = self._queues
-        while queues.swapped and step.tokens_left and not step.is_short:
+        while queues.swapped and step.tokens_left and not step.lacks_blocks:
             request = queues.swapped[0]
             status = self.block_manager.can_swap_in(request)
             if status is AllocStatus.NEVER:
@@ -427,7 +437,7 @@ class Scheduler:
         Not in a step that is short: running requests need the blocks.
         """
         chunked, queues = self._config.enable_chunked_prefill, self._queues
-        while queues.waiting and not queues.swapped and step.tokens_left and not step.is_short:
+        while queues.waiting and not queues.swapped and step.tokens_left and not step.lacks_blocks:
             # Requests that end with their first token free their slots at once, so admission could
             # go on for ever. It stops after `max_num_seqs` admissions without a decode.
             is_decode_due = self._num_admitted_since_decode >= self._config.max_num_seqs
@@ -465,7 +475,7 @@ class Scheduler:
             if not queues.has_room(first) and queues.adapters.has_room(first, queues.running):
                 running, num_free = list(filter(queues.is_running, others)), queues.slots.num_free
                 victims = shares.choose_victims(first, running, num_free, blocks)
-                step.is_short = step.is_short or bool(victims)
+                step.lacks_blocks = step.lacks_blocks or bool(victims)
                 if victims and self.unanswered:
                     break
                 for victim in victims:

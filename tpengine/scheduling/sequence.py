@@ -88,7 +88,7 @@ class Sequence:
     """Prompt and output tokens at which it ends for its length."""
     num_computed_tokens: int = 0
     num_unanswered: int = 0
-    """Steps with a row of it that are not answered yet."""
+    """Steps that compute or sample it and are not answered yet."""
     slot: int | None = None
     status: SequenceStatus = SequenceStatus.WAITING
 
@@ -110,8 +110,8 @@ class Sequence:
 
     @property
     def num_behind(self) -> int:
-        """Number of tokens that the next steps can compute, with the one that is sampled now,
-        unless it is the last."""
+        """Number of tokens that the next steps can compute. If all known ones are computed: 1, the
+        token that is being sampled, or 0 if that is the last."""
         left = len(self.token_ids) - self.num_computed_tokens
         return left if left > 0 else int(self.num_computed_tokens + 1 < self.max_num_tokens)
 

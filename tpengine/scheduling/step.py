@@ -61,7 +61,7 @@ class SchedulerOutput:
         sampled: sequences that get a token in this step, parallel to `step_input.sample_slots`.
         ignored: requests that can never run, or never continue; `Request.error` says why.
         preempted: requests that lost their device blocks; they wait again or are swapped out.
-        is_short: see `StepBuilder`.
+        lacks_blocks: see `StepBuilder`.
         num_prefill_tokens: scheduled tokens, without those of rows that compute one token after
             the whole prompt.
         forks: children that are sampled from their parent's row in this step.
@@ -73,7 +73,7 @@ class SchedulerOutput:
     sampled: list[Sequence]
     ignored: list[Request]
     preempted: list[Request]
-    is_short: bool
+    lacks_blocks: bool
     num_prefill_tokens: int
     forks: list[SequencePair]
 
@@ -90,8 +90,8 @@ class StepBuilder:
     Attributes:
         number: of the step.
         tokens_left: tokens that it may still compute.
-        is_short: running requests need more blocks than are free, so that the step preempts, or is
-            the last one until all steps are answered; it admits no request.
+        lacks_blocks: running requests need more blocks than are free, so that the step preempts, or
+            is the last one until all steps are answered; it admits no request.
     """
 
     number: int
@@ -107,7 +107,7 @@ class StepBuilder:
     owed: list[Request] = field(default_factory=list)
     """Requests that start before the running ones continue; the step has their rows."""
     preempted: list[Request] = field(default_factory=list)
-    is_short: bool = False
+    lacks_blocks: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -175,6 +175,8 @@ class StepBuilder:
             sequence.num_computed_tokens = end
             sequence.num_unanswered += 1
             ends.append(end)
+        for _, child in self.forks:
+            child.num_unanswered += 1
         message.step = self.number
         return SchedulerOutput(
             step_input=message,
@@ -183,7 +185,7 @@ class StepBuilder:
             sampled=sampled,
             ignored=self.ignored,
             preempted=self.preempted,
-            is_short=self.is_short,
+            lacks_blocks=self.lacks_blocks,
             num_prefill_tokens=num_prefill_tokens,
             forks=self.forks,
         )

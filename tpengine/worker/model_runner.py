@@ -152,12 +152,16 @@ class ModelRunner:
             that of the step before.
         """
         adapter_errors = self.apply(step)
-        inputs = self.prepare_outputs(step)
+        inputs, has_all_ids = self.prepare_outputs(step), self._pending is None
+        # Before the layers, if it can be: the masks of grammars are made while these run.
+        parameters = self._sampling_parameters(step) if has_all_ids else None
         forward = self.prepare_rows(step, inputs.wanted)
         start = time.perf_counter()
         hidden = forward()
         outputs = self.finish()
-        answer = self.sample(step, inputs, hidden)
+        if not has_all_ids:
+            parameters = self._sampling_parameters(step)
+        answer = self.sample(step, inputs, parameters, hidden)
         self._pending = _PendingStep(step, answer, start, adapter_errors)
         return outputs if self._works_ahead else [*outputs, *self.finish()]
 
@@ -261,7 +265,22 @@ class ModelRunner:
         with self._adapters.layers.applied(lora_rows):
             return self.model.forward(token_ids, self.cache_engine.kv_caches, metadata)
 
-    def sample(self, step: StepInput, inputs: OutputRows, hidden: torch.Tensor) -> PendingAnswer:
+    def _sampling_parameters(self, step: StepInput) -> sampler.SamplingBatch | None:
+        """Of each sample; None: another rank samples, or the step samples nothing."""
+        if not step.sample_rows or self._parallel.tp_rank:
+            return None
+        parameters = self._batch.sampling_batch(step)
+        if self._gpu is not None and parameters.temperature.any():
+            parameters.on_device = self.uploads.send(sampler.sampling_columns(parameters))
+        return parameters
+
+    def sample(
+        self,
+        step: StepInput,
+        inputs: OutputRows,
+        parameters: sampler.SamplingBatch | None,
+        hidden: torch.Tensor,
+    ) -> PendingAnswer:
         """Samples, starts the copies of all results to the host, and marks the step's tokens as
         computed. Does not wait for the device.
 
@@ -274,7 +293,7 @@ class ModelRunner:
         token_ids, ids, findings = None, known(np.empty(0, np.int64)), known(sampler.Findings())
         if step.sample_rows:
             logits = self.model.compute_logits(keep_rows(hidden, inputs.sampled))
-            sampled = self._choose(logits, step)
+            sampled = self._choose(logits, parameters, step)
             token_ids, findings = sampled.token_ids, sampled.findings
             ids = Pending([token_ids], lambda arrays: arrays[0])
         results = together([ids, findings, prompts])
@@ -282,14 +301,13 @@ class ModelRunner:
         self._batch.note_computed(step)
         return PendingAnswer(token_ids, lambda: results.read(wait()))
 
-    def _choose(self, logits: torch.Tensor, step: StepInput) -> sampler.Sampled:
+    def _choose(
+        self, logits: torch.Tensor, parameters: sampler.SamplingBatch | None, step: StepInput
+    ) -> sampler.Sampled:
         """Rank 0 samples from its logits; the other ranks receive the ids."""
-        if self._parallel.tp_rank:
+        if parameters is None:
             ids = torch.empty(len(step.sample_slots), dtype=torch.int64, device=self.device)
             return sampler.Sampled(self._parallel.broadcast(ids))
-        parameters = self._batch.sampling_batch(step)
-        if self._gpu is not None and parameters.temperature.any():
-            parameters.on_device = self.uploads.send(sampler.sampling_columns(parameters))
         if parameters.edits is not None and parameters.edits.processors:
             # Functions of users may read their logits, and would wait for them without a bound.
             self._parallel.wait_for(end_of_work(self.device), "a step")

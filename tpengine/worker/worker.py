@@ -36,7 +36,8 @@ from tpengine.worker.model_runner import ModelRunner
 
 class Worker:
     """Holds one shard of the model. The executor calls, in this order: `init_device`,
-    `load_model`, `profile_num_available_blocks`, `init_cache_engine`, then `execute_model`.
+    `load_model`, `profile_num_available_blocks`, `init_cache_engine`, then `execute_model` and
+    `finish_steps`.
 
     With several ranks, `open_rendezvous` (rank 0) and `connect` (all ranks at once) come first. If
     a rank fails in a later call, it tells the other ranks, whose calls then fail too.
