@@ -154,6 +154,11 @@ class Channel:
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
                 raise ChannelTimeoutError(f"the peer read nothing for {timeout_s:.1f} s")
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether more than the frames that were taken has been received."""
+        return bool(self._buffer)
+
     def take(self) -> Frame | None:
         """Returns the next frame if it has arrived; does not wait.
 

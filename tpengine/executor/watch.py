@@ -201,8 +201,10 @@ class Exchange:
     def _take_all(self, sent: _Sent, end: float) -> bool:
         """Takes frames until each rank has answered or failed, or the time is over; returns whether
         the wake-up was set."""
-        while len(failed := self._failed(sent)) + len(sent.answers) < len(sent.ranks):
-            if failed:
+        while len(sent.answers) < len(sent.ranks):
+            if failed := (sent.failures or self._broken) and self._failed(sent):
+                if len(failed) + len(sent.answers) == len(sent.ranks):
+                    return False
                 grace_s = CALL_GRACE_S if sent.kind is FrameKind.CALL else GRACE_S
                 end = min(end, time.monotonic() + grace_s)
             left_s = end - time.monotonic()
@@ -221,8 +223,9 @@ class Exchange:
     def _take(self, fileno: int) -> None:
         """Takes what a rank has sent, which may be more than one frame."""
         rank = self._rank_of[fileno]
+        channel = self._channels[rank]
         try:
-            while (frame := self._channels[rank].take()) is not None:
+            while (frame := channel.take()) is not None:
                 sent = self._sent.get(frame.number)
                 if sent is None:
                     continue  # a late answer
@@ -230,6 +233,8 @@ class Exchange:
                     sent.failures[rank] = RankFailure(*decode_plain(frame.payload))
                 else:
                     sent.answers[rank] = frame.payload
+                if not channel.has_rest:
+                    return
         except ChannelError as error:
             self._broken.setdefault(rank, error)
             self._poll.unregister(fileno)
