@@ -45,7 +45,7 @@ _COUNTERS = (
 _LABELLED_COUNTERS = (
     ("request_success", "finished", "finished_reason", "Requests that ended in the engine."),
     ("requests_refused", "refused", "reason", "Requests that were not taken."),
-    ("step_seconds", "step_seconds", "part", "Time in steps; model is what ranks measured."),
+    ("step_seconds", "step_seconds", "part", "Time in steps; model, of rank 0, overlaps others."),
 )
 # With an attribute of OwnerStats; their label is `owner`.
 _OF_OWNERS = (

@@ -414,7 +414,7 @@ class Scheduler:
     def _admit_swapped(self, step: StepBuilder) -> None:
         """Brings swapped requests back while there are tokens, slots and blocks for the first.
 
-        Not in a step that is short: running requests need the blocks, and a step does not swap in
+        Not in a step that lacks blocks: running requests need them, and a step does not swap in
         what it swaps out.
         """
         queues = self._queues
@@ -434,7 +434,7 @@ class Scheduler:
         """Starts waiting requests while there are tokens, slots and blocks for the first of them,
         or for one that passes it, and no request is swapped out.
 
-        Not in a step that is short: running requests need the blocks.
+        Not in a step that lacks blocks: running requests need them.
         """
         chunked, queues = self._config.enable_chunked_prefill, self._queues
         while queues.waiting and not queues.swapped and step.tokens_left and not step.lacks_blocks:
