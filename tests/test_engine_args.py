@@ -92,6 +92,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_num_seqs": "64"}, "max_num_seqs | '64'"),
     ({"enforce_eager": "yes"}, "enforce_eager | 'yes'"),
     ({"max_seqs": 3}, "max_seqs | did you mean | max_num_seqs"),
+    ({"num_speculative_tokens": 3}, "num_speculative_tokens = 3 | speculative_model | '[suffix]'"),
+    ({"num_lookahead_slots": 3}, "num_lookahead_slots = 3 | no effect without"),
+    ({"speculative_model": "[eagle]"}, "'[eagle]' | unknown | '[ngram]', '[suffix]'"),
+    ({"speculative_model": "[ngram]", "num_speculative_tokens": 0}, "at least 1 | 0"),
+    ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 2, "ngram_prompt_lookup_min": 3},
+     "ngram_prompt_lookup_min = 3 | ngram_prompt_lookup_max = 2"),
+    ({"speculative_model": "[ngram]", "speculative_draft_tensor_parallel_size": 2},
+     "speculative_draft_tensor_parallel_size = 2 | tensor_parallel_size = 1"),
+    ({"speculative_model": "[ngram]", "spec_decoding_acceptance_method": "typical"},
+     "spec_decoding_acceptance_method | equals the token"),
+    ({"speculative_model": EMBEDDED_MODEL}, "1536 tokens | has 512 | same vocabulary"),
 ]  # fmt: skip
 
 

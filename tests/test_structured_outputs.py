@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 
 from tpengine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from tpengine.errors import InvalidSamplingParamsError
+from tpengine.scheduling.drafter import RowPrices
 from tpengine.structured import grammars
 from tpengine.structured.constraints import Thinking, to_grammar
 
@@ -115,8 +116,8 @@ def test_an_output_cut_by_its_length_is_a_beginning(llm: LLM) -> None:
         assert not matcher.is_accepting()
 
 
-def test_detours_change_no_token() -> None:
-    """Preemption, chunks, and other requests that start at the same time."""
+def test_detours_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preemption, chunks, drafts, and other requests that start at the same time."""
     kinds = [
         {"json": PERSON, "disable_any_whitespace": True},
         {"regex": "([a-z]{2,9} ){4}"},
@@ -130,6 +131,14 @@ def test_detours_change_no_token() -> None:
     args: dict[str, Any] = {"dtype": "float32", "max_model_len": 192, "block_size": 8}
     with LLM(**args) as llm:
         calm = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(RowPrices, "cost", lambda self, num_rows: (1.0, 0.02))
+    with LLM(**args, speculative_model="[suffix]") as llm:
+        for _ in range(2):
+            ahead = llm.generate(prompts, params, use_tqdm=False)
+            assert [o.outputs[0].token_ids for o in ahead] == [o.outputs[0].token_ids for o in calm]
+        drafts = llm.llm_engine.stats().drafts
+    assert drafts["grammar", 0].num_accepted > 10
+    assert drafts["earlier", 0].num_accepted > 10
     args |= {"max_num_batched_tokens": 16, "max_num_seqs": 16, "num_device_blocks_override": 24}
     for mode in ("swap", "recompute"):
         with log_steps() as log, LLM(**args, preemption_mode=mode) as llm:

@@ -17,6 +17,7 @@ from tpengine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
+LOOKAHEADS = ("[ngram]", "[suffix]")
 QUANTIZATIONS = ("int8", "int4", "int4-g64", "int4-g128")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 DEVICES = ("auto", "cpu", "cuda")
@@ -244,6 +245,29 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class LookaheadConfig:
+    """Drafts: guesses of next tokens, of which a step computes several.
+
+    Attributes:
+        speculative_model: where they come from: one of `LOOKAHEADS`, or a model.
+        draft_model: the model; None: the driver guesses.
+        num_speculative_tokens: most drafts of a sequence in a step.
+        ngram_prompt_lookup_max: most tokens of a match.
+        ngram_prompt_lookup_min: fewest.
+        speculative_disable_by_batch_size: a step with more sequences has no drafts; None: no limit.
+        speculative_max_model_len: tokens from which on a sequence has no drafts.
+    """
+
+    speculative_model: str
+    num_speculative_tokens: int
+    ngram_prompt_lookup_max: int
+    ngram_prompt_lookup_min: int
+    speculative_disable_by_batch_size: int | None
+    speculative_max_model_len: int
+    draft_model: ModelConfig | None = None
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     """Limits of a step, and the order of requests.
 
@@ -264,6 +288,7 @@ class SchedulerConfig:
         ahead_from_s: seconds in the model that the latest step must have taken; else one step at a
             time is sent.
         max_loras: most adapters in a step; 0: no request has one.
+        lookahead: None: no drafts.
     """
 
     max_num_batched_tokens: int
@@ -277,6 +302,13 @@ class SchedulerConfig:
     ahead_from_s: float = 0.0
     max_loras: int = 0
     fairness: str = "none"
+    lookahead: LookaheadConfig | None = None
+
+    @property
+    def max_sampled_rows(self) -> int:
+        """Most rows of a step that are sampled: of sequences, and of drafts."""
+        num_drafts = 0 if self.lookahead is None else self.lookahead.num_speculative_tokens
+        return self.max_num_seqs + num_drafts
 
 
 @dataclass(frozen=True)
@@ -331,6 +363,14 @@ class EngineConfig:
         """
         window = self.model.sliding_window
         return sys.maxsize if window is None else max(window, self.cache.block_size) - 1
+
+    @property
+    def of_draft_model(self) -> EngineConfig | None:
+        """The same for the model that makes drafts; None: there is none."""
+        lookahead = self.scheduler.lookahead
+        if lookahead is None or lookahead.draft_model is None:
+            return None
+        return replace(self, model=lookahead.draft_model, lora=None)
 
     def for_rank(self, rank: int) -> EngineConfig:
         """The same configuration with the memory budgets of one rank."""

@@ -33,6 +33,9 @@ _AHEAD_FROM_S = 0.004
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 Config = TypeVar("Config")
 _GPUS, _RANKS, _RAY = "GPUs", "ranks in processes of their own", "ranks on Ray"
+_DRAFTS = "a speculative_model"
+_NUM_DRAFTS = 8
+_LONGEST_MATCH = {"[ngram]": 8, "[suffix]": 32}
 
 
 @dataclass
@@ -141,6 +144,29 @@ class EngineArgs(Options):
     swap_space every mode recomputes."""
     enable_chunked_prefill: bool | None = option(True)
     """Compute long prompts over more than one step, together with decodes."""
+    speculative_model: str | None = option(None)
+    """Guess next tokens, and compute several in one step; no output changes: see docs/lookahead.md.
+    [ngram] guesses what followed the last tokens where they stood before in prompt or output,
+    [suffix] by frequency, and in earlier outputs of the same client too; a folder, GGUF file or hub
+    name is a small model of the same vocabulary, which guesses, on CPU."""
+    num_speculative_tokens: int | None = option(None, at_least=1, at_most=64, only_for=_DRAFTS)
+    """Most tokens of a sequence that are guessed for a step, of which it takes those that are
+    likely enough; default: 8."""
+    ngram_prompt_lookup_max: int | None = option(None, at_least=1, only_for=_DRAFTS)
+    """Most last tokens that are looked for; default: 8 for [ngram], 32 for [suffix]."""
+    ngram_prompt_lookup_min: int | None = option(None, at_least=1, only_for=_DRAFTS)
+    """Fewest last tokens that are looked for; default: 1."""
+    speculative_disable_by_batch_size: int | None = option(None, at_least=2, only_for=_DRAFTS)
+    """Guess nothing in steps with more sequences; default: wherever it makes steps no faster."""
+    speculative_max_model_len: int | None = option(None, at_least=1, only_for=_DRAFTS)
+    """Guess nothing for sequences of so many tokens or more; default: no limit."""
+    speculative_draft_tensor_parallel_size: int | None = option(
+        None, at_least=1, short="-spec-draft-tp", only_for=_DRAFTS
+    )
+    """Only the model's own --tensor-parallel-size."""
+    num_lookahead_slots: int = option(0, at_least=0, only_for=_DRAFTS)
+    """Most places in the KV cache that a step reserves for guessed tokens of a sequence; 0: as many
+    as --num-speculative-tokens."""
 
     _: KW_ONLY
     scheduling_policy: str = option("fcfs", cfg.SCHEDULING_POLICIES)
@@ -308,6 +334,16 @@ class EngineArgs(Options):
                 f"{idle[0]} has no effect with executor = {executor!r}; leave it out, or set "
                 "executor='ray', or 'processes' for what is not for Ray alone (docs/ray.md)"
             )
+        if self.speculative_model is None and (idle := self.changed(only_for=_DRAFTS)):
+            raise ConfigError(
+                f"{idle[0]} has no effect without a speculative_model; leave it out, or set "
+                "speculative_model='[ngram]' or '[suffix]'"
+            )
+        draft_size = self.speculative_draft_tensor_parallel_size
+        if draft_size not in (None, self.tensor_parallel_size):
+            must = f"must be tensor_parallel_size = {self.tensor_parallel_size}"
+            text = f"speculative_draft_tensor_parallel_size = {draft_size} {must}"
+            raise ConfigError(f"{text}; leave it out")
         space, blocks = self.cpu_kv_cache_space, self.num_device_blocks_override
         if space is not None and blocks is not None:
             both = f"cpu_kv_cache_space = {space} and num_device_blocks_override = {blocks}"
@@ -420,7 +456,69 @@ class EngineArgs(Options):
             if self.async_scheduling is None and device == "cpu"
             else 0.0,
             max_loras=self.max_loras if self.enable_lora else 0,
+            lookahead=self._lookahead_config(model, device),
         )
+
+    def _lookahead_config(self, model: cfg.ModelConfig, device: str) -> cfg.LookaheadConfig | None:
+        source = self.speculative_model
+        if source is None:
+            return None
+        draft_model = None
+        if source not in cfg.LOOKAHEADS:
+            draft_model = self._draft_model_config(source, model, device)
+        longest = self.ngram_prompt_lookup_max or _LONGEST_MATCH.get(source, 1)
+        shortest = self.ngram_prompt_lookup_min or 1
+        if shortest > longest:
+            text = f"ngram_prompt_lookup_min = {shortest} is more than"
+            raise ConfigError(f"{text} ngram_prompt_lookup_max = {longest}; raise the second")
+        most = self.num_speculative_tokens or _NUM_DRAFTS
+        return self._named(
+            cfg.LookaheadConfig,
+            num_speculative_tokens=min(most, self.num_lookahead_slots or most),
+            ngram_prompt_lookup_max=longest,
+            ngram_prompt_lookup_min=shortest,
+            speculative_max_model_len=self.speculative_max_model_len or model.max_model_len,
+            draft_model=draft_model,
+        )
+
+    def _draft_model_config(
+        self, source: str, model: cfg.ModelConfig, device: str
+    ) -> cfg.ModelConfig:
+        """The configuration of the model that guesses tokens of another one.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        name = f"speculative_model = {source!r}"
+        known = ", ".join(map(repr, cfg.LOOKAHEADS))
+        if source.startswith("["):
+            raise ConfigError(f"{name} is unknown; use {known}, or a small model")
+        if device != "cpu":
+            text = f"{name}: a model makes drafts on CPU only, the device is {device}"
+            raise ConfigError(f"{text}; use one of {known}")
+        if model.sliding_window is not None:
+            text = f"{name}: all layers of the model have a window of {model.sliding_window} tokens"
+            raise ConfigError(f"{text}, and drafts need the blocks before it; use one of {known}")
+        arguments = replace(
+            self,
+            model=source,
+            revision=None,
+            quantization=None,
+            max_model_len=None,
+            skip_tokenizer_init=True,
+        )
+        drafts = arguments._model_config()
+        for head in ("Medusa", "Eagle", "EAGLE", "MLPSpeculator"):
+            if head in drafts.architecture:
+                text = f"{name} is a head of the type {drafts.architecture}, not a model"
+                raise ConfigError(f"{text}; use one of {known}, or a small model")
+        if drafts.vocab_size != model.vocab_size:
+            sizes = f"{drafts.vocab_size} tokens, the model has {model.vocab_size}"
+            raise ConfigError(f"{name} has {sizes}; use a model of the same vocabulary")
+        if drafts.max_model_len < model.max_model_len:
+            text = f"{name} has {drafts.max_model_len} positions, and sequences have up to"
+            raise ConfigError(f"{text} {model.max_model_len}; lower max_model_len")
+        return replace(drafts, max_model_len=model.max_model_len)
 
     def _max_steps_in_flight(self, device: str) -> int:
         """On CPU a rank in the driver's own thread computes nothing while the driver plans."""

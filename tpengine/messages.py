@@ -126,6 +126,11 @@ class StepInput:
     rows and samples. The driver may send a step before it has the answer of the one before: then a
     row begins with a token that the worker has sampled and the driver does not know.
 
+    A draft is a token that may follow the last one of a sequence. It is computed, and sampled, in a
+    row of its own behind the sequence's row, so that `slots` names the slot once more. What is
+    sampled there counts if the draft, and each one before it, is the token that was sampled in the
+    row before. Example, slot 7 with two drafts, slot 2 without: `slots` is 7 7 7 2.
+
     Attributes:
         step: number of the step, counting from 1.
         slots: slot of each row.
@@ -141,6 +146,7 @@ class StepInput:
         replaced_block_ids: (slot, index in its table, block): its own copy of a shared block.
         block_moves: blocks to copy.
         adapter_loads: adapters that come into slots which no running sequence uses.
+        drafts: (slot, the sequence's drafts).
     """
 
     step: int
@@ -156,6 +162,7 @@ class StepInput:
     replaced_block_ids: list[tuple[int, int, int]] = field(default_factory=list)
     block_moves: BlockMoves = field(default_factory=BlockMoves)
     adapter_loads: list[AdapterLoad] = field(default_factory=list)
+    drafts: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -231,6 +238,9 @@ class StepOutput:
         chosen_logprobs: float32, log probability of each of `token_ids`; valid where `logprobs` has
             none. An array, since making a list of it costs more than sending it.
         adapter_errors: by key, why an adapter could not be loaded by all ranks.
+        rejected: indexes in `token_ids` of what was sampled after a wrong draft: it does not count.
+        forced: by index in `token_ids`, tokens that follow because the sequence's grammar allows no
+            other text.
     """
 
     step: int
@@ -242,6 +252,8 @@ class StepOutput:
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     errors: dict[int, RowError] = field(default_factory=dict)
     adapter_errors: dict[bytes, str] = field(default_factory=dict)
+    rejected: list[int] = field(default_factory=list)
+    forced: dict[int, list[int]] = field(default_factory=dict)
     chosen_logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 

@@ -1,30 +1,35 @@
-"""Steps that are planned and sent before earlier ones are answered change no output: tokens, texts,
-log probabilities as bits, ends. That the plans are right is checked in `scheduling`."""
+"""Steps that are planned and sent before earlier ones are answered, and drafts, change no output:
+tokens, texts, log probabilities as bits, ends. That the plans are right is checked in
+`scheduling`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from support.engines import greedy, with_steps_in_flight
+from support.foretold import foretell, totals
 from support.models import ModelShop
-from support.zoo import PLAIN
+from support.zoo import PLAIN, ZOO
 
 from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from tpengine.executor.local_executor import LocalExecutor
 from tpengine.sampling_params import StructuredOutputsParams
+from tpengine.scheduling.drafter import RowPrices
 
 LENGTHS = (33, 5, 70, 17, 9, 1, 24, 12)
 OFTEN = [*range(0, 500, 20)]
 """Ids that end sequences of one request at different lengths."""
-LETTERS = StructuredOutputsParams(regex="[ab]{5,9}")
+LETTERS = StructuredOutputsParams(regex="[ab]{2,30}")
 PARAMS: list[SamplingParams] = [
     greedy(20, logprobs=3, prompt_logprobs=2),
     SamplingParams(temperature=1.0, seed=5, max_tokens=40, logprobs=0, repetition_penalty=1.3),
     SamplingParams(n=3, temperature=0.9, seed=2, max_tokens=24, logprobs=1, stop_token_ids=OFTEN),
     SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=16),
-    SamplingParams(temperature=1.0, seed=6, max_tokens=30, structured_outputs=LETTERS),
+    SamplingParams(
+        temperature=1.0, seed=6, max_tokens=30, min_tokens=7, structured_outputs=LETTERS
+    ),
     SamplingParams(n=1, best_of=2, temperature=1.0, seed=7, max_tokens=12, min_tokens=8),
     greedy(40),  # `answers` gives it a stop string
     greedy(40),  # and this one a stop token
@@ -46,19 +51,43 @@ def summary(output: RequestOutput) -> Any:
     return completions, output.prompt_logprobs
 
 
+@dataclass
+class Served:
+    """
+    Attributes:
+        most: steps that were in flight at once.
+    """
+
+    outputs: list[Any]
+    most: int
+    num_preemptions: int
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
 def answers(
-    models: ModelShop, num_steps: int, stops: list[dict[str, Any]], **args: Any
-) -> tuple[list[Any], int, int]:
-    """The outputs with so many steps in flight at most; how many were in flight at most, and how
-    often requests were preempted."""
+    models: ModelShop,
+    num_steps: int,
+    stops: list[dict[str, Any]],
+    known: list[Any] | None = None,
+    **args: Any,
+) -> Served:
+    """The outputs with so many steps in flight at most.
+
+    Args:
+        known: the outputs that are expected, from which an engine that looks ahead drafts.
+    """
     folder = models.folder(PLAIN, tokenizer=True)
     prompts = models.oracle(folder).prompts(LENGTHS, seed=4)
     fields = {"max_model_len": 256, "num_device_blocks_override": 400, **args}
     config = EngineArgs(str(folder), dtype="float32", **fields).create_engine_config("cpu")
     config = with_steps_in_flight(config, num_steps)
     last: dict[str, RequestOutput] = {}
-    most = 0
+    most, drafts = 0, (0, 0)
     with LLMEngine(config, LocalExecutor(config), log_stats=False) as engine:
+        if known is not None:
+            texts = zip(prompts, known, strict=True)
+            foretell(engine, {tuple(p): [c[0] for c in outputs[0]] for p, outputs in texts})
         for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
             own = replace(params, **stops[number - len(PARAMS)]) if number >= 6 else params
             engine.add_request(str(number), None, own, prompt_token_ids=prompt)
@@ -71,22 +100,25 @@ def answers(
                 engine.abort_request("aborted")
         assert engine.num_free_blocks == engine.num_total_blocks
         num_preemptions = engine.counters.num_preemptions
+        if (drafter := engine._scheduler.drafter) is not None:
+            drafts = totals(drafter)
     assert [output.error for output in last.values()] == [None] * len(last)
     aborted = last.pop("aborted").outputs[0]
     assert aborted.finish_reason == "abort"
-    return [summary(last[str(i)]) for i in range(len(PARAMS))], most, num_preemptions
+    outputs = [summary(last[str(i)]) for i in range(len(PARAMS))]
+    return Served(outputs, most, num_preemptions, *drafts)
 
 
 @pytest.fixture(scope="module")
 def expected(models: ModelShop) -> tuple[list[dict[str, Any]], list[Any]]:
     """Where the last two requests stop, and all outputs with one step at a time."""
-    whole, _, _ = answers(models, 1, [{}, {}])
+    whole = answers(models, 1, [{}, {}]).outputs
     text, ids = whole[-2][0][0][1], whole[-1][0][0][0]
     stops = [{"stop": [text[9:12]]}, {"stop_token_ids": [ids[17]]}]
-    outputs, most, _ = answers(models, 1, stops)
-    assert most == 1
-    assert [output[0][0][4] for output in outputs[-2:]] == ["stop", "stop"]
-    return stops, outputs
+    served = answers(models, 1, stops)
+    assert served.most == 1
+    assert [output[0][0][4] for output in served.outputs[-2:]] == ["stop", "stop"]
+    return stops, served.outputs
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -95,8 +127,52 @@ def test_outputs_are_the_same(
     models: ModelShop, expected: tuple[list[dict[str, Any]], list[Any]], mode: str, num_steps: int
 ) -> None:
     stops, outputs = expected
-    served, most, num_preemptions = answers(models, num_steps, stops, **MODES[mode])
-    assert most == num_steps
-    assert (num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
-    for number, (output, other) in enumerate(zip(served, outputs, strict=True)):
+    served = answers(models, num_steps, stops, **MODES[mode])
+    assert served.most == num_steps
+    assert (served.num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
+    for number, (output, other) in enumerate(zip(served.outputs, outputs, strict=True)):
         assert output == other, f"request {number}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("most", [1, 7])
+def test_drafts_change_nothing(
+    models: ModelShop,
+    expected: tuple[list[dict[str, Any]], list[Any]],
+    mode: str,
+    most: int,
+) -> None:
+    """Steps without drafts are planned ahead, too."""
+    stops, outputs = expected
+    lookahead = {"speculative_model": "[ngram]", "num_speculative_tokens": most}
+    served = answers(models, 2, stops, outputs, **lookahead, **MODES[mode])
+    assert 20 < served.num_accepted < served.num_drafted
+    assert served.most == 2
+    assert (served.num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
+    for number, (output, other) in enumerate(zip(served.outputs, outputs, strict=True)):
+        assert output == other, f"request {number}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["itself", "another"])
+def test_a_draft_model_changes_nothing(
+    models: ModelShop,
+    expected: tuple[list[dict[str, Any]], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    name: str,
+) -> None:
+    """The model itself guesses what it will sample, unless a penalty or a grammar is in the way;
+    another random model guesses wrong, and is not asked for long."""
+    monkeypatch.setattr(RowPrices, "cost", lambda self, num_rows: (1.0, 0.01))
+    stops, outputs = expected
+    spec = PLAIN if name == "itself" else ZOO["d128-4to1-tied-llama3-old"]
+    folder = models.folder(spec, tokenizer=True)
+    served = answers(models, 2, stops, speculative_model=str(folder), **MODES[mode])
+    for number, (output, other) in enumerate(zip(served.outputs, outputs, strict=True)):
+        assert output == other, f"request {number}"
+    if name == "itself":
+        assert served.num_accepted > max(40, served.num_drafted // 3)
+    else:
+        assert served.num_accepted < 0.1 * served.num_drafted
+        assert served.num_drafted < 240

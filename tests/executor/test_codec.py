@@ -54,6 +54,7 @@ FULL_STEP = messages.StepInput(
     replaced_block_ids=[(4, 0, 12)],
     block_moves=messages.BlockMoves([(1, 2)], [], [(3, 4), (5, 6)]),
     adapter_loads=[messages.AdapterLoad(3, bytes(range(224, 256)), "/adapters/ä")],
+    drafts=[(3, [7, 70_000])],
 )
 FULL_OUTPUT = messages.StepOutput(
     step=3,
@@ -65,6 +66,8 @@ FULL_OUTPUT = messages.StepOutput(
     prompt_logprobs={2: messages.PromptLogprobs(1, [messages.TokenLogprobs(-0.1, 2, [1], [-0.1])])},
     errors={1: messages.RowError("every token is banned ✗", "bad_words")},
     adapter_errors={bytes(range(224, 256)): "its rank is 65"},
+    rejected=[1],
+    forced={0: [8, 9]},
     chosen_logprobs=array("f", [-0.1, float("-inf")]),
 )
 

@@ -30,6 +30,7 @@ from tpengine.config import EngineConfig
 from tpengine.executor.executor import Executor
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.messages import StepInput, StepOutput
+from tpengine.scheduling.drafter import RowPrices
 
 ONLY_HERE = "def keep(output_ids, logits):\n    return logits\n"
 """A module of the driver's that the ranks do not have."""
@@ -58,7 +59,11 @@ OTHERS = {
 }
 """All on transformers' code, the last one from a GGUF file."""
 MODES: dict[str, dict[str, Any]] = {
-    "whole": {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+    "whole, drafts": {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": 256,
+        "speculative_model": "[suffix]",
+    },
     "chunked, recompute": {"max_num_batched_tokens": 32, "preemption_mode": "recompute"},
     "chunked, swap": {"max_num_batched_tokens": 32, "preemption_mode": "swap"},
 }
@@ -163,22 +168,29 @@ def generate(
     ids=str,
 )
 def test_greedy(
-    ranks: GroupExecutor, mode: str, family: str, family_folders: dict[str, Path], models: ModelShop
+    ranks: GroupExecutor,
+    mode: str,
+    family: str,
+    family_folders: dict[str, Path],
+    models: ModelShop,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts that come again find their beginnings in the cache."""
+    """Prompts that come again find their beginnings in the cache, and are answered from drafts."""
+    monkeypatch.setattr(RowPrices, "cost", lambda self, num_rows: (1.0, 0.02))
     folder = family_folders[family]
     oracle = models.oracle(folder.with_suffix(""))
     prompts = oracle.random_prompts(LENGTHS, seed=7)
     params = [greedy(NUM_TOKENS)] * len(prompts)
-    num_blocks = 64 if mode == "whole" else JUST_ONE
+    num_blocks = 64 if "drafts" in mode else JUST_ONE
     engine = taken_over(ranks, folder, num_device_blocks_override=num_blocks, **MODES[mode])
     answers, log = generate(engine, prompts, params)
     oracle.assert_greedy(prompts, [ids for [ids] in answers], NUM_TOKENS)
     assert len({token for [ids] in answers for token in ids}) >= 15
-    if mode == "whole":
+    if "drafts" in mode:
         assert log.num_partial_chunks == log.num_preemptions == 0
         assert generate(engine, prompts, params)[0] == answers
         assert engine.stats().cache.prefix_hits > 0
+        assert engine.stats().drafts["earlier", 7].num_accepted > 0
     else:
         assert log.num_partial_chunks > 0
         assert log.num_mixed_steps > 0

@@ -145,6 +145,41 @@ def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> No
     assert events["edited"] > 500
 
 
+def test_drafts_are_edited_as_if_they_had_come_true() -> None:
+    """Penalties, bad words and min_tokens after each draft; nothing of it stays."""
+    rules = SamplingRules(
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        bad_words_token_ids=[[5, 9], [1]],
+        min_tokens=3,
+    )
+    batch, drafts = _Batch(), [5, 5, 8]
+    for slot in (0, 1):
+        batch.enter(slot, _Sequence(rules, [1, 2, 5], 2))
+    logits = torch.randn(
+        2 * len(drafts) + 2, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)
+    )
+    slots = [0] * (len(drafts) + 1) + [1] * (len(drafts) + 1)
+    for slot in (0, 1):
+        batch.token_ids[slot, 3 : 3 + len(drafts)] = drafts
+    positions = [3, 4, 5, 6] * 2
+    ahead = batch.slots.gather(
+        np.array(slots), np.array(positions, np.int32), batch.token_ids
+    ).edits
+    assert ahead is not None
+    actual = logits.clone()
+    apply_edits(actual, ahead)
+    for number in range(len(drafts) + 1):
+        edits = batch.gather([0, 1]).edits
+        assert edits is not None
+        expected = logits[[number, number + 4]]
+        apply_edits(expected, edits)
+        assert torch.equal(actual[[number, number + 4]], expected), f"after {number} drafts"
+        if number < len(drafts):
+            batch.append([0, 1], [drafts[number]] * 2)
+
+
 def test_without_edits_nothing_is_gathered() -> None:
     batch = _Batch()
     for slot in range(4):

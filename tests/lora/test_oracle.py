@@ -11,6 +11,7 @@ import torch
 from support.adapters import NUM_TOKENS, Adapters, Job, assert_peft, open_engine, serve
 from support.engines import greedy, ids, preemptions
 from support.engines import serve as serve_ids
+from support.foretold import totals
 from support.matrix import only
 from support.variants import VARIANTS
 
@@ -27,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "swapped": SCARCE,
     "computed again": {**SCARCE, "preemption_mode": "recompute"},
     "one slot": {"max_loras": 1, "max_cpu_loras": 3},
+    "drafts": {"speculative_model": "[ngram]"},
     "two slots, scarce": {"max_loras": 2, **SCARCE},
     "two ranks": {"tp_size": 2},
     "two ranks, scarce": {"tp_size": 2, "max_loras": 3, **SCARCE},
@@ -45,12 +47,14 @@ def jobs(eight: Adapters) -> list[Job]:
     return eight.jobs([None, *EIGHT], LENGTHS)
 
 
-@pytest.mark.parametrize("mode", only(list(MODES)[::2], MODES))
+@pytest.mark.parametrize("mode", only(("whole", "chunks", "swapped", "drafts", "two ranks"), MODES))
 def test_eight_adapters_and_none_in_one_batch(eight: Adapters, jobs: list[Job], mode: str) -> None:
     args = {"max_loras": 8, **MODES[mode]}
     with open_engine(eight.base, **args) as engine:
         outputs = serve(engine, eight, jobs)
         assert engine.list_loras() == set(range(1, 9))
+        if (drafter := engine._scheduler.drafter) is not None:
+            assert min(totals(drafter)) > 0
     assert_peft(eight, jobs, outputs)
     assert (preemptions(outputs) > 0) == ("num_device_blocks_override" in args)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.foretold import totals
 from support.gpu_walk import walk_the_gpus_way
 from support.oracle import Oracle
 from support.step_log import log_steps
@@ -115,12 +116,21 @@ def test_chunked_and_preempted(variant: Variant, mode: str, subjects: Subjects) 
 
 @pytest.mark.parametrize(("variant", "tp_size"), [*variants_of(2), *variants_of(4)])
 def test_sharded(variant: Variant, tp_size: int, subjects: Subjects) -> None:
-    """Every rank samples the same tokens, too (the executor compares them)."""
+    """Every rank samples the same tokens, too (the executor compares them), and accepts the same
+    drafts."""
     subject = subjects(variant)
     # Without the longest prompt, which tests nothing about ranks.
     subject = replace(subject, prompts=subject.prompts[1:])
-    outputs = generate(subject, tp_size, logprobs=3)
+    drafts = list[tuple[int, int]]()
+    outputs = generate(
+        subject,
+        tp_size,
+        logprobs=3,
+        look=lambda engine: drafts.append(totals(engine._scheduler.drafter)),
+        speculative_model="[ngram]",
+    )
     assert_equal_to_oracle(subject, outputs)
+    assert min(drafts[0]) > 0
     for prompt, output in zip(subject.prompts, outputs, strict=True):
         logprobs = subject.oracle.logits_after(prompt, output.token_ids).log_softmax(dim=-1)
         for expected, entries in zip(logprobs, output.logprobs, strict=True):
@@ -140,11 +150,12 @@ def test_every_family_is_in_every_mode() -> None:
 def test_on_a_gpus_way(
     variant: Variant, mode: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows, linear biases and learned positions, over gathered context and in padded batches."""
+    """Windows, linear biases and learned positions, over gathered context and in padded batches,
+    with and without drafts."""
     walk = walk_the_gpus_way(monkeypatch)
     subject = subjects(variant)
-    outputs = generate(subject, max_num_batched_tokens=3 * CHUNK, max_num_seqs=8)
-    assert_equal_to_oracle(subject, outputs)
+    args = {"max_num_batched_tokens": 3 * CHUNK, "max_num_seqs": 8}
+    assert_equal_to_oracle(subject, generate(subject, **args, speculative_model="[ngram]"))
     assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0
 
 

@@ -124,9 +124,11 @@ def serve(
     jobs: list[Job],
     fate: Fate | None = None,
     group: Callable[[EngineConfig, int], Group] = FakeGroup,
+    prepare: Callable[[LLMEngine], object] = lambda engine: None,
 ) -> Client:
     """Serves jobs together; returns the client, whose engine is shut down."""
     client = open_client(config, jobs, fate, group)
+    prepare(client.engine)
     with client.engine:
         client.run()
     return client

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.foretold import foretell, totals
 from support.matrix import only
 from support.step_log import log_steps
 
-from tpengine import RequestOutputKind, SamplingParams
+from tpengine import LLMEngine, RequestOutputKind, SamplingParams
 
 from .client import Answer, Job, serve, summary
 from .mortal import Fate, RealGroup
@@ -40,6 +41,7 @@ ENGINES = {
         {"preemption_mode": "swap", "max_num_batched_tokens": 48, "block_size": 8},
         [(40, 200), (34, 200), (28, 200)],
     ),
+    "drafts": ({"speculative_model": "[ngram]"}, [(200, 0)]),
     "recompute": (
         {
             "preemption_mode": "recompute",
@@ -88,8 +90,12 @@ def logprobs_of(answer: Answer) -> list[float]:
     return logprobs + [o.cumulative_logprob or 0.0 for o in answer.outputs.values()]
 
 
-@pytest.mark.parametrize("name", only(("swap", "recompute", "window, transformers' code"), ENGINES))
+IN_EACH_RUN = ("swap", "drafts", "recompute", "window, transformers' code")
+
+
+@pytest.mark.parametrize("name", only(IN_EACH_RUN, ENGINES))
 def test_everything_a_user_sees_is_the_same(name: str, request: pytest.FixtureRequest) -> None:
+    """Also if a lost step had drafts."""
     args, blocks = ENGINES[name]
     make = request.getfixturevalue("window_config" if "window" in name else "real_config")
     config = make(**args)
@@ -97,8 +103,20 @@ def test_everything_a_user_sees_is_the_same(name: str, request: pytest.FixtureRe
     plenty = make(scheduling_policy=config.scheduler.policy)
     undisturbed = serve(plenty, jobs, Fate(blocks=[(400, 0)]), RealGroup).answers
     kills = frozenset({2, 4, 9, 14, 20, 27, 41})
+    known = {
+        tuple(job.prompt): [o.token_ids for _, o in sorted(undisturbed[str(i)].outputs.items())]
+        for i, job in enumerate(jobs)
+    }
+
+    def look_ahead(engine: LLMEngine) -> None:
+        if config.scheduler.lookahead is not None:
+            foretell(engine, known)
+
     with log_steps() as log:
-        served = serve(config, jobs, Fate(kills, blocks=blocks), RealGroup)
+        served = serve(config, jobs, Fate(kills, blocks=blocks), RealGroup, look_ahead)
+    if (drafter := served.engine._scheduler.drafter) is not None:
+        drafted, accepted = totals(drafter)
+        assert 20 < accepted < drafted
     assert len(served.executor.losses) >= 5
     assert (log.num_swapped > 0) == name.startswith(("swap", "window"))
     # Also with swap a request is recomputed that has several sequences and computes its prompt.

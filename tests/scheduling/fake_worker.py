@@ -82,6 +82,7 @@ class _Slot:
     token_ids: list[int]
     num_computed_tokens: int
     block_ids: list[int]
+    num_drafts: int = 0
 
 
 @dataclass
@@ -139,8 +140,11 @@ class FakeWorker:
 
     def compute(self, step: StepInput) -> StepOutput:
         """Computes the rows of an applied step and samples."""
-        sizes = step.num_scheduled_tokens
-        assert len(step.slots) == len(sizes) == len(set(step.slots)) > 0
+        sizes, drafts = step.num_scheduled_tokens, dict(step.drafts)
+        assert len(step.slots) == len(sizes) > 0
+        counts = {slot: 1 + len(drafts.get(slot, ())) for slot in dict.fromkeys(step.slots)}
+        assert step.slots == [slot for slot, count in counts.items() for _ in range(count)]
+        assert drafts.keys() <= counts.keys(), "drafts without a row"
         assert all(size >= 1 for size in sizes)
         assert sum(sizes) <= self.max_num_batched_tokens
         singles = sizes.count(1)
@@ -149,6 +153,9 @@ class FakeWorker:
         written: set[int] = set()
         for row, (slot_id, size) in enumerate(zip(step.slots, sizes, strict=True)):
             slot = self.slots[slot_id]
+            if step.slots[:row][-1:] == [slot_id]:
+                slot.token_ids.append(drafts[slot_id][slot.num_drafts])
+                slot.num_drafts += 1
             assert slot.num_computed_tokens + size <= len(slot.token_ids)
             places = self._write(slot_id, size)
             assert not places & written, "two rows write the same place"
@@ -163,14 +170,33 @@ class FakeWorker:
             ].num_computed_tokens
         output = StepOutput(step.step, [])
         for place, slot_id in enumerate(step.sample_slots):
+            if slot_id in drafts:
+                self._verify(slot_id, place, output)
+                continue
             count = self.slots[slot_id].new.num_candidates
             if count:
                 output.candidates[place] = candidates_after(self._keys(slot_id), count)
-            token_id = self._sample(slot_id)
-            output.token_ids.append(token_id)
-            share = mix(token_id, len(self.slots[slot_id].token_ids)) % 1000
-            output.chosen_logprobs.append(-share / 100)
+            self._sample(slot_id, output)
         return output
+
+    def _verify(self, slot_id: int, place: int, output: StepOutput) -> None:
+        """Samples after the sequence's token, and after each of its drafts."""
+        slot = self.slots[slot_id]
+        if not slot.num_drafts:
+            return  # done at its first place
+        drafts = slot.token_ids[-slot.num_drafts :]
+        del slot.token_ids[-slot.num_drafts :]
+        slot.num_computed_tokens -= slot.num_drafts
+        slot.num_drafts = 0
+        self._sample(slot_id, output)
+        for number, draft in enumerate(drafts, start=1):
+            if draft == output.token_ids[-1] and output.rejected[-1:] != [place + number - 1]:
+                slot.num_computed_tokens += 1
+                self._sample(slot_id, output)
+            else:
+                output.rejected.append(place + number)
+                output.token_ids.append(draft)
+                output.chosen_logprobs.append(0.0)
 
     def _move_blocks(self, step: StepInput) -> None:
         moves, size = step.block_moves, self.block_size
@@ -253,11 +279,12 @@ class FakeWorker:
         read = [self.cache[self._place(slot, p)] for p in range(first, slot.num_computed_tokens)]
         return self._all_keys(slot, first) + read
 
-    def _sample(self, slot_id: int) -> int:
+    def _sample(self, slot_id: int, output: StepOutput) -> None:
         slot = self.slots[slot_id]
         token_id = sample(self._keys(slot_id), slot.new.seed, slot.index)
         slot.token_ids.append(token_id)
-        return token_id
+        output.token_ids.append(token_id)
+        output.chosen_logprobs.append(-(mix(token_id, len(slot.token_ids)) % 1000) / 100)
 
     def _place(self, slot: _Slot, position: int) -> int:
         # IndexError: the table is too short.

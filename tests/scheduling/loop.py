@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduling.fake_worker import VOCAB_SIZE, FakeWorker
-from tpengine.config import SchedulerConfig
+from support.foretold import Foretold, totals
+
+from scheduling.fake_worker import VOCAB_SIZE, FakeWorker, key_of, keys_of, sample
+from tpengine.config import LookaheadConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.errors import RequestFailedError
@@ -44,6 +46,7 @@ class Limits:
     window: int | None = None
     max_loras: int = 0
     fairness: str = "none"
+    drafts: int = 0
 
     @property
     def num_kept_tokens(self) -> int:
@@ -121,6 +124,15 @@ class CountingBlockManager(BlockManager):
         return answer
 
 
+def next_tokens(request: Request, sequence: Sequence, most: int) -> list[int]:
+    """What the worker will sample for a sequence."""
+    keys, token_ids = keys_of(sequence.token_ids, request.adapter), list[int]()
+    for _ in range(most):
+        token_ids.append(sample(keys, request.seed, sequence.index))
+        keys.append(key_of(keys[-1], token_ids[-1]))
+    return token_ids
+
+
 class Loop:
     """Schedule, execute, process, update; raises AssertionError if a check fails.
 
@@ -146,6 +158,9 @@ class Loop:
             max_steps_in_flight=limits.in_flight,
             max_loras=limits.max_loras,
             fairness=limits.fairness,
+            lookahead=LookaheadConfig("[ngram]", limits.drafts, 1, 1, None, limits.model_len)
+            if limits.drafts
+            else None,
         )
         never_swaps = limits.mode == "recompute" or not limits.num_host_blocks
         is_by_arrival = limits.policy == "fcfs" and limits.fairness == "none"
@@ -153,6 +168,9 @@ class Loop:
         self.events: Counter[str] = Counter()
         self.blocks, self.worker = self._open_cache(limits.num_blocks, last_step=0)
         self.scheduler = Scheduler(self.config, self.blocks)
+        if limits.drafts:
+            assert self.config.lookahead is not None
+            self.scheduler._queues.drafter = Foretold(self.config.lookahead, next_tokens)
         self._sent: deque[StepInput] = deque()  # what the worker has not begun
         self._answers: deque[StepOutput] = deque()
         # Of each unanswered step: the blocks that each row reads, and those that it writes.
@@ -247,10 +265,15 @@ class Loop:
         `in_flight` is called before the answer. With `lost_to` there is no answer, and the next
         worker has that many blocks."""
         output = None
-        while output is None or len(self.scheduler.unanswered) < self.limits.in_flight:
+        most = 1 if self.scheduler.wants_drafts else self.limits.in_flight
+        while (output is None and not self.scheduler.unanswered) or (
+            len(self.scheduler.unanswered) < most
+        ):
             output = self._plan()
             if output.is_empty:
                 break
+        if output is None:
+            return self._answer()
         if not self.scheduler.unanswered:
             return output
         if lost_to is not None:
@@ -277,6 +300,7 @@ class Loop:
             assert not output.step_input.freed_slots
             assert not output.step_input.block_moves, "a step that is not sent moves blocks"
             return output
+        assert not any(step.drafts for step in [*self.scheduler.unanswered][:-1]), "planned ahead"
         if is_free:
             self._check_progress(oldest, output)
         admitted = [request for request in waiting if _has_slots(request)]
@@ -315,7 +339,7 @@ class Loop:
         self.scheduler.check_invariants()
         running = self.scheduler.running_sequences()
         unused = self.blocks.num_unused_places(running)
-        assert unused <= (self.limits.block_size - 1) * len(running)
+        assert unused <= (self.limits.block_size - 1 + self.limits.drafts) * len(running)
         if self.is_in_order:
             self._check_order([*map(self._owner, running), *self.policy])
         return output
@@ -353,6 +377,10 @@ class Loop:
         assert scheduler.num_waiting == scheduler.num_running == scheduler.num_swapped == 0
         self._check_all_blocks_are_free()
         scheduler.check_invariants()
+        if (drafter := scheduler.drafter) is not None:
+            drafted, accepted = totals(drafter)
+            self.events["drafts accepted"] += accepted
+            self.events["drafts rejected"] += drafted - accepted
         self.events["hits"] += self.blocks.device.num_hits
         self.events["evictions"] += self.blocks.device.num_evictions
 

@@ -81,6 +81,7 @@ def traces(groups: bool, disturbed: bool) -> st.SearchStrategy[Trace]:
         "in_flight": st.sampled_from([1, 1, 2, 3, 4]),
         "watermark": st.sampled_from([0.0, 0.01, 0.1, 0.2]),
         "window": st.sampled_from([None, None, 2, 6, 11]),
+        "drafts": st.sampled_from([0, 0, 1, 3, 7]),
         "model_len": st.just(MAX_MODEL_LEN),
     }
     if groups:
@@ -237,7 +238,7 @@ def check_ending(loop: Loop, request: Request) -> str:
 COMMON = [
     *("completed", "ignored", "abort", "error", "preempted and completed"),
     *("chunks", "ahead", "ended WAITING", "ended RUNNING", "ended in flight"),
-    "given back",
+    *("given back", "drafts accepted", "drafts rejected"),
 ]
 OF_SINGLES = [
     *(answer.name for answer in AllocStatus),
@@ -276,7 +277,7 @@ MIXES = {
     "owners": (
         DISTURBED.map(lambda trace: limited(trace, chunked=True, fairness="owner")),
         st.fixed_dictionaries({"owners": st.lists(OWNER, min_size=7, max_size=7)}),
-        100,
+        200,
         OF_OWNERS,
     ),
 }

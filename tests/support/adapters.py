@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from support import engines
 from support.engines import greedy
+from support.foretold import foretell
 from support.oracle import Answer, Oracle
 from tpengine import LLMEngine, LoRARequest, RequestOutput
 
@@ -113,8 +114,12 @@ class Adapters:
 
 
 def serve(engine: LLMEngine, adapters: Adapters, jobs: Sequence[Job]) -> list[RequestOutput]:
-    """The last outputs of all jobs, which run side by side."""
+    """The last outputs of all jobs, which run side by side. An engine that looks ahead drafts from
+    the answers of PEFT."""
     names, prompts = zip(*jobs, strict=True)
+    if engine.get_scheduler_config().lookahead is not None:
+        texts = zip(prompts, adapters.answers(jobs), strict=True)
+        foretell(engine, {tuple(prompt): [answer.token_ids] for prompt, answer in texts})
     requests = [adapters.request(name) for name in names]
     return engines.serve(engine, prompts, greedy(NUM_TOKENS), requests)
 

@@ -18,8 +18,10 @@ TIGHT_BLOCKS = 136
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with two doors and room for many requests, on the embedded model in float32."""
+    """A server with two doors and room for many requests, on the embedded model in float32. It
+    looks ahead, which `llm` does not."""
     options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--swap-space", "0.01"]
+    options += ["--speculative-model", "[suffix]"]
     options += ["--http-port", "0", "--max-model-len", str(MODEL_LENGTH)]
     with serving(tmp_path_factory.mktemp("server"), *options) as process:
         yield process

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.engines import greedy, open_engine, serve
+from support.foretold import foretell
 from support.oracle import Oracle
 from support.variants import VARIANTS, Variant
 from support.workers import loaded_worker
@@ -67,11 +68,15 @@ def generate(
     look: Callable[[LLMEngine], object] = lambda engine: None,
     **args: Any,
 ) -> list[Any]:
-    """Answers to all prompts in one batch, from a new engine; `look` sees it at the end."""
+    """Answers to all prompts in one batch, from a new engine; `look` sees it at the end. If it
+    looks ahead, it drafts from the answers of transformers."""
     cache = {} if "num_device_blocks_override" in args else {"cpu_kv_cache_space": 0.05}
     args = {"max_model_len": LONGEST, "block_size": BLOCK_SIZE, **cache, **args}
     params = greedy(subject.oracle.num_tokens, logprobs=logprobs)
     with open_engine(subject.folder, tp_size, **args) as engine:
+        if engine.get_scheduler_config().lookahead is not None:
+            texts = zip(subject.prompts, subject.oracle.answers(subject.prompts), strict=True)
+            foretell(engine, {tuple(prompt): [answer.token_ids] for prompt, answer in texts})
         outputs = serve(engine, subject.prompts, params)
         look(engine)
     return [output.outputs[0] for output in outputs]

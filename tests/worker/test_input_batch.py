@@ -27,7 +27,7 @@ def new(slot: int, token_ids: list[int], computed: int, blocks: list[int]) -> Ne
 
 
 def build(batch: InputBatch, step: StepInput) -> tuple[torch.Tensor, AttentionMetadata]:
-    return upload_step(batch.arrays(step.slots, step.num_scheduled_tokens), batch.uploads)
+    return upload_step(batch.step_arrays(step), batch.uploads)
 
 
 def advance(batch: InputBatch, step: StepInput, sampled: npt.NDArray[np.int64]) -> None:
@@ -91,6 +91,37 @@ def test_steps_go_on_without_the_driver(batch: InputBatch) -> None:
     assert metadata.slot_mapping.tolist() == [6 * 4]
     assert metadata.block_table.tolist() == [[2, 6]]
     assert metadata.query_start_loc.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "appended"),
+    [
+        ([5, 7, 8], [5, 7, 8]),
+        ([5, 9, 8], [5, 9]),
+        ([6, 7, 8], [6]),  # what is sampled after a wrong draft may be the next draft by chance
+    ],
+)
+def test_drafts_count_as_long_as_they_are_what_was_sampled(
+    batch: InputBatch, sampled: list[int], appended: list[int]
+) -> None:
+    """In rows of their own, behind that of their sequence."""
+    seven, two = new(7, [10, 11, 12, 13, 14, 15], 5, [9, 3, 2]), new(2, [20, 21, 22], 2, [8])
+    slots = [7, 7, 7, 2]
+    step = StepInput(1, slots, [1] * 4, [seven, two], drafts=[(7, [5, 7])])
+    step.sample_rows, step.sample_slots = [0, 1, 2, 3], slots
+    batch.apply(step)
+    token_ids, metadata = build(batch, step)
+    assert token_ids.tolist() == [15, 5, 7, 22]
+    assert metadata.positions.tolist() == [5, 6, 7, 2]
+    assert metadata.slot_mapping.tolist() == [3 * 4 + 1, 3 * 4 + 2, 3 * 4 + 3, 8 * 4 + 2]
+    assert metadata.seq_lens.tolist() == [6, 7, 8, 3]
+    assert batch.sampling_batch(step).positions.tolist() == [6, 7, 8, 3]
+    batch.note_computed(step)
+    rejected = batch.append(step, np.array([*sampled, 30]))
+    assert rejected == list(range(len(appended), 3))
+    assert batch.num_tokens[slots[2:]].tolist() == [6 + len(appended), 4]
+    assert batch.num_computed_tokens[slots[2:]].tolist() == [5 + len(appended), 3]
+    assert batch.token_ids[7, 6 : 6 + len(appended)].tolist() == appended
 
 
 def test_the_driver_overrides_a_token(batch: InputBatch) -> None:

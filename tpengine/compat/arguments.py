@@ -58,7 +58,7 @@ _NO_DELAY = "prompts are not delayed; use max_num_batched_tokens for shorter ste
 _NO_BACKENDS = "llguidance holds every grammar; leave it out"
 _NO_QLORA = "a base of any form takes adapters; use quantization, and a LoRARequest"
 _NO_TRACES = "there are no traces; use metrics_port of the server or metrics_text()"
-_NO_DRAFTS = "there is no speculative decoding; use quantization or tensor_parallel_size for speed"
+_ONE_RULE = "a draft counts if it equals the token that is sampled without it; leave it out"
 _NO_PROMPT_ADAPTERS = "there are no prompt adapters; use prompts of text or ids"
 
 
@@ -96,6 +96,7 @@ class EngineArgs(engine_args.EngineArgs, _Positions):
     disable_custom_all_reduce: bool = option(False, only_for=NOTHING)
     tokenizer_pool_size: int = option(0, only_for=NOTHING)
     tokenizer_pool_type: str = option("ray", only_for=NOTHING)
+    disable_logprobs_during_spec_decoding: bool | None = option(None, only_for=NOTHING)
 
     quantization_param_path: str | None = option(None, refused=_NO_SCALES)
     pipeline_parallel_size: int = option(1, short="-pp", refused=_NO_STAGES)
@@ -114,20 +115,9 @@ class EngineArgs(engine_args.EngineArgs, _Positions):
     guided_decoding_backend: str = option("outlines", refused=_NO_BACKENDS)
     qlora_adapter_name_or_path: str | None = option(None, refused=_NO_QLORA)
     otlp_traces_endpoint: str | None = option(None, refused=_NO_TRACES)
-    num_lookahead_slots: int = option(0, refused=_NO_DRAFTS)
-    speculative_model: str | None = option(None, refused=_NO_DRAFTS)
-    speculative_draft_tensor_parallel_size: int | None = option(
-        None, refused=_NO_DRAFTS, short="-spec-draft-tp"
-    )
-    num_speculative_tokens: int | None = option(None, refused=_NO_DRAFTS)
-    speculative_max_model_len: int | None = option(None, refused=_NO_DRAFTS)
-    speculative_disable_by_batch_size: int | None = option(None, refused=_NO_DRAFTS)
-    ngram_prompt_lookup_max: int | None = option(None, refused=_NO_DRAFTS)
-    ngram_prompt_lookup_min: int | None = option(None, refused=_NO_DRAFTS)
-    spec_decoding_acceptance_method: str = option("rejection_sampler", refused=_NO_DRAFTS)
-    typical_acceptance_sampler_posterior_threshold: float | None = option(None, refused=_NO_DRAFTS)
-    typical_acceptance_sampler_posterior_alpha: float | None = option(None, refused=_NO_DRAFTS)
-    disable_logprobs_during_spec_decoding: bool | None = option(None, refused=_NO_DRAFTS)
+    spec_decoding_acceptance_method: str = option("rejection_sampler", refused=_ONE_RULE)
+    typical_acceptance_sampler_posterior_threshold: float | None = option(None, refused=_ONE_RULE)
+    typical_acceptance_sampler_posterior_alpha: float | None = option(None, refused=_ONE_RULE)
 
     def __post_init__(self) -> None:
         super().__post_init__()

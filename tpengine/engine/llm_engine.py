@@ -227,6 +227,7 @@ class LLMEngine:
             nodes=tuple(self._executor.nodes),
             ledgers=tuple(self._recovery.ledgers),
             owners=scheduler.owner_stats(),
+            drafts={} if scheduler.drafter is None else scheduler.drafter.stats(),
         )
 
     def get_weights_bytes(self) -> list[int]:
@@ -415,8 +416,9 @@ class LLMEngine:
 
     @property
     def _max_steps_in_flight(self) -> int:
+        scheduler, limits = self._scheduler, self._config.scheduler
         latest_s = 0.0 if self.last_step is None else self.last_step.model_s
-        if latest_s < self._config.scheduler.ahead_from_s or self._scheduler.lacks_grammars:
+        if latest_s < limits.ahead_from_s or scheduler.lacks_grammars or scheduler.wants_drafts:
             return 1
         return self._recovery.max_steps_in_flight
 

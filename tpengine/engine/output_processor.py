@@ -124,7 +124,8 @@ class OutputProcessor:
 
         An error in the processing of one request ends that request alone.
         """
-        decisions = StepDecisions(failed_adapters=list(output.adapter_errors))
+        failed_adapters = list(output.adapter_errors)
+        decisions = StepDecisions(failed_adapters=failed_adapters, model_s=output.model_s)
         beams: dict[str, list[Sampled]] = {}
         now = time.time()
         for row, part in output.prompt_logprobs.items():
@@ -142,7 +143,12 @@ class OutputProcessor:
             if adapter is not None and is_running and adapter.key in output.adapter_errors:
                 lost = RequestFailedError(output.adapter_errors[adapter.key])
                 _fail(known.request, lost, decisions)
+        rejected, previous, num_before = set(output.rejected), None, 0
         for place, sequence in enumerate(scheduled.sampled):
+            num_before = num_before + 1 if sequence is previous else 0
+            previous = sequence
+            if num_before and (place in rejected or decisions.ends(sequence)):
+                continue
             tracked = self._sequences.get(sequence.seq_id)
             if tracked is None or sequence.status.finished:  # it ended while the step was in flight
                 continue
@@ -159,14 +165,16 @@ class OutputProcessor:
                 continue
             decisions.tokens.append((sequence, output.token_ids[place]))
             try:
-                status = self._take_token(tracked, place, output)
+                status = self._take_token(tracked, place, output, num_before)
             except Exception as error:
                 _fail(request, error, decisions)
                 continue
             if status is not None:
                 decisions.finished.append((sequence, status))
-            if status is not None or self._is_due(tracked):
+            if status is not None or self._is_due(tracked, num_before):
                 decisions.to_report[request.request_id] = request
+            if place in output.forced:
+                decisions.forced.append((sequence, output.forced[place]))
         for request_id, group in beams.items():
             if request_id not in decisions.failed:
                 self._advance_beams(self._requests[request_id], group, decisions)
@@ -237,10 +245,14 @@ class OutputProcessor:
             prompt_logprobs[position] = as_logprobs(prompt[position], logprobs, tokenizer)
 
     def _take_token(
-        self, tracked: _TrackedSequence, place: int, output: StepOutput
+        self, tracked: _TrackedSequence, place: int, output: StepOutput, num_before: int
     ) -> SequenceStatus | None:
         """Adds the token to log probabilities and text; returns how the sequence ends, None if it
-        goes on."""
+        goes on.
+
+        Args:
+            num_before: tokens that the step has given the sequence before this one.
+        """
         token_id = output.token_ids[place]
         logprobs = output.logprobs.get(place)
         if logprobs is None:
@@ -250,19 +262,21 @@ class OutputProcessor:
             if tracked.logprobs is not None:
                 tokenizer = self._tokenizer_for(tracked.request)
                 tracked.logprobs.append(as_logprobs(token_id, logprobs, tokenizer))
-        status = self._decide_end(tracked, token_id)
+        status = self._decide_end(tracked, token_id, num_before)
         if status is not None and tracked.detokenizer is not None:
             tracked.detokenizer.finish()
         return status
 
-    def _decide_end(self, tracked: _TrackedSequence, token_id: int) -> SequenceStatus | None:
+    def _decide_end(
+        self, tracked: _TrackedSequence, token_id: int, num_before: int
+    ) -> SequenceStatus | None:
         """Extends the text by one token; returns how the sequence ends, None if it goes on.
 
         In this order: end tokens and stop tokens, stop strings, length.
         """
         sequence, request, detokenizer = tracked.sequence, tracked.request, tracked.detokenizer
         params = request.sampling_params
-        num_tokens = len(sequence.token_ids) + 1
+        num_tokens = len(sequence.token_ids) + num_before + 1
         num_output = num_tokens - sequence.num_prompt_tokens
         # Before min_tokens an end token is sampled only where a grammar allows no other.
         if token_id in request.end_token_ids and (
@@ -281,11 +295,11 @@ class OutputProcessor:
             return SequenceStatus.FINISHED_LENGTH
         return None
 
-    def _is_due(self, tracked: _TrackedSequence) -> bool:
+    def _is_due(self, tracked: _TrackedSequence, num_before: int) -> bool:
         """Whether the sequence's present token is reported before its end."""
         if tracked.request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY:
             return False
-        num_new = tracked.sequence.num_output_tokens + 1 - tracked.num_reported
+        num_new = tracked.sequence.num_output_tokens + num_before + 1 - tracked.num_reported
         return not tracked.num_reported or num_new >= self._stream_interval
 
     def _advance_beams(

@@ -53,6 +53,11 @@ _OF_OWNERS = (
     (GaugeMetricFamily, "owner_requests_running", "num_running", "Requests begun, by owner."),
     (CounterMetricFamily, "owner_tokens", "num_tokens", "Tokens computed or given, by owner."),
 )
+# In the order of `DraftStats`.
+_OF_DRAFTS = (
+    ("spec_decode_num_draft_tokens", "Tokens that were guessed and computed."),
+    ("spec_decode_num_accepted_tokens", "Guessed tokens that came true."),
+)
 # With an attribute of EngineCounters.
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "first_token_s", "From arrival to the first token."),
@@ -99,6 +104,10 @@ class EngineMetrics(Collector):
         for kind, name, attribute, text in _OF_OWNERS if stats.owners else ():
             values = {(key,): getattr(owner, attribute) for key, owner in stats.owners.items()}
             yield self._add(kind, name, text, values, "owner")
+        for place, (name, text) in enumerate(_OF_DRAFTS):
+            drafts = stats.drafts.items()
+            by_place = {(source, str(at)): counts[place] for (source, at), counts in drafts}
+            yield self._add(CounterMetricFamily, name, text, by_place, "source", "position")
         text = "Memory of a rank by use; others: of processes that share its device."
         memory = {
             (str(ledger.rank), use): num_bytes

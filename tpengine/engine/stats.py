@@ -19,6 +19,7 @@ from tpengine.errors import RankLoss, counted
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, StepOutput
 from tpengine.scheduling.block_manager import BlockManager
+from tpengine.scheduling.drafter import DraftStats
 from tpengine.scheduling.fairness import OwnerStats
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import Request
@@ -407,6 +408,8 @@ class EngineStats:
         nodes: the machine of each rank, by address or name.
         ledgers: each rank's memory, in rank order.
         owners: with `fairness="owner"`, by label; the 64 that came first, and others together.
+        drafts: with lookahead, by source and place among a sequence's drafts, from 0: how many were
+            computed, and how many of them came true.
     """
 
     state: str
@@ -426,6 +429,7 @@ class EngineStats:
     nodes: Sequence[str]
     ledgers: Sequence[MemoryLedger]
     owners: Mapping[str, OwnerStats]
+    drafts: Mapping[tuple[str, int], DraftStats]
 
 
 class Stats:

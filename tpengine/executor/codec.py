@@ -95,6 +95,7 @@ def _plain_step(step: messages.StepInput) -> list[Any]:
         step.replaced_block_ids,
         step.block_moves or None,
         step.adapter_loads,
+        step.drafts,
     ]
 
 
@@ -182,6 +183,7 @@ def _step_input(fields: list[Any]) -> messages.StepInput:
     step.new_sequences = [_new_sequence(fields) for fields in step.new_sequences]
     step.new_block_ids = [(slot, blocks) for slot, blocks in step.new_block_ids]
     step.token_overrides = _pairs(step.token_overrides)
+    step.drafts = [(slot, token_ids) for slot, token_ids in step.drafts]
     step.forks = [messages.Fork(*fields) for fields in step.forks]
     step.replaced_block_ids = [(slot, at, block) for slot, at, block in step.replaced_block_ids]
     step.adapter_loads = [messages.AdapterLoad(*fields) for fields in step.adapter_loads]

@@ -12,7 +12,7 @@ sequence, not with the vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -369,9 +369,7 @@ class TokenCounts:
         self._bounds[rows] += 1
         at = upload(rows, self._device)
         tokens = upload(token_ids[counted], self._device)
-        ids = self._ids[at, :width]
-        is_place = (ids == tokens.unsqueeze(1)) | (ids == _NO_TOKEN)
-        columns = is_place.int().argmax(dim=1)  # the first: the token's own, or a free one
+        columns = _places(self._ids[at, :width], tokens)
         self._ids[at, columns] = tokens
         self._counts[at, columns] += 1
 
@@ -394,12 +392,22 @@ class TokenCounts:
             self._bounds[row] = 0
             self._free_rows.append(row)
 
-    def gather(self, slots: Int64) -> CountedTokens:
-        """Returns the tokens of slots, each of which has a row."""
+    def gather(self, slots: Int64, drafts: Iterable[tuple[Int64, Int64]] = ()) -> CountedTokens:
+        """Returns the tokens of slots, each of which has a row.
+
+        Args:
+            drafts: (indexes in `slots`, a token for each), which are counted too, but not kept.
+        """
         rows = self._row_of_slot[slots]
         width = max(1, int(self._bounds[rows].max()))
         at = upload(rows, self._device)
         ids, counts = self._ids[at, :width], self._counts[at, :width]
+        for places, token_ids in drafts:
+            ids, counts = F.pad(ids, (0, 1), value=_NO_TOKEN), F.pad(counts, (0, 1))
+            own, tokens = upload(places, self._device), upload(token_ids, self._device)
+            columns = _places(ids[own], tokens)
+            ids[own, columns] = tokens
+            counts[own, columns] += 1
         unused = ids == _NO_TOKEN
         # An empty row becomes id 0 with count 0, to which no penalty on output applies.
         ids = torch.where(unused, ids[:, :1], ids).clamp_(min=0)
@@ -444,3 +452,14 @@ class TokenCounts:
         more = (0, width - old_width, 0, num_rows - old_rows)
         self._ids = F.pad(self._ids, more, value=_NO_TOKEN)
         self._counts = F.pad(self._counts, more)
+
+
+def _places(ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The column of each row's token: its own one, or the first free one. int64 `[num_rows]`.
+
+    Args:
+        ids: `[num_rows, width]`, with a free column in each row.
+        tokens: `[num_rows]`.
+    """
+    is_place = (ids == tokens.unsqueeze(1)) | (ids == _NO_TOKEN)
+    return is_place.int().argmax(dim=1)

@@ -15,6 +15,7 @@ from tpengine.messages import Fork, StepInput
 from tpengine.scheduling.adapter_slots import AdapterSlots
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager, BlockPair
 from tpengine.scheduling.block_pool import expect
+from tpengine.scheduling.drafter import Drafter
 from tpengine.scheduling.fairness import FairShares
 from tpengine.scheduling.passing import Passing
 from tpengine.scheduling.policy import SchedulingPolicy
@@ -102,6 +103,7 @@ class RequestQueues:
             request id, the number of tokens that the first computes for all. Until then the others
             are WAITING, and have a slot and no blocks.
         passing: decides which requests pass the first waiting one.
+        drafter: None: no drafts.
         shares: the policy, if it shares the engine among owners; None: it does not.
     """
 
@@ -120,6 +122,7 @@ class RequestQueues:
         self.slots = BatchSlots(config.max_num_seqs)
         self.adapters = AdapterSlots(config.max_loras)
         self.passing = Passing(config, blocks, self.adapters, self.running)
+        self.drafter = None if config.lookahead is None else Drafter(config.lookahead)
         self.blocks = blocks
         self._config = config
         self._allowed: frozenset[str] | None = None
@@ -404,4 +407,6 @@ class RequestQueues:
         self.unforked.pop(request.request_id, None)
         if self.shares is not None:
             self.shares.leave(request)
+        if self.drafter is not None:
+            self.drafter.leave(request)
         del self.requests[request.request_id]

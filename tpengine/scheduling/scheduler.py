@@ -10,6 +10,7 @@ Where each decision stands:
     shares of owners: `fairness.py`; `_admit_owed` applies them.
     preemption: `_make_room` (which request, and whether by swap or recompute).
     refusal of requests that can never run: `hopeless_requests.py`.
+    drafts: `drafter.py`; `_add_drafts` finds room for them.
     what is planned while steps are unanswered: the docstring of `Scheduler`.
     the effects of an answered step: `update`.
     the end of a request from outside: `abort_request` and `fail_request`.
@@ -26,6 +27,7 @@ from tpengine.errors import EngineError, RequestError, RequestIgnoredError
 from tpengine.scheduling import step as steps
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.block_pool import expect
+from tpengine.scheduling.drafter import Drafter
 from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.hopeless_requests import outgrown, why_never, why_no_more, why_too_long
 from tpengine.scheduling.policy import POLICIES
@@ -49,7 +51,8 @@ class Scheduler:
     sequence that they sample has one more token, whose id only the ranks know. Only an answer
     confirms. A sequence that ends keeps its blocks until its last step is answered, and what later
     steps sample for it is dropped. Three decisions wait for answers: which beams live on, the fork
-    of a group, and preemption; only the last one holds up other requests.
+    of a group, and preemption; only the last one holds up other requests. A step with drafts is
+    the last one until it is answered: how many tokens its sequences have is not known before.
 
     Args:
         block_manager: no other scheduler uses it.
@@ -138,9 +141,10 @@ class Scheduler:
         """Chooses the rows of the next step, and moves requests between the queues for it. A step
         that is not empty counts as sent."""
         step = StepBuilder(self._num_steps + 1, self._config.max_num_batched_tokens)
-        if self.unanswered and self.unanswered[-1].lacks_blocks:
+        if self.unanswered and (self.unanswered[-1].lacks_blocks or self.unanswered[-1].drafts):
             return step.build()
-        running, shares = self._queues.running, self._queues.shares
+        queues = self._queues
+        running, shares = queues.running, queues.shares
         if self._config.enable_chunked_prefill:
             if shares is not None:
                 running = self._admit_owed(shares, step)
@@ -155,8 +159,10 @@ class Scheduler:
                 self._continue(running, step)
                 self._admit_swapped(step)
         if not step.is_empty:
+            if queues.drafter is not None:
+                self._add_drafts(queues.drafter, step)
             self._num_steps = step.number
-            self._queues.tell_changes(step.message)
+            queues.tell_changes(step.message)
         elif step.message.block_moves:
             raise EngineError("a step without rows moves blocks, but it is never sent")
         output = step.build()
@@ -184,7 +190,7 @@ class Scheduler:
             sequence.num_unanswered -= 1
             if sequence.slot is None:  # it ended while the step was in flight
                 queues.release(sequence)
-            elif size > 1 or num_computed % block_size == 0:
+            elif (size > 1 or num_computed % block_size == 0) and sequence not in output.drafts:
                 blocks.mark_computed(sequence, num_computed)
         for _, child in output.forks:
             child.num_unanswered -= 1
@@ -202,12 +208,29 @@ class Scheduler:
             sequence.token_ids.append(token_id)
         if queues.shares is not None:
             queues.shares.charge_outputs(decisions.tokens, queues.request_of)
+        if queues.drafter is not None:
+            self._note_drafts(queues.drafter, output, decisions)
         for sequence in decisions.overridden:
             queues.slots.override(sequence)
         for sequence, _ in decisions.finished:
             queues.retire(sequence)
         if queues.unforked:
             queues.fork_waiting()
+
+    def _note_drafts(
+        self, drafter: Drafter, output: SchedulerOutput, decisions: StepDecisions
+    ) -> None:
+        """Counts the drafts that came true as computed."""
+        for sequence, drafts in output.drafts.items():
+            if sequence.slot is not None:  # else it ended while the step was in flight
+                num_accepted = sequence.num_tokens - sequence.num_computed_tokens - 1
+                drafter.count(sequence, drafts, num_accepted)
+                sequence.num_computed_tokens += num_accepted
+                self.block_manager.mark_computed(sequence, sequence.num_computed_tokens)
+        for sequence, token_ids in decisions.forced:
+            drafter.note_forced(sequence, token_ids)
+        if not output.num_prefill_tokens:
+            drafter.note_step(len(output.rows), decisions.model_s)
 
     def restart(self, block_manager: BlockManager) -> None:
         """Lets every unfinished request wait, with the tokens that it has, since the workers and
@@ -232,6 +255,18 @@ class Scheduler:
         self._queues.restrict(allowed)
 
     @property
+    def wants_drafts(self) -> bool:
+        """Whether drafts are likely to be worth more than a step that is planned ahead, with which
+        no sequence could have any."""
+        drafter = self._queues.drafter
+        return drafter is not None and drafter.is_hopeful(self.running_sequences())
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What guesses tokens, and has counted how often it was right; None: no drafts."""
+        return self._queues.drafter
+
+    @property
     def lacks_grammars(self) -> bool:
         """Whether requests wait for grammars that the workers have not compiled."""
         return any(map(self._queues.lacks_grammar, self._queues.barred.values()))
@@ -254,7 +289,8 @@ class Scheduler:
         """
         rows = {id(s): s for o in self.unanswered for s in (*o.rows, *o.sampled)}.values()
         self._queues.check_invariants([s for s in rows if s.status.finished])
-        sampled = Counter(id(s) for output in self.unanswered for s in output.sampled)
+        # A sequence with drafts is sampled several times in one step; it gets one token or more.
+        sampled = Counter(id(s) for o in self.unanswered for s in dict.fromkeys(o.sampled))
         for sequence in self.running_sequences():
             is_right = sequence.num_in_flight == sampled[id(sequence)]
             expect(is_right, f"unanswered steps sample what sequence {sequence.seq_id} lacks")
@@ -355,6 +391,31 @@ class Scheduler:
             adapter_slot = self._queues.adapters.slot_of(request)
             step.enter(request, sequence, self.block_manager.block_ids(sequence), adapter_slot)
         step.add(sequence, size)
+
+    def _add_drafts(self, drafter: Drafter, step: StepBuilder) -> None:
+        """Gives drafts to sequences that the step samples after one token, where rows, tokens and
+        free blocks are left. No request is preempted for them."""
+        queues, blocks = self._queues, self.block_manager
+        if not drafter.begin_step(len(queues.request_of)) or step.lacks_blocks:
+            return
+        rows_left = self._config.max_sampled_rows - len(queues.request_of)
+        parents = [parent for parent, _ in step.forks]
+        for sequence, _ in step.singles:
+            request, num_tokens = queues.request_of[sequence.seq_id], sequence.num_tokens
+            # Processors are functions of users, which may count their calls.
+            is_fixed = request.num_candidates or request.rules.logits_processors
+            if is_fixed or sequence in parents or sequence.num_behind > 1:
+                continue
+            most = min(step.tokens_left, rows_left, sequence.max_num_tokens - num_tokens - 1)
+            drafts = drafter.draft(request, sequence, max(0, most))
+            if not drafts or self.unanswered:
+                continue
+            if block_ids := blocks.reserve(sequence, num_tokens + len(drafts)):
+                step.add_blocks(sequence, block_ids)
+            drafts = drafts[: blocks.num_places(sequence) - num_tokens]
+            if drafts:
+                step.add_drafts(sequence, drafts)
+                rows_left -= len(drafts)
 
     def _chunk_size(self, request: Request, num_left: int, step: StepBuilder) -> int:
         """Tokens of a request that has `num_left` to compute; 0: it has its turn in a later step.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError, RequestError
 from tpengine.messages import NewSequence, StepInput
+from tpengine.scheduling.drafter import Guess
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 SequencePair = tuple[Sequence, Sequence]
@@ -35,6 +36,8 @@ class StepDecisions:
         failed: by id, requests that cannot go on, with the error for the user.
         failed_adapters: keys of adapters that could not be loaded.
         to_report: by id, requests whose user may be told something new after the update.
+        forced: sequences, each with tokens that its grammar forces after its last one.
+        model_s: see `StepOutput`.
         first_token_s: seconds from a request's arrival to its first token, of those that got it.
         inter_token_s: seconds from a request's last token to this one, of the other requests.
     """
@@ -46,8 +49,14 @@ class StepDecisions:
     failed: dict[str, RequestError] = field(default_factory=dict)
     failed_adapters: list[bytes] = field(default_factory=list)
     to_report: dict[str, Request] = field(default_factory=dict)
+    forced: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    model_s: float = 0.0
     first_token_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
+
+    def ends(self, sequence: Sequence) -> bool:
+        """Whether the latest token of a sequence ended it."""
+        return bool(self.finished) and self.finished[-1][0] is sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,8 @@ class SchedulerOutput:
         num_prefill_tokens: scheduled tokens, without those of rows that compute one token after
             the whole prompt.
         forks: children that are sampled from their parent's row in this step.
+        drafts: by sequence. A draft has a row of its own, see `StepInput`, so `rows` and `sampled`
+            have the sequence once more for each; its `num_computed_tokens` are those without it.
     """
 
     step_input: StepInput
@@ -76,6 +87,7 @@ class SchedulerOutput:
     lacks_blocks: bool
     num_prefill_tokens: int
     forks: list[SequencePair]
+    drafts: dict[Sequence, list[Guess]]
 
     @property
     def is_empty(self) -> bool:
@@ -108,6 +120,7 @@ class StepBuilder:
     """Requests that start before the running ones continue; the step has their rows."""
     preempted: list[Request] = field(default_factory=list)
     lacks_blocks: bool = False
+    drafts: dict[Sequence, list[Guess]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -127,6 +140,13 @@ class StepBuilder:
     def add_blocks(self, sequence: Sequence, block_ids: list[int]) -> None:
         """Tells the workers about blocks at the end of the table of a sequence that they hold."""
         self.message.new_block_ids.append((slot_of(sequence), block_ids))
+
+    def add_drafts(self, sequence: Sequence, drafts: list[Guess]) -> None:
+        """Gives drafts to a sequence that has a row of one token, after which it is sampled."""
+        self.tokens_left -= len(drafts)
+        self.drafts[sequence] = drafts
+        token_ids = [draft.token_id for draft in drafts]
+        self.message.drafts.append((slot_of(sequence), token_ids))
 
     def enter(
         self, request: Request, sequence: Sequence, block_ids: list[int], adapter_slot: int | None
@@ -155,8 +175,8 @@ class StepBuilder:
         message, sampled = self.message, list[Sequence]()
         rows, ends = list[Sequence](), list[int]()
         num_prefill_tokens = sum(size for _, size in self.chunks)
-        for row, (sequence, size) in enumerate(self.sized_rows()):
-            slot, num_computed = slot_of(sequence), sequence.num_computed_tokens
+        for sequence, size in self.sized_rows():
+            slot, num_computed, row = slot_of(sequence), sequence.num_computed_tokens, len(rows)
             end = num_computed + size
             rows.append(sequence)
             message.slots.append(slot)
@@ -175,6 +195,15 @@ class StepBuilder:
             sequence.num_computed_tokens = end
             sequence.num_unanswered += 1
             ends.append(end)
+            for _ in self.drafts.get(sequence, ()):
+                message.sample_rows.append(len(rows))
+                for slots in (message.slots, message.sample_slots):
+                    slots.append(slot)
+                for sequences in (rows, sampled):
+                    sequences.append(sequence)
+                message.num_scheduled_tokens.append(1)
+                sequence.num_unanswered += 1
+                ends.append(end)
         for _, child in self.forks:
             child.num_unanswered += 1
         message.step = self.number
@@ -188,6 +217,7 @@ class StepBuilder:
             lacks_blocks=self.lacks_blocks,
             num_prefill_tokens=num_prefill_tokens,
             forks=self.forks,
+            drafts=self.drafts,
         )
 
 

@@ -1,15 +1,16 @@
 """The grammars that the outputs of some slots follow, and their masks of allowed tokens.
 
 Only rank 0, which samples, makes masks. They are made in a thread while the layers run. A matcher
-lags behind its sequence: it takes a token only when the mask after it is made. By then the driver
-has replaced the tokens that it replaces (beam search), so no matcher ever goes back. After a
-preemption or a loss it takes all output tokens that the sequence returns with.
+lags behind its sequence: it takes a token only when the mask after it is made, or, with lookahead,
+to find the tokens that must follow. By then the driver has replaced the tokens that it replaces
+(beam search), and drafts are not taken, so no matcher ever goes back. After a preemption or a loss
+it takes all output tokens that the sequence returns with.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,15 +56,31 @@ class _Followed:
         self.num_taken += len(token_ids)
         return self.matcher
 
-    def ban_early_ends(self, bits: Int32) -> None:
-        """Removes the tokens that would end the sequence too early from its mask, unless no other
-        is allowed: where the grammar is complete, the sequence ends."""
-        if self.num_taken < self.first_end:
+    def ban_early_ends(self, bits: Int32, num_drafts: int) -> None:
+        """Removes the tokens that would end the sequence too early from its mask after so many
+        drafts, unless no other is allowed: where the grammar is complete, the sequence ends."""
+        if self.num_taken + num_drafts < self.first_end:
             others = bits.view(np.uint8).copy()
             bans = np.left_shift(1, self.end_ids & 7).astype(np.uint8)
             np.bitwise_and.at(others, self.end_ids >> 3, ~bans)
             if others.any():
                 bits[:] = others.view(np.int32)
+
+
+@dataclass(slots=True)
+class _Work:
+    """The masks of one sequence.
+
+    Attributes:
+        place: of its first mask; one follows for each draft. The mask after a draft that the
+            grammar forbids is empty.
+        token_ids: for the matcher to take.
+    """
+
+    grammar: _Followed
+    place: int
+    token_ids: list[int]
+    drafts: list[int] = field(default_factory=list)
 
 
 class GrammarSlots:
@@ -110,51 +127,90 @@ class GrammarSlots:
     def begin_masks(self, slots: Int64, positions: Int32, token_ids: Int32) -> TokenMasks | None:
         """Begins to make the masks of one step's samples; None: none follows a grammar. See
         `SamplingSlots.gather` for the arguments."""
-        rows, work = [], []
+        rows, work = list[int](), list[_Work]()
+        previous = None
         for row, slot in enumerate(slots.tolist()):
             grammar = self._followed.get(slot)
             if grammar is not None:
+                if slot == previous:
+                    work[-1].drafts.append(int(token_ids[slot, positions[row] - 1]))
+                else:
+                    new_ids = token_ids[slot, grammar.num_taken : positions[row]].tolist()
+                    work.append(_Work(grammar, len(rows), new_ids))
                 rows.append(row)
-                work.append((grammar, token_ids[slot, grammar.num_taken : positions[row]].tolist()))
+            previous = slot
         if not rows:
             return None
         assert self.vocabulary is not None, "the driver sends it before the first grammar"
-        return TokenMasks(np.array(rows, np.int64), self._submit(work, self.vocabulary))
+        filled = self._submit(work, len(rows), self.vocabulary)
+        return TokenMasks(np.array(rows, np.int64), filled)
+
+    def forced_after(self, slot: int, token_ids: Int32, num_tokens: Int32) -> list[int]:
+        """Lets a slot's matcher take all tokens of its sequence; returns the tokens that must
+        follow, because the grammar allows no other text. Not while masks are made.
+
+        Args:
+            token_ids: `[max_num_seqs, max_model_len]`, tokens of every slot.
+            num_tokens: `[max_num_seqs]`, how many there are.
+        """
+        grammar = self._followed.get(slot)
+        if grammar is None or grammar.matcher is None:
+            return []
+        matcher, end = grammar.matcher, int(num_tokens[slot])
+        matcher.consume_tokens(token_ids[slot, grammar.num_taken : end].tolist())
+        grammar.num_taken = end
+        return [] if matcher.is_error() else list(matcher.compute_ff_tokens())
 
     def _submit(
-        self, work: list[tuple[_Followed, list[int]]], vocabulary: Vocabulary
+        self, work: list[_Work], num_masks: int, vocabulary: Vocabulary
     ) -> Future[FilledMasks]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         try:
-            return self._thread.submit(self._fill, work, vocabulary)
+            return self._thread.submit(self._fill, work, num_masks, vocabulary)
         except RuntimeError:  # the system has no thread left: the step waits for the masks
             self._thread = None
             filled: Future[FilledMasks] = Future()
-            filled.set_result(self._fill(work, vocabulary))
+            filled.set_result(self._fill(work, num_masks, vocabulary))
             return filled
 
-    def _fill(self, work: list[tuple[_Followed, list[int]]], vocabulary: Vocabulary) -> FilledMasks:
+    def _fill(self, work: list[_Work], num_masks: int, vocabulary: Vocabulary) -> FilledMasks:
         """Makes the masks. An error leaves the mask empty; the library would allow the end."""
         from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask_par
+        from llguidance.numpy import (
+            fill_next_token_bitmask_par,
+            fill_next_token_bitmask_par_with_draft_tokens,
+        )
 
         if self._executor is None:
             self._executor = LLExecutor()
-        bits = np.zeros((len(work), -(-vocabulary.size // 32)), np.int32)
+        bits = np.zeros((num_masks, -(-vocabulary.size // 32)), np.int32)
         errors: dict[int, RowError] = {}
-        ready: list[tuple[LLMatcher, int]] = []
-        for place, (grammar, token_ids) in enumerate(work):
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        for part in work:
             try:
-                ready.append((grammar.take(token_ids, vocabulary), place))
+                matcher = part.grammar.take(part.token_ids, vocabulary)
             except InvalidSamplingParamsError as error:
-                errors[place] = RowError(str(error), error.field)
-        if ready:
-            fill_next_token_bitmask_par(self._executor, ready, bits)
-        for matcher, place in ready:
-            if matcher.is_error():
-                bits[place] = 0
+                errors[part.place] = RowError(str(error), error.field)
+                continue
+            if part.drafts:
+                drafted.append((matcher, part.place, part.drafts))
+            else:
+                plain.append((matcher, part.place))
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, bits)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bits)
+        for part in work:
+            if part.place in errors:
+                continue
+            own = bits[part.place : part.place + 1 + len(part.drafts)]
+            matcher = part.grammar.matcher
+            if matcher is not None and matcher.is_error():
+                own[:] = 0
                 text = f"structured_outputs cannot be followed: {reason(matcher)}"
-                errors[place] = RowError(text, "structured_outputs")
-            work[place][0].ban_early_ends(bits[place])
+                errors[part.place] = RowError(text, "structured_outputs")
+            for num_drafts, mask in enumerate(own):
+                part.grammar.ban_early_ends(mask, num_drafts)
         return FilledMasks(bits, errors)

@@ -18,7 +18,7 @@ from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.device_values import Int32, Int64
 from tpengine.layers.sampler import Filters, SamplingBatch, noise_keys
 from tpengine.messages import Fork, NewSequence, StepInput
-from tpengine.worker.sampling_state import SamplingSlots
+from tpengine.worker.sampling_state import SamplingSlots, num_drafts_before
 from tpengine.worker.transfers import Uploads
 
 
@@ -121,8 +121,16 @@ class InputBatch:
             num_tokens = self.num_tokens[slot]
             self.token_ids[slot, num_tokens - 1] = token_id
             self.sampling.rewrite(slot, self.token_ids[slot, :num_tokens])
+        for slot, drafts in step.drafts:  # behind the sequence's tokens, and not counted
+            num_tokens = self.num_tokens[slot]
+            self.token_ids[slot, num_tokens : num_tokens + len(drafts)] = drafts
 
-    def arrays(self, row_slots: Sequence[int], num_scheduled_tokens: Sequence[int]) -> StepArrays:
+    def arrays(
+        self,
+        row_slots: Sequence[int] | Int64,
+        num_scheduled_tokens: Sequence[int],
+        computed: Int32 | None = None,
+    ) -> StepArrays:
         """Builds the arrays of some rows, by slot, each with its number of tokens to compute.
 
         Example, block_size 4: slot 7 has computed 5 tokens and adds one, slot 2 has computed 4 and
@@ -137,10 +145,15 @@ class InputBatch:
             query_start_loc           0  3          (of the chunks only)
 
         The token id of a row whose token has not been appended yet is undefined.
+
+        Args:
+            computed: int32 `[num_rows]`, the position at which each row begins; None: behind the
+                computed tokens.
         """
         slots = np.array(row_slots, np.int64)
         scheduled = np.array(num_scheduled_tokens, np.int32)
-        computed = self.num_computed_tokens[slots]
+        if computed is None:
+            computed = self.num_computed_tokens[slots]
         seq_lens = computed + scheduled
         num_decodes = int(np.count_nonzero(scheduled == 1))
         max_blocks = -(-int(seq_lens.max()) // self.block_size)
@@ -162,6 +175,13 @@ class InputBatch:
         return StepArrays(
             token_ids, positions, slot_mapping, table, seq_lens, starts, num_decodes, scheduled
         )
+
+    def step_arrays(self, step: StepInput) -> StepArrays:
+        """Builds the arrays of a step's rows; a draft has the position behind the row before."""
+        slots, computed = np.array(step.slots, np.int64), None
+        if step.drafts:
+            computed = self.num_computed_tokens[slots] + num_drafts_before(slots)
+        return self.arrays(slots, step.num_scheduled_tokens, computed)
 
     def _kept_blocks(self, table: Int32, computed: Int32) -> Int32:
         """Replaces the blocks that have left the window in every layer; others may hold them now.
@@ -195,7 +215,10 @@ class InputBatch:
     def sampling_batch(self, step: StepInput) -> SamplingBatch:
         """Collects the sampling parameters of `sample_slots`; these slots hold all their tokens."""
         slots = np.array(step.sample_slots, np.int64)
-        return self.sampling.gather(slots, self.num_tokens[slots], self.token_ids)
+        positions = self.num_tokens[slots]
+        if step.drafts:
+            positions = positions + num_drafts_before(slots)
+        return self.sampling.gather(slots, positions, self.token_ids)
 
     def prompt_rows(self, step: StepInput) -> list[PromptRow]:
         """Finds the rows that compute prompt tokens whose successors' log probabilities are wanted.
@@ -217,23 +240,48 @@ class InputBatch:
         return rows
 
     def note_computed(self, step: StepInput) -> None:
-        """Counts the step's tokens as computed; the sampled ids may still be on the device."""
+        """Counts the step's tokens as computed, without drafts; the sampled ids may still be on the
+        device."""
+        # An index that is there several times is added to once: drafts are not counted.
         self.num_computed_tokens[step.slots] += np.array(step.num_scheduled_tokens, np.int32)
         if step.forks:  # a slot that is sampled from its parent's row has computed the same tokens
             parents = np.array(step.slots, np.int64)[step.sample_rows]
             self.num_computed_tokens[step.sample_slots] = self.num_computed_tokens[parents]
 
-    def append(self, step: StepInput, sampled: Int64, freed_slots: Collection[int] = ()) -> None:
+    def append(
+        self, step: StepInput, sampled: Int64, freed_slots: Collection[int] = ()
+    ) -> list[int]:
         """Appends the sampled ids, int64 `[num_samples]`, so that the next message need not contain
         them.
 
         Args:
             freed_slots: since then; their samples are dropped.
+
+        Returns:
+            The indexes of what was sampled after a wrong draft. It is not appended.
         """
         slots = np.array(step.sample_slots, np.int64)
         if freed_slots:
             kept = ~np.isin(slots, list(freed_slots))
             slots, sampled = slots[kept], sampled[kept]
+        if not step.drafts:
+            self._append(slots, sampled)
+            return []
+        assert not freed_slots, "a step was begun before the answer of one with drafts"
+        drafts = num_drafts_before(slots)
+        guesses = self.token_ids[slots, self.num_tokens[slots] + drafts - 1]
+        counts = drafts == 0
+        for place in np.flatnonzero(drafts):
+            counts[place] = counts[place - 1] and sampled[place - 1] == guesses[place]
+        for number in range(drafts.max() + 1):
+            chosen = counts & (drafts == number)
+            self._append(slots[chosen], sampled[chosen])
+            if number:
+                self.num_computed_tokens[slots[chosen]] += 1
+        return np.flatnonzero(~counts).tolist()
+
+    def _append(self, slots: Int64, sampled: Int64) -> None:
+        """Appends a token to each of these slots, of which no two are the same."""
         ends = self.num_tokens[slots]
         # A sequence of max_model_len tokens has no column for one more. The model never reads that
         # token, because the driver finishes the sequence.

@@ -25,6 +25,7 @@ from tpengine.worker.adapter_store import AdapterStore, group_rows
 from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording
 from tpengine.worker.device import cuda_peak_bytes
+from tpengine.worker.draft_model import DraftModel
 from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
@@ -90,8 +91,10 @@ class ModelRunner:
         works_ahead: whether a step's answer may wait until the next step was launched.
 
     Attributes:
+        batch: the running batch.
         recorded: runs decode steps without Python between their ops; None: steps run op by op.
         recorded_adapters: the same for steps in which a row has an adapter.
+        draft_model: None: drafts come from the driver.
         uploads: sends arrays to the device.
     """
 
@@ -111,6 +114,7 @@ class ModelRunner:
         self.device = device
         self.recorded: DecodeGraphs | DecodeRecording | None = None
         self.recorded_adapters: DecodeRecording | None = None
+        self.draft_model: DraftModel | None = None
         self._adapters = adapters
         self._works_ahead = works_ahead
         self._pending: _PendingStep | None = None
@@ -125,12 +129,12 @@ class ModelRunner:
         self._max_logprobs = vocab_size if most == -1 else min(most, vocab_size)
         limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len
         block_size, num_kept = config.cache.block_size, config.num_kept_tokens
-        self._batch = InputBatch(*limits, block_size, self.uploads, num_kept, self._processed)
+        self.batch = InputBatch(*limits, block_size, self.uploads, num_kept, self._processed)
 
     @property
     def grammars(self) -> GrammarSlots:
         """The slots whose output follows a grammar."""
-        return self._batch.sampling.grammars
+        return self.batch.sampling.grammars
 
     def drop_recording(self) -> None:
         """Destroys what was recorded; later steps run op by op."""
@@ -152,11 +156,12 @@ class ModelRunner:
             that of the step before.
         """
         adapter_errors = self.apply(step)
+        drafting_s = self._guess(step)
         inputs, has_all_ids = self.prepare_outputs(step), self._pending is None
         # Before the layers, if it can be: the masks of grammars are made while these run.
         parameters = self._sampling_parameters(step) if has_all_ids else None
         forward = self.prepare_rows(step, inputs.wanted)
-        start = time.perf_counter()
+        start = time.perf_counter() - drafting_s
         hidden = forward()
         outputs = self.finish()
         if not has_all_ids:
@@ -164,6 +169,14 @@ class ModelRunner:
         answer = self.sample(step, inputs, parameters, hidden)
         self._pending = _PendingStep(step, answer, start, adapter_errors)
         return outputs if self._works_ahead else [*outputs, *self.finish()]
+
+    def _guess(self, step: StepInput) -> float:
+        """Lets the draft model, if there is one, make a step's drafts; returns the seconds."""
+        if self.draft_model is None or not step.drafts:
+            return 0.0
+        start = time.perf_counter()
+        self.draft_model.guess(step)
+        return time.perf_counter() - start
 
     def finish(self) -> list[StepOutput]:
         """Waits for the step that was begun, if there is one, and appends its ids to the batch;
@@ -175,7 +188,8 @@ class ModelRunner:
         now = time.perf_counter()
         model_s = now - max(pending.start, self._finished_at)  # the device takes one after another
         self._finished_at = now
-        self._batch.append(pending.step, sampled_ids, pending.freed_slots)
+        rejected = self.batch.append(pending.step, sampled_ids, pending.freed_slots)
+        forced = self._forced_tokens(pending.step, rejected)
         return [
             StepOutput(
                 step=pending.step.step,
@@ -186,9 +200,21 @@ class ModelRunner:
                 prompt_logprobs=prompt_logprobs,
                 errors=findings.errors,
                 adapter_errors=pending.adapter_errors,
+                rejected=rejected,
+                forced=forced,
                 chosen_logprobs=findings.chosen_logprobs,
             )
         ]
+
+    def _forced_tokens(self, step: StepInput, rejected: list[int]) -> dict[int, list[int]]:
+        """What grammars force after the last token of each sequence, by its index among the
+        samples; on rank 0, for drafts."""
+        if self._scheduler.lookahead is None or self._parallel.tp_rank or self.grammars.is_empty:
+            return {}
+        last = {s: at for at, s in enumerate(step.sample_slots) if at not in rejected}
+        tokens = self.batch.token_ids, self.batch.num_tokens
+        forced = {at: self.grammars.forced_after(slot, *tokens) for slot, at in last.items()}
+        return {at: ids for at, ids in forced.items() if ids}
 
     def apply(self, step: StepInput) -> dict[bytes, str]:
         """Brings adapters, batch and cache up to date with the driver; returns why adapters could
@@ -196,14 +222,16 @@ class ModelRunner:
         errors = {} if self._adapters is None else self._adapters.load(step.adapter_loads)
         if self._pending is not None:
             self._pending.freed_slots.update(step.freed_slots)
-        self._batch.apply(step)
+        self.batch.apply(step)
         self.cache_engine.move(step.block_moves)
+        if self.draft_model is not None:
+            self.draft_model.apply(step)
         return errors
 
     def prepare_outputs(self, step: StepInput) -> OutputRows:
         """Finds the tokens whose hidden states a step needs."""
-        prompt_rows = self._batch.prompt_rows(step)
-        last_tokens = self._batch.last_positions(step)
+        prompt_rows = self.batch.prompt_rows(step)
+        last_tokens = self.batch.last_positions(step)
         # Log probabilities of a prompt need the hidden states of all tokens; and a row that several
         # sequences share would pass the last layer once for each of them.
         if prompt_rows or len(set(step.sample_rows)) < len(step.sample_rows):
@@ -220,11 +248,11 @@ class ModelRunner:
             wanted: int64, the tokens whose hidden states are returned; None: all.
         """
         slots, num_rows = step.slots, len(step.slots)
-        arrays = self._batch.arrays(slots, step.num_scheduled_tokens)
+        arrays = self.batch.step_arrays(step)
         token_ids = self._ids_in_flight(step, arrays)
         grouped = None
         if self._adapters is not None:
-            grouped = group_rows(self._batch.adapter_slots[slots], arrays.num_scheduled_tokens)
+            grouped = group_rows(self.batch.adapter_slots[slots], arrays.num_scheduled_tokens)
         recorded = self.recorded if grouped is None else self.recorded_adapters
         if recorded is not None and arrays.num_decodes == num_rows <= recorded.max_rows:
             self.cache_engine.kv_caches.wait()  # a recording does not iterate over the layers
@@ -269,7 +297,7 @@ class ModelRunner:
         """Of each sample; None: another rank samples, or the step samples nothing."""
         if not step.sample_rows or self._parallel.tp_rank:
             return None
-        parameters = self._batch.sampling_batch(step)
+        parameters = self.batch.sampling_batch(step)
         if self._gpu is not None and parameters.temperature.any():
             parameters.on_device = self.uploads.send(sampler.sampling_columns(parameters))
         return parameters
@@ -298,7 +326,7 @@ class ModelRunner:
             ids = Pending([token_ids], lambda arrays: arrays[0])
         results = together([ids, findings, prompts])
         wait = self._downloads.start(results.tensors)
-        self._batch.note_computed(step)
+        self.batch.note_computed(step)
         return PendingAnswer(token_ids, lambda: results.read(wait()))
 
     def _choose(
@@ -341,7 +369,7 @@ class ModelRunner:
     def _max_logits_rows(self) -> int:
         """Rows of logits that are held at once: those that are sampled, or a slice of a prompt
         whose log probabilities are wanted. The worst case runs with as many."""
-        num_rows = max(self._scheduler.max_num_seqs, PROMPT_SLICE_ROWS)
+        num_rows = max(self._scheduler.max_sampled_rows, PROMPT_SLICE_ROWS)
         return min(num_rows, self._scheduler.max_num_batched_tokens)
 
     def _run_dummy(self, query_lens: npt.NDArray[np.integer[Any]], num_logits_rows: int = 1) -> int:
@@ -350,7 +378,7 @@ class ModelRunner:
         # A block table has a column for each block up to this length.
         longest = min(self._scheduler.max_model_len, self._scheduler.max_num_batched_tokens)
         lengths = np.minimum(np.sort(query_lens), longest)
-        arrays = self._batch.arrays(range(len(lengths)), lengths.tolist())
+        arrays = self.batch.arrays(range(len(lengths)), lengths.tolist())
         arrays.slot_mapping.fill(-1)  # K and V go nowhere
         token_ids, metadata = self._upload(arrays)
         grouped = group_rows(np.zeros_like(lengths), lengths)

@@ -164,10 +164,22 @@ class SamplingSlots:
         """Collects the parameters of one step's samples.
 
         Args:
-            slots: `[num_samples]`.
+            slots: `[num_samples]`; a slot that follows itself is sampled after a draft.
             positions: `[num_samples]`, index that each sampled token will have in its sequence.
-            token_ids: `[max_num_seqs, max_model_len]`, tokens of every slot.
+            token_ids: `[max_num_seqs, max_model_len]`, tokens of every slot, and behind them its
+                drafts.
         """
+        return replace(
+            self.gather_plain(slots, positions),
+            num_logprobs=self.num_logprobs[slots],
+            num_candidates=self.num_candidates[slots],
+            edits=self._edits(slots, positions, token_ids),
+            processed=self._processed,
+        )
+
+    def gather_plain(self, slots: Int64, positions: Int32) -> SamplingBatch:
+        """The same without edits of logits, and without reports beside the tokens."""
+        none = np.zeros(len(slots), np.int32)
         return SamplingBatch(
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],
@@ -175,10 +187,8 @@ class SamplingSlots:
             min_p=self.min_p[slots],
             noise_key=self.noise_key[slots],
             positions=positions,
-            num_logprobs=self.num_logprobs[slots],
-            num_candidates=self.num_candidates[slots],
-            edits=self._edits(slots, positions, token_ids),
-            processed=self._processed,
+            num_logprobs=none + _NO_LOGPROBS,
+            num_candidates=none,
         )
 
     def _edits(self, slots: Int64, positions: Int32, token_ids: Int32) -> LogitEdits | None:
@@ -186,21 +196,40 @@ class SamplingSlots:
             return None
         edits = self._rules.edits(slots, positions, token_ids)
         edits.masks = self.grammars.begin_masks(slots, positions, token_ids)
-        edits.penalties = self._penalties(slots)
+        edits.penalties = self._penalties(slots, positions, token_ids)
         return None if edits.is_empty else edits
 
-    def _penalties(self, slots: Int64) -> Penalties | None:
+    def _penalties(self, slots: Int64, positions: Int32, token_ids: Int32) -> Penalties | None:
         rows = np.flatnonzero(self.has_penalties[slots])
         if len(rows) == 0:
             return None
-        penalised = slots[rows]
+        penalised, ends = slots[rows], positions[rows]
+        counts = num_drafts_before(penalised)
+        # The first draft of each row that has one, then the second of each that has two, and so on.
+        drafts = [
+            (later, token_ids[penalised[later], (ends - counts)[later] + number].astype(np.int64))
+            for number in range(counts.max())
+            if (later := np.flatnonzero(counts > number)).size
+        ]
         return Penalties(
             rows=upload(rows, self._device),
-            tokens=self._counts.gather(penalised),
+            tokens=self._counts.gather(penalised, drafts),
             repetition=upload(self.repetition_penalty[penalised], self._device),
             frequency=upload(self.frequency_penalty[penalised], self._device),
             presence=upload(self.presence_penalty[penalised], self._device),
         )
+
+
+def num_drafts_before(slots: Int64) -> Int32:
+    """Counts the drafts up to each row, its own one included: how often its slot has followed
+    itself. `[num_rows]`.
+
+    Example: the slots 7 7 7 2 give 0 1 2 0.
+    """
+    rows = np.arange(len(slots), dtype=np.int32)
+    is_own = np.ones(len(slots), np.bool_)
+    is_own[1:] = slots[1:] != slots[:-1]
+    return rows - np.maximum.accumulate(np.where(is_own, rows, 0))
 
 
 def _count_logprobs(wanted: int | None) -> int:

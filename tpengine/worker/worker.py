@@ -29,6 +29,7 @@ from tpengine.worker import device
 from tpengine.worker.adapter_store import AdapterStore
 from tpengine.worker.cache_engine import CacheEngine, CacheShape, staged_blocks
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
+from tpengine.worker.draft_model import DraftModel
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers, check_attention
 from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
 from tpengine.worker.model_runner import ModelRunner
@@ -62,6 +63,7 @@ class Worker:
         self._gpu: GpuAttention | None = None
         self._all_record: bool | None = None
         self._adapters: AdapterStore | None = None
+        self._draft_model: CausalLM | None = None
         self._runner: ModelRunner | None = None
 
     @staticmethod
@@ -123,10 +125,27 @@ class Worker:
             as_stored = device.keeps_stored(model.dtype, rounding, self._device.type)
             weights = Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
             self._model = load_model(model, weights, lambda made: self._check(made, weights))
-        self._weights_bytes, self._weights_form = weights.num_bytes, weights.form
-        self._looked_up_bytes = weights.looked_up_bytes
+            self._weights_bytes, digest = weights.num_bytes, weights.digest
+            if (config := self._config.of_draft_model) is not None:
+                drafting = self._load_draft_model(config)
+                self._weights_bytes += drafting.num_bytes
+                digest += drafting.digest
+        self._weights_form, self._looked_up_bytes = weights.form, weights.looked_up_bytes
         self._gpu = self._make_gpu_attention(self._model)
-        return weights.digest
+        return digest
+
+    def _load_draft_model(self, config: EngineConfig) -> Weights:
+        """Loads the model that makes drafts; returns its weights."""
+        own, kind = config.model, self._device.type
+        as_stored = device.keeps_stored(own.dtype, own.quantization, kind)
+        sharding = self._dtype, self._device, self._parallel
+        weights = Weights(*sharding, own.quantization, as_stored)
+
+        def check(model: CausalLM) -> None:
+            check_attention(model, config, self._dtype, self._cache_dtype)
+
+        self._draft_model = load_model(own, weights, check)
+        return weights
 
     def _check(self, model: CausalLM, weights: Weights) -> None:
         """Checks a model that has no weights yet, and gives its layers slots for adapters."""
@@ -151,7 +170,7 @@ class Worker:
         Raises:
             CacheSizeError: not even one block fits.
         """
-        one_block, cache = self._cache_shape().block_bytes, self._config.cache
+        one_block, cache = self._block_bytes, self._config.cache
         share = device.SWAP_SHARE
         space = device.host_budget_bytes(cache.swap_space_bytes, share, self._num_local_ranks)
         num_host_blocks = space // one_block
@@ -248,15 +267,20 @@ class Worker:
         finally:
             self._parallel.close()
         self._store = self._model = self._gpu = self._runner = self._adapters = None
+        self._draft_model = None
         self._release()
 
     def _open_cache(self, num_blocks: int, num_host_blocks: int) -> None:
+        model, draft_model = self._require_model(), self._draft_model
         try:
-            cache = self._make_cache(num_blocks, num_host_blocks)
+            cache = self._make_cache(model, num_blocks, num_host_blocks)
+            draft_cache = None
+            if draft_model is not None:
+                draft_cache = self._make_cache(draft_model, num_blocks, num_host_blocks)
         except (MemoryError, RuntimeError) as error:
             if is_device_fault(error):
                 raise
-            one_block = self._cache_shape().block_bytes / device.GIB
+            one_block = self._block_bytes / device.GIB
             size, host_size = num_blocks * one_block, num_host_blocks * one_block
             raise CacheSizeError(
                 f"{num_blocks} blocks of the KV cache ({size:.2f} GiB) on {self._device} and "
@@ -265,7 +289,9 @@ class Worker:
             ) from error
         self._runner = runner = self._make_runner(cache)
         with self._forward():
-            runner.recorded = recording = self._make_recording(cache.kv_caches)
+            runner.recorded = recording = self._make_recording(model, cache.kv_caches)
+            if draft_model is not None and draft_cache is not None:
+                runner.draft_model = self._make_draft_model(draft_model, draft_cache, runner)
             if isinstance(recording, DecodeGraphs):
                 recording.record()
             elif recording is not None:
@@ -273,6 +299,14 @@ class Worker:
             if self._gpu is not None:
                 self._claim_activations(runner)
             runner.warm_up()
+
+    def _make_draft_model(
+        self, model: CausalLM, cache: CacheEngine, runner: ModelRunner
+    ) -> DraftModel:
+        recorded = self._make_recording(model, cache.kv_caches)
+        assert not isinstance(recorded, DecodeGraphs), "a GPU has no draft model"
+        limit = self._config.scheduler.max_num_batched_tokens
+        return DraftModel(model, cache, recorded, runner.batch, self._parallel, limit)
 
     def _claim_activations(self, runner: ModelRunner) -> None:
         """Runs the worst step once more, on a GPU: torch keeps the memory that it takes, so that no
@@ -327,7 +361,7 @@ class Worker:
     def _activation_peak(self) -> tuple[int, int]:
         """Returns bytes of activations in the worst step, and how many of them logits and sampling
         take, which is measured on a GPU only."""
-        runner = self._make_runner(self._make_cache(1))
+        runner = self._make_runner(self._make_cache(self._require_model(), 1))
         with self._forward(), device.PeakMemory(self._device) as peak:
             model_peak = runner.run_worst_case()
         if self._gpu is None:
@@ -336,24 +370,30 @@ class Worker:
 
     def _recording_bytes(self) -> int:
         """Returns what recorded decode steps will take, tried over a cache of one block."""
-        cache = self._make_cache(1)
+        models = [self._require_model(), self._draft_model]
+        cache, *others = [self._make_cache(model, 1) for model in models if model is not None]
         with self._forward():
-            recording = self._make_recording(cache.kv_caches)
+            recording = self._make_recording(self._require_model(), cache.kv_caches)
             if isinstance(recording, DecodeGraphs):
                 with contextlib.closing(recording):
                     return recording.estimate_bytes()
             adapters = None if recording is None else self._record_adapters(cache.kv_caches)
-        return sum(made.num_bytes for made in (recording, adapters) if made is not None)
+            drafts = None
+            if self._draft_model is not None:
+                drafts = self._make_recording(self._draft_model, others[0].kv_caches)
+        recordings = (recording, adapters, drafts)
+        return sum(made.num_bytes for made in recordings if isinstance(made, DecodeRecording))
 
     def _record_adapters(self, kv_caches: list[KVCache]) -> DecodeRecording | None:
         """Records decode steps in which rows have adapters, on CPU; None: they run op by op."""
         layers = None if self._adapters is None else self._adapters.layers
-        recording = None if layers is None else self._make_recording(kv_caches, layers)
+        model = self._require_model()
+        recording = None if layers is None else self._make_recording(model, kv_caches, layers)
         assert not isinstance(recording, DecodeGraphs)
         return recording
 
     def _make_recording(
-        self, kv_caches: list[KVCache], adapters: AdapterLayers | None = None
+        self, model: CausalLM, kv_caches: list[KVCache], adapters: AdapterLayers | None = None
     ) -> DecodeGraphs | DecodeRecording | None:
         """Makes what runs decode steps without Python between their ops: CUDA graphs, still to be
         recorded, or a recording on CPU. None: decode steps run op by op.
@@ -361,10 +401,11 @@ class Worker:
         Args:
             adapters: see `DecodeRecording`.
         """
-        scheduler, model = self._config.scheduler, self._require_model()
+        scheduler = self._config.scheduler
         if self._config.kernels.enforce_eager or not model.recordable:
             return None
-        max_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, MAX_RECORDED_ROWS)
+        most = scheduler.max_sampled_rows
+        max_rows = min(most, scheduler.max_num_batched_tokens, MAX_RECORDED_ROWS)
         max_blocks = -(-scheduler.max_model_len // self._config.cache.block_size)
 
         def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
@@ -410,10 +451,18 @@ class Worker:
         assert self._model is not None, "the model is not loaded"
         return self._model
 
-    def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> CacheEngine:
-        return CacheEngine(self._cache_shape(), num_blocks, num_host_blocks)
+    def _make_cache(
+        self, model: CausalLM, num_blocks: int, num_host_blocks: int = 0
+    ) -> CacheEngine:
+        return CacheEngine(self._cache_shape(model), num_blocks, num_host_blocks)
 
-    def _cache_shape(self) -> CacheShape:
-        layers = list(attention_layers(self._require_model()))
+    @property
+    def _block_bytes(self) -> int:
+        """Bytes of one block, of the model and of the one that makes drafts."""
+        models = [self._require_model(), self._draft_model]
+        return sum(self._cache_shape(model).block_bytes for model in models if model is not None)
+
+    def _cache_shape(self, model: CausalLM) -> CacheShape:
+        layers = list(attention_layers(model))
         block = self._config.cache.block_size, len(layers), layers[0].num_kv_heads
         return CacheShape(self._device, self._cache_dtype, *block, layers[0].head_dim)

@@ -24,8 +24,8 @@ DASHBOARD = json.loads(
 )
 WAIT_S = 60.0
 VARIABLES = {"$__rate_interval": "10s", "$model": ".*", "$instance": ".*"}
-MAY_BE_EMPTY = ("requests_refused", "changes(")
-"""Parts of queries that have samples only after a refusal, or a recovery."""
+MAY_BE_EMPTY = ("requests_refused", "changes(", "spec_decode")
+"""Parts of queries that have samples only after a refusal, a recovery or a draft."""
 
 
 def queries() -> dict[str, str]:

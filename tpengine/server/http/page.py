@@ -100,6 +100,8 @@ def describe(state: ServerState) -> dict[str, Any]:
         "queues": asdict(stats.queues),
         "cache": asdict(stats.cache),
         "ranks": list(_ranks(stats, health)),
+        "num_drafted": sum(counts.num_drafted for counts in stats.drafts.values()),
+        "num_accepted": sum(counts.num_accepted for counts in stats.drafts.values()),
         "recovery": recovery,
         "recoveries": [{**asdict(record), "loss": _loss(record.loss)} for record in records],
     }

@@ -72,7 +72,7 @@ class GpuAttention:
         self._plans: dict[int | None, attention_ops.DecodePlan] = {}  # by window
         self._min_item_tokens = attention_ops.min_item_tokens(head_dim, cache_dtype)
         if device.type == "cuda" and has_cuda_kernels():
-            rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+            rows = min(scheduler.max_sampled_rows, scheduler.max_num_batched_tokens)
             sizes = rows, heads, kv_heads, head_dim, cache_dtype
             make = partial(attention_ops.make_decode_plan, device, *sizes)
             self._plans = {window: make() for window in windows}

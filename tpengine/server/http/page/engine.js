@@ -112,6 +112,9 @@ function drawRate(about, engine) {
   get("spark-bands").setAttribute("d", samples.slice(1).map((one, place) =>
     (one.recovers ? `M${x(samples[place])} 0H${x(one)}V40H${x(samples[place])}Z` : "")).join(""));
   write(get("rate"), rate.toFixed(rate < 10 ? 1 : 0));
+  const { num_drafted: drafted, num_accepted: accepted } = engine;
+  get("drafts").hidden = !drafted;
+  write(get("drafts"), `${percent(accepted / drafted)} of ${counted(drafted, "guessed token")} came true`);
   write(get("spark-top"), `top ${top.toFixed(0)}`);
 }
 

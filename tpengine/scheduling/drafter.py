@@ -1,0 +1,314 @@
+"""Lookahead: guesses the next tokens of a sequence, so that one step computes several of them.
+
+A guess that a step computes is a draft. It changes no output: see `messages.StepInput`. So all that
+is decided here is speed.
+
+Where each decision stands:
+    which tokens: `Drafter._guesses`. They are what followed the sequence's last tokens where these
+        stood before: in the sequence itself (prompt lookup, as `[ngram]` in vLLM), and for
+        `[suffix]` in earlier outputs of the same client too, by frequency (SuffixDecoding, arXiv
+        2411.04975). Tokens that a grammar forces come first.
+    how likely a guess is right: `_Rates`, from the guesses that came true before.
+    how many are worth a row: `Drafter.draft`, by the price of a row (`RowPrices`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import NamedTuple
+
+from tpengine.config import LookaheadConfig
+from tpengine.scheduling.sequence import Request, Sequence
+from tpengine.scheduling.token_index import Match, TokenIndex
+
+_MAX_RATE = 17
+"""Longer matches have one rate."""
+_FORCED = 0
+"""In place of a length of match: a grammar forces the token."""
+_FADING = 32
+"""Guesses after which older ones count half."""
+_PRICE = 0.15
+"""Of a row, as a share of a step of one row, until it is measured."""
+_PRICE_WEIGHT = 0.5
+_NEWEST = 0.05
+"""Share of the latest step in what is known about the price."""
+_MAX_PRICE = 0.7
+"""Share of a step's time per token above which no guess is likely enough to be looked for."""
+_SEPARATOR = -1
+_GENERATION_TOKENS = 1 << 15
+_MAX_CLIENTS = 64
+
+
+class Guess(NamedTuple):
+    """A token that may come next, if all guesses before it are right.
+
+    Attributes:
+        token_id: 0 if a model guesses it, on the ranks.
+        source: where it comes from: prompt and output of its sequence ("text"), earlier outputs of
+            the client ("earlier"), "grammar", or "model".
+        kind: whose rate it counts for: the length of its match; `_FORCED`; of a model, its place.
+        share: of the places of the match, those at which it follows.
+    """
+
+    token_id: int
+    source: str
+    kind: int
+    share: float = 1.0
+
+
+class DraftStats(NamedTuple):
+    """Drafts that were computed, and those of them that came true."""
+
+    num_drafted: int
+    num_accepted: int
+
+
+class _Rates:
+    """How often guesses of each kind were right; longer matches more often than short ones."""
+
+    def __init__(self) -> None:
+        self._right = [2 * kind / (kind + 1.5) for kind in range(_MAX_RATE + 1)]
+        self._right[_FORCED] = 1.9
+        self._all = [2.0] * (_MAX_RATE + 1)
+
+    def of(self, kind: int) -> float:
+        return self._right[kind] / self._all[kind]
+
+    def note(self, kind: int, is_right: bool) -> None:
+        if self._all[kind] >= _FADING:
+            self._right[kind] /= 2
+            self._all[kind] /= 2
+        self._right[kind] += is_right
+        self._all[kind] += 1
+
+
+class RowPrices:
+    """What a row more costs a step, from the times of steps: a line through (rows, seconds) in
+    which old steps fade. Until rows vary, their price is a guess."""
+
+    def __init__(self) -> None:
+        self._rows = self._seconds = 0.0
+        self._variance = self._covariance = 0.0
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """Adds a step of so many rows of one token each."""
+        if not self._seconds:
+            self._rows, self._seconds = float(num_rows), seconds
+            return
+        # A step that was interrupted says nothing about its rows.
+        rows, late = num_rows - self._rows, min(seconds, 3 * self._seconds) - self._seconds
+        self._rows += _NEWEST * rows
+        self._seconds += _NEWEST * late
+        self._variance = (1 - _NEWEST) * (self._variance + _NEWEST * rows * rows)
+        self._covariance = (1 - _NEWEST) * (self._covariance + _NEWEST * rows * late)
+
+    def cost(self, num_rows: int) -> tuple[float, float]:
+        """Seconds of a step of so many rows, and of another row."""
+        usual = self._seconds / (1 + _PRICE * (self._rows - 1)) if self._seconds else 1.0
+        weighed = self._covariance + _PRICE_WEIGHT * _PRICE * usual
+        row_s = weighed / (self._variance + _PRICE_WEIGHT)
+        row_s = min(max(row_s, usual / 64), usual / 2)
+        step_s = (self._seconds or 1.0) + row_s * (num_rows - self._rows)
+        return max(step_s, row_s * num_rows), row_s
+
+
+@dataclass(slots=True)
+class _Text:
+    """A sequence's tokens, what was guessed of them last, and how well that went.
+
+    Attributes:
+        guesses: of the tokens that follow `index.tokens`.
+        is_worth: whether the latest guesses were worth a row.
+    """
+
+    index: TokenIndex
+    rates: _Rates = field(default_factory=_Rates)
+    guesses: list[Guess] = field(default_factory=list)
+    is_worth: bool = False
+
+    def read(self, token_ids: list[int]) -> None:
+        """Takes the tokens that are new, and compares them with the guesses."""
+        new = token_ids[len(self.index.tokens) :]
+        for guess, token_id in zip(self.guesses, new, strict=False):
+            self.rates.note(guess.kind, guess.token_id == token_id)
+            if guess.token_id != token_id:
+                break
+        self.index.extend(new)
+
+
+class _Earlier:
+    """Earlier outputs of one client, in two generations, of which the older one is dropped when the
+    younger one is full."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._old, self._young = TokenIndex(size), TokenIndex(size)
+
+    def add(self, token_ids: list[int]) -> None:
+        if len(self._young.tokens) + len(token_ids) > _GENERATION_TOKENS:
+            self._old, self._young = self._young, TokenIndex(self._size)
+        self._young.extend([*token_ids[-_GENERATION_TOKENS:], _SEPARATOR])
+
+    def find(self, tail: Tokens[int], longest: int) -> list[Match]:
+        young, old = self._young.find(tail, longest), self._old.find(tail, longest)
+        return young if _length(young) >= _length(old) else old
+
+
+class Drafter:
+    """Chooses the drafts of each step."""
+
+    def __init__(self, config: LookaheadConfig) -> None:
+        self._config = config
+        self._texts: dict[int, _Text] = {}  # by id of the sequence
+        self._earlier: OrderedDict[tuple[str, str], _Earlier] | None = None
+        if config.speculative_model == "[suffix]":
+            self._earlier = OrderedDict()
+        self._forced: dict[int, list[int]] = {}  # by id of the sequence
+        self._prices = RowPrices()
+        self._is_on = False  # in the latest step
+        self._num_tokens = self._step_s = self._row_s = 0.0  # of the step that is being chosen
+        self._stats: dict[tuple[str, int], DraftStats] = {}
+
+    def begin_step(self, num_sequences: int) -> bool:
+        """Begins to choose drafts for a step in which so many sequences get a token.
+
+        Returns:
+            Whether there may be any: False if the step has so many rows that no draft pays.
+        """
+        self._num_tokens = num_sequences
+        self._step_s, self._row_s = self._prices.cost(num_sequences)
+        limit = self._config.speculative_disable_by_batch_size
+        is_small = limit is None or num_sequences <= limit
+        self._is_on = is_small and self._lowest_chance < _MAX_PRICE
+        return self._is_on
+
+    @property
+    def _lowest_chance(self) -> float:
+        """How likely a draft must be right, so that the step with it gives as many tokens per
+        second as without."""
+        return self._num_tokens * self._row_s / self._step_s
+
+    def draft(self, request: Request, sequence: Sequence, most: int) -> list[Guess]:
+        """Returns the drafts that are worth a row each; `count` tells what became of them.
+
+        Args:
+            most: drafts that have room.
+        """
+        config = self._config
+        if sequence.num_tokens >= config.speculative_max_model_len:
+            self._texts.pop(sequence.seq_id, None)
+            return []
+        text = self._texts.get(sequence.seq_id)
+        if text is None:
+            text = self._texts[sequence.seq_id] = _Text(TokenIndex(config.ngram_prompt_lookup_min))
+        if config.draft_model is None:
+            text.read(sequence.token_ids)
+        chance, drafts, text.guesses = 1.0, list[Guess](), list[Guess]()
+        for guess in islice(self._guesses(request, sequence, text), config.num_speculative_tokens):
+            text.guesses.append(guess)
+            chance *= guess.share * text.rates.of(guess.kind)
+            if len(drafts) >= most or chance <= self._lowest_chance:
+                break
+            drafts.append(guess)
+            self._num_tokens += chance
+            self._step_s += self._row_s
+        text.is_worth = bool(drafts)
+        return drafts
+
+    def is_hopeful(self, sequences: Tokens[Sequence]) -> bool:
+        """Whether the latest guesses about any of these sequences were worth a row."""
+        texts = (self._texts.get(sequence.seq_id) for sequence in sequences)
+        return self._is_on and any(text is not None and text.is_worth for text in texts)
+
+    def _guesses(self, request: Request, sequence: Sequence, text: _Text) -> Iterator[Guess]:
+        """The likeliest tokens, one after another."""
+        if self._config.draft_model is not None:
+            yield from (Guess(0, "model", min(place, _MAX_RATE)) for place in count(1))
+        forced = self._forced.pop(sequence.seq_id, [])
+        yield from (Guess(token_id, "grammar", _FORCED) for token_id in forced)
+        longest = self._config.ngram_prompt_lookup_max
+        tail = [*sequence.token_ids[-longest:], *forced]
+        places, source = text.index.find(tail, longest), "text"
+        if self._earlier is None:
+            places = places[:1]
+        elif (earlier := self._earlier.get(_client(request))) is not None:
+            others = earlier.find(tail, longest)
+            if _length(others) > _length(places):
+                places, source = others, "earlier"
+            elif _length(others) == _length(places):
+                places = [*places, *others]
+        length = _length(places)
+        for token_id, share in _follow(places):
+            yield Guess(token_id, source, min(length, _MAX_RATE), share)
+            length += 1
+
+    def note_forced(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Takes the tokens that a grammar forces after the sequence's last one."""
+        self._forced[sequence.seq_id] = token_ids
+
+    def note_step(self, num_rows: int, seconds: float) -> None:
+        """Takes the time of a step whose rows have one token each."""
+        self._prices.note(num_rows, seconds)
+
+    def count(self, sequence: Sequence, guesses: list[Guess], num_accepted: int) -> None:
+        """Counts the drafts of a sequence in an answered step."""
+        text = self._texts.get(sequence.seq_id)
+        if text is not None and self._config.draft_model is not None:
+            for place, guess in enumerate(guesses[: num_accepted + 1]):
+                text.rates.note(guess.kind, place < num_accepted)
+        for position, guess in enumerate(guesses):
+            before = self._stats.get((guess.source, position), DraftStats(0, 0))
+            counts = before.num_drafted + 1, before.num_accepted + (position < num_accepted)
+            self._stats[guess.source, position] = DraftStats(*counts)
+
+    def stats(self) -> dict[tuple[str, int], DraftStats]:
+        """By source and place among a sequence's drafts, from 0. Any thread may ask."""
+        return self._stats.copy()
+
+    def leave(self, request: Request) -> None:
+        """Forgets a request, and keeps its outputs for later ones of its client."""
+        for sequence in request.sequences:
+            self._texts.pop(sequence.seq_id, None)
+            self._forced.pop(sequence.seq_id, None)
+            if self._earlier is not None and sequence.num_output_tokens:
+                earlier = self._earlier.setdefault(
+                    _client(request), _Earlier(self._config.ngram_prompt_lookup_min)
+                )
+                self._earlier.move_to_end(_client(request))
+                earlier.add(sequence.output_token_ids)
+                if len(self._earlier) > _MAX_CLIENTS:
+                    self._earlier.popitem(last=False)
+
+
+def _client(request: Request) -> tuple[str, str]:
+    return request.owner.account, request.owner.cache_salt
+
+
+def _length(matches: list[Match]) -> int:
+    return matches[0].length if matches else 0
+
+
+def _follow(places: list[Match]) -> Iterator[tuple[int, float]]:
+    """The likeliest tokens after a match, each with the share of the places at which it follows;
+    only places with all tokens before it go on. A text that ends goes on with what was chosen: it
+    repeats itself."""
+    chosen: list[int] = []
+    while places:
+        following = [_token_at(match, len(chosen), chosen) for match in places]
+        token_id, number = following[0], 1
+        if len(places) > 1:
+            ((token_id, number),) = Counter(following).most_common(1)
+        if token_id == _SEPARATOR:
+            return
+        yield token_id, number / len(places)
+        places = [m for m, after in zip(places, following, strict=True) if after == token_id]
+        chosen.append(token_id)
+
+
+def _token_at(match: Match, offset: int, chosen: list[int]) -> int:
+    place = match.end + offset
+    return match.tokens[place] if place < len(match.tokens) else chosen[place - len(match.tokens)]

@@ -1,0 +1,110 @@
+"""A small model that guesses the next tokens of sequences, beside the model that checks them.
+
+It has a KV cache of its own, whose blocks have the numbers of the other cache: so a sequence's one
+block table is for both, and blocks are copied and swapped together. A sequence that enters the
+batch is computed from its beginning when it has drafts for the first time.
+
+A draft is sampled with the noise that the token itself will be sampled with, which makes them agree
+more often. Biases, bans, penalties and grammars are left out: a draft that they forbid is rejected.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tpengine.distributed.parallel_state import ParallelState
+from tpengine.layers import sampler
+from tpengine.layers.device_values import Int32, Int64
+from tpengine.messages import StepInput
+from tpengine.models.registry import CausalLM
+from tpengine.worker.cache_engine import CacheEngine
+from tpengine.worker.decode_recording import DecodeRecording
+from tpengine.worker.input_batch import InputBatch, upload_step
+
+
+class DraftModel:
+    """The model over its own cache, on CPU.
+
+    Args:
+        max_step_tokens: most tokens that it computes at once.
+
+    Attributes:
+        num_computed_tokens: int32 `[max_num_seqs]`, tokens at the beginning of each slot's sequence
+            whose K and V its cache holds.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache_engine: CacheEngine,
+        recorded: DecodeRecording | None,
+        batch: InputBatch,
+        parallel: ParallelState,
+        max_step_tokens: int,
+    ) -> None:
+        self._model = model
+        self._cache_engine = cache_engine
+        self._recorded = recorded
+        self._batch = batch
+        self._parallel = parallel
+        self._max_step_tokens = max_step_tokens
+        self.num_computed_tokens = np.zeros(len(batch.num_tokens), np.int32)
+
+    def apply(self, step: StepInput) -> None:
+        """Follows the changes of a step, like `InputBatch.apply`."""
+        for sequence in step.new_sequences:
+            self.num_computed_tokens[sequence.slot] = 0
+        for fork in step.forks:
+            self.num_computed_tokens[fork.child_slot] = self.num_computed_tokens[fork.parent_slot]
+        self._cache_engine.move(step.block_moves)
+
+    def guess(self, step: StepInput) -> None:
+        """Writes the drafts of a step into the batch, in place of those of the message."""
+        batch, computed = self._batch, self.num_computed_tokens
+        slots = np.array([slot for slot, _ in step.drafts], np.int64)
+        counts = np.array([len(drafts) for _, drafts in step.drafts])
+        known = batch.num_tokens[slots]
+        # What was computed of rejected drafts is computed again.
+        computed[slots] = np.minimum(computed[slots], known - 1)
+        for slot, end in zip(slots.tolist(), known.tolist(), strict=True):
+            self._catch_up(slot, end - 2)
+        # The last draft of the step before was not computed; if it came true, two tokens are new.
+        num_new = known - computed[slots]
+        for number in range(counts.max()):
+            chosen = counts > number
+            own, ends = slots[chosen], (known + number)[chosen]
+            sizes = num_new[chosen] if number == 0 else np.ones(len(own), np.int32)
+            last = np.cumsum(sizes, dtype=np.int32) - 1
+            positions = np.repeat(ends - 1 - last, sizes) + np.arange(sizes.sum(), dtype=np.int32)
+            hidden = self._forward(np.repeat(own, sizes), positions)
+            logits = self._model.compute_logits(hidden[torch.from_numpy(last)])
+            batch.token_ids[own, ends] = self._sample(logits, own, ends)
+            computed[own] = ends
+
+    def _catch_up(self, slot: int, end: int) -> None:
+        """Computes a sequence's tokens before `end`."""
+        while (start := int(self.num_computed_tokens[slot])) < end:
+            size = min(end - start, self._max_step_tokens)
+            arrays = self._batch.arrays([slot], [size], np.array([start], np.int32))
+            token_ids, metadata = upload_step(arrays, self._batch.uploads)
+            self._model.forward(token_ids, self._cache_engine.kv_caches, metadata)
+            self.num_computed_tokens[slot] = start + size
+
+    def _forward(self, slots: Int64, positions: Int32) -> torch.Tensor:
+        """Computes the tokens at these positions; hidden states `[num_rows, hidden_size]`."""
+        arrays = self._batch.arrays(slots, [1] * len(slots), positions)
+        if self._recorded is not None and len(slots) <= self._recorded.max_rows:
+            self._cache_engine.kv_caches.wait()
+            self._recorded.write(arrays, self._batch.uploads)
+            return self._recorded.run(len(slots))
+        token_ids, metadata = upload_step(arrays, self._batch.uploads)
+        return self._model.forward(token_ids, self._cache_engine.kv_caches, metadata)
+
+    def _sample(self, logits: torch.Tensor, slots: Int64, positions: Int32) -> Int64:
+        """Rank 0 samples; every rank returns the ids."""
+        ids = torch.empty(len(slots), dtype=torch.int64)
+        if self._parallel.tp_rank == 0:
+            parameters = self._batch.sampling.gather_plain(slots, positions)
+            ids = sampler.sample(logits, parameters).token_ids
+        return self._parallel.broadcast(ids).numpy()
