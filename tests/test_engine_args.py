@@ -101,7 +101,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculative_model": "[ngram]", "speculative_draft_tensor_parallel_size": 2},
      "speculative_draft_tensor_parallel_size = 2 | tensor_parallel_size = 1"),
     ({"speculative_model": "[ngram]", "spec_decoding_acceptance_method": "typical"},
-     "spec_decoding_acceptance_method | equals the token"),
+     "spec_decoding_acceptance_method | a draft counts only if"),
     ({"speculative_model": EMBEDDED_MODEL}, "1536 tokens | has 512 | same vocabulary"),
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from tpengine.checkpoint import model_files
 from tpengine.checkpoint.gguf_file import model_name
 from tpengine.checkpoint.model_files import ModelFiles
 from tpengine.checkpoint.quantization_config import FILE_FORMS, chosen_quantization
-from tpengine.errors import ConfigError, counted
+from tpengine.errors import ConfigError, ModelLoadError, counted
 from tpengine.logger import init_logger
 from tpengine.options import Options, each, option, read_bundle
 
@@ -488,6 +488,7 @@ class EngineArgs(Options):
 
         Raises:
             ConfigError: it cannot.
+            ModelLoadError: its files cannot be read.
         """
         name = f"speculative_model = {source!r}"
         known = ", ".join(map(repr, cfg.LOOKAHEADS))
@@ -507,7 +508,10 @@ class EngineArgs(Options):
             max_model_len=None,
             skip_tokenizer_init=True,
         )
-        drafts = arguments._model_config()
+        try:
+            drafts = arguments._model_config()
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{name} cannot be read: {error}") from error
         for head in ("Medusa", "Eagle", "EAGLE", "MLPSpeculator"):
             if head in drafts.architecture:
                 text = f"{name} is a head of the type {drafts.architecture}, not a model"

@@ -58,7 +58,9 @@ _NO_DELAY = "prompts are not delayed; use max_num_batched_tokens for shorter ste
 _NO_BACKENDS = "llguidance holds every grammar; leave it out"
 _NO_QLORA = "a base of any form takes adapters; use quantization, and a LoRARequest"
 _NO_TRACES = "there are no traces; use metrics_port of the server or metrics_text()"
-_ONE_RULE = "a draft counts if it equals the token that is sampled without it; leave it out"
+_ONE_RULE = (
+    "a draft counts only if it is the token that is sampled without it; outputs never change"
+)
 _NO_PROMPT_ADAPTERS = "there are no prompt adapters; use prompts of text or ids"
 
 
