@@ -127,6 +127,8 @@ def test_detours_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
         SamplingParams(temperature=1.0, seed=i, max_tokens=60, structured_outputs=kinds[i % 3])
         for i in range(18)
     ]
+    beams = {"use_beam_search": True, "best_of": 4, "temperature": 0.0, "max_tokens": 40}
+    params[4] = SamplingParams(**beams, structured_outputs={"regex": "[a-f ]{9,30}!"})
     prompts = [f"Number {i}: " + "very " * (7 * i % 40) for i in range(18)]
     args: dict[str, Any] = {"dtype": "float32", "max_model_len": 192, "block_size": 8}
     with LLM(**args) as llm:

@@ -208,12 +208,14 @@ class ModelRunner:
 
     def _forced_tokens(self, step: StepInput, rejected: list[int]) -> dict[int, list[int]]:
         """What grammars force after the last token of each sequence, by its index among the
-        samples; on rank 0, for drafts."""
+        samples; on rank 0, for drafts. Not of beams: the driver replaces their tokens."""
         if self._scheduler.lookahead is None or self._parallel.tp_rank or self.grammars.is_empty:
             return {}
         last = {s: at for at, s in enumerate(step.sample_slots) if at not in rejected}
-        tokens = self.batch.token_ids, self.batch.num_tokens
-        forced = {at: self.grammars.forced_after(slot, *tokens) for slot, at in last.items()}
+        batch, forced = self.batch, dict[int, list[int]]()
+        for slot, at in last.items():
+            if not batch.sampling.num_candidates[slot]:
+                forced[at] = self.grammars.forced_after(slot, batch.token_ids, batch.num_tokens)
         return {at: ids for at, ids in forced.items() if ids}
 
     def apply(self, step: StepInput) -> dict[bytes, str]:
