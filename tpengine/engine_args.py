@@ -505,6 +505,8 @@ class EngineArgs(Options):
             model=source,
             revision=None,
             quantization=None,
+            rope_scaling=None,
+            rope_theta=None,
             max_model_len=None,
             skip_tokenizer_init=True,
         )
