@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+
+from tpengine.messages import StepInput, StepOutput
 
 from .loop import Limits, Loop, make_request, plain
 
@@ -13,6 +16,20 @@ def arrivals(loop: Loop, *adapters: int, first: int = 0, max_tokens: int = 4) ->
     """Adds a request with each of these adapters, 0: none."""
     for index, adapter in enumerate(adapters, start=first):
         loop.add(make_request(index, 5, plain(max_tokens), adapter=adapter))
+
+
+def fail_to_load(loop: Loop, fails: Callable[[StepInput], bool]) -> Callable[..., StepOutput]:
+    """Adapter 1 cannot be loaded in such steps; returns what computed them before."""
+    compute = loop.worker.compute
+
+    def failing(step: StepInput) -> StepOutput:
+        answer = compute(step)
+        if fails(step):
+            answer.adapter_errors = {b"adapter1": "it is gone"}
+        return answer
+
+    loop.worker.compute = failing
+    return compute
 
 
 def running(loop: Loop) -> list[str]:
@@ -61,16 +78,7 @@ def test_a_new_worker_gets_all_adapters_again() -> None:
 def test_an_adapter_that_cannot_be_loaded_ends_its_requests() -> None:
     """They leave nothing in the prefix cache, and the next request tries again."""
     loop = Loop(LIMITS)
-    compute = loop.worker.compute
-
-    def failing(step):
-        answer = compute(step)
-        answer.adapter_errors = {
-            load.key: "it is gone" for load in step.adapter_loads if load.key == b"adapter1"
-        }
-        return answer
-
-    loop.worker.compute = failing
+    compute = fail_to_load(loop, lambda step: b"adapter1" in [a.key for a in step.adapter_loads])
     arrivals(loop, 1, 2, 1, 0)
     loop.step()
     assert loop.endings == {"r0": "error", "r2": "error"}
@@ -86,15 +94,7 @@ def test_an_adapter_that_cannot_be_loaded_ends_its_requests() -> None:
 def test_a_load_that_fails_after_its_slot_was_given_away() -> None:
     """The answer comes when another adapter has the slot, or the same one is loaded again."""
     loop = Loop(replace(LIMITS, max_loras=1, in_flight=3))
-    compute = loop.worker.compute
-
-    def failing(step):
-        answer = compute(step)
-        if step.step == 1:
-            answer.adapter_errors = {b"adapter1": "it is gone"}
-        return answer
-
-    loop.worker.compute = failing
+    fail_to_load(loop, lambda step: step.step == 1)
     arrivals(loop, 1)
     loop._plan()
     loop.end(loop.scheduler.get_request("r0"))
@@ -117,14 +117,7 @@ def test_a_request_without_a_row_ends_with_the_adapter_that_cannot_be_loaded() -
     loop.add(make_request(1, 2, beams, adapter=1))
     while len(running(loop)) < 2 or len(loop.step().rows) > 1:
         loop.step()
-    compute = loop.worker.compute
-
-    def failing(step):
-        answer = compute(step)
-        answer.adapter_errors = {b"adapter1": "it is gone"}
-        return answer
-
-    loop.worker.compute = failing
+    compute = fail_to_load(loop, lambda step: True)
     assert [row.seq_id for row in loop.step().rows] == [0]
     assert loop.endings == {"r1": "error"}
     loop.worker.compute = compute
