@@ -21,11 +21,10 @@ from support.oracle import Oracle
 from support.tiny_llama import edit_json
 from support.zoo import PLAIN
 
-from tpengine import LLM, LLMEngine, SamplingParams, errors
+from tpengine import LLM, BeamSearchParams, LLMEngine, SamplingParams, errors
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
-from tpengine.inputs import BeamSearchParams
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.scheduling.scheduler import Scheduler
 
@@ -221,8 +220,7 @@ def test_beam_search_is_that_of_generate(llm: LLM) -> None:
 
 
 def test_parameters_that_the_model_recommends(models: ModelShop, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(models.folder(PLAIN), folder)
+    folder = shutil.copytree(models.folder(PLAIN), tmp_path / "model")
     wishes = {"temperature": 0.5, "top_k": 0, "top_p": 0.9, "max_new_tokens": 33, "num_beams": 2}
     edit_json(folder / "generation_config.json", lambda content: content.update(wishes))
     with open_llm(folder) as llm:

@@ -133,8 +133,7 @@ def test_an_answer_that_ends_with_the_model_says_so(capsys: pytest.CaptureFixtur
 def test_sampling_comes_from_the_model(
     tmp_path: Path, streamed: Streamed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(EMBEDDED_MODEL, folder)
+    folder = shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
     recommended = {"do_sample": True, "temperature": 0.3, "top_k": 0, "max_new_tokens": 7}
     edit_json(folder / "generation_config.json", lambda config: config.update(recommended))
     model = ["--model", str(folder), *SMALL]
@@ -173,8 +172,7 @@ def test_turns_are_forgotten_that_leave_no_room_for_an_answer() -> None:
 def test_a_model_without_a_chat_template_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(EMBEDDED_MODEL, folder)
+    folder = shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
     edit_json(folder / "tokenizer_config.json", lambda config: config.pop("chat_template"))
     assert main(["chat", "--model", str(folder), *SMALL]) == 1
     err = capsys.readouterr().err

@@ -79,8 +79,7 @@ def test_no_end_too_early(engine: LLMEngine, prompt: list[int], expected: tuple[
 def test_end_ids_of_the_model(
     models: ModelShop, tmp_path: Path, prompt: list[int], expected: tuple[int, ...], source: str
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(models.folder(PLAIN, tokenizer=True), folder)
+    folder = shutil.copytree(models.folder(PLAIN, tokenizer=True), tmp_path / "model")
     end = expected[6]
     at = expected.index(end)
 
@@ -103,8 +102,7 @@ def test_end_ids_of_the_model(
 
 
 def test_end_token_of_the_tokenizer(models: ModelShop, tmp_path: Path, prompt: list[int]) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(models.folder(PLAIN, tokenizer=True), folder)
+    folder = shutil.copytree(models.folder(PLAIN, tokenizer=True), tmp_path / "model")
     for name in ("config.json", "generation_config.json"):
         edit_json(folder / name, drop)
     with make_engine(folder) as engine:

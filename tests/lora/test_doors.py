@@ -153,8 +153,7 @@ def test_what_a_server_refuses_at_its_start(adapters: Adapters, tmp_path: Path) 
             named.check_adapters(EngineArgs(enable_lora=enable_lora))
     with pytest.raises(ConfigError, match="max_cpu_loras = 2 is less than max_loras = 3"):
         EngineArgs(enable_lora=True, max_loras=3, max_cpu_loras=2).create_engine_config("cpu")
-    folder = tmp_path / "broken"
-    shutil.copytree(adapters.requests["first"].lora_path, folder)
+    folder = shutil.copytree(adapters.requests["first"].lora_path, tmp_path / "broken")
     (folder / "adapter_model.safetensors").write_bytes(b"x")
     with pytest.raises(AssertionError, match=r"cannot start: InvalidAdapterError: .*damaged"):
         ServerProcess("--enable-lora", "--lora-modules", f"a={folder}", log=tmp_path / "log")

@@ -36,9 +36,7 @@ def engine(eight: Adapters) -> Iterator[LLMEngine]:
 @pytest.fixture
 def folder(eight: Adapters, tmp_path: Path) -> Path:
     """A copy of an adapter of rank 8."""
-    copy = tmp_path / "adapter"
-    shutil.copytree(eight.requests["rank8"].lora_path, copy)
-    return copy
+    return shutil.copytree(eight.requests["rank8"].lora_path, tmp_path / "adapter")
 
 
 def refusal(engine: LLMEngine, folder: Path) -> str:

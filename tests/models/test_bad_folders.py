@@ -31,8 +31,7 @@ SHARDED = TinyLlama(max_shard_size="200KB", seed=3)
 @pytest.fixture
 def copy(models: ModelShop, tmp_path: Path) -> Path:
     """A sharded model's folder that may be damaged."""
-    folder = tmp_path / "copy"
-    shutil.copytree(models.folder(SHARDED), folder)
+    folder = shutil.copytree(models.folder(SHARDED), tmp_path / "copy")
     assert len(list(folder.glob("*.safetensors"))) > 2
     return folder
 

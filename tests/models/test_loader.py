@@ -29,8 +29,7 @@ def copied(subjects: Subjects, tmp_path: Path) -> Callable[[str], tuple[Path, St
     """A copy of a variant's folder without its weights, and the weights."""
 
     def copy(name: str) -> tuple[Path, State]:
-        folder = tmp_path / name
-        shutil.copytree(subjects.folder(BY_NAME[name]), folder)
+        folder = shutil.copytree(subjects.folder(BY_NAME[name]), tmp_path / name)
         state = load_file(folder / WEIGHTS)
         (folder / WEIGHTS).unlink()
         return folder, state

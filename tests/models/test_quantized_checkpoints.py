@@ -160,8 +160,7 @@ def test_a_model_as_stored(name: str, tp_size: int, model_impl: str) -> None:
 @pytest.fixture
 def copied(tmp_path: Path) -> Any:
     def copy(name: str) -> tuple[Path, dict[str, torch.Tensor]]:
-        folder = tmp_path / name
-        shutil.copytree(ROOT / name, folder)
+        folder = shutil.copytree(ROOT / name, tmp_path / name)
         return folder, load_file(folder / "model.safetensors")
 
     return copy

@@ -78,8 +78,7 @@ from tpengine.errors import ConfigError, ModelLoadError
 def test_field_is_refused(
     name: str, field: str, value: Any, words: str, subjects: Subjects, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(subjects.folder(BY_NAME[name]), folder)
+    folder = shutil.copytree(subjects.folder(BY_NAME[name]), tmp_path / "model")
     load(folder)  # without the change it loads
     edit_json(folder / "config.json", lambda config: config.update({field: value}))
     # transformers may refuse a value itself, while it reads the configuration
@@ -94,8 +93,7 @@ def test_log_says_what_8_bits_omit(subjects: Subjects, caplog: pytest.LogCapture
 
 
 def test_slow_but_exact_is_refused(subjects: Subjects, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(subjects.folder(BY_NAME["bloom-8-heads"]), folder)
+    folder = shutil.copytree(subjects.folder(BY_NAME["bloom-8-heads"]), tmp_path / "model")
     change = {"slow_but_exact": True, "pretraining_tp": 2}
     edit_json(folder / "config.json", lambda config: config.update(change))
     with pytest.raises(ConfigError, match="slow_but_exact"):
