@@ -17,13 +17,12 @@ from support.zoo import ZOO
 from transformers import AutoConfig
 
 import tpengine
-from tpengine import EngineArgs
+from tpengine import EngineArgs, SamplingParams
 from tpengine.checkpoint.model_defaults import OWN_SAMPLING, complete_config, sampling_defaults
 from tpengine.checkpoint.model_files import ModelFields, read_end_token_ids, read_hf_config
 from tpengine.config import EMBEDDED_MODEL, ModelConfig, check_division
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.rotary import rope_parameters
-from tpengine.sampling_params import SamplingParams
 
 ROTARY = {"rope_parameters", "rope_scaling", "rope_theta"}
 COMPUTED = {"head_dim", "num_key_value_heads", "word_embed_proj_dim"}

@@ -12,9 +12,8 @@ from support.deltas import delta
 from support.event_loop import run_async
 
 from async_engine.tools import DELTA, MakeGate, read_ids, stream, until
-from tpengine import AsyncLLMEngine, RequestOutput, SamplingParams
+from tpengine import AsyncLLMEngine, Logprob, RequestOutput, SamplingParams
 from tpengine.async_engine.mailbox import Mailbox
-from tpengine.outputs import Logprob
 
 NUM_TOKENS = 200
 

@@ -15,11 +15,10 @@ from support.event_loop import run_async
 
 from async_engine.conftest import MakeEngine
 from async_engine.tools import last_output, read_ids, stream, until
-from tpengine import AsyncLLMEngine
+from tpengine import AsyncLLMEngine, RequestOutputKind
 from tpengine.async_engine.admission import QueueLimits
 from tpengine.engine.stats import Histogram, RateMeter
 from tpengine.errors import InvalidPromptError
-from tpengine.sampling_params import RequestOutputKind
 
 SECRET = "the password is swordfish"
 NONE = """num_requests_running num_requests_waiting num_requests_swapped kv_cache_usage_perc

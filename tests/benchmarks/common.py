@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from tpengine import envs
+from tpengine import EngineArgs, envs
 from tpengine.bench.harness import SHAPES
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.engine_args import EngineArgs
 from tpengine.layers.weights import Weights, tensor_shape
 from tpengine.models.registry import build_model
 

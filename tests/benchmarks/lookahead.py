@@ -26,10 +26,8 @@ from support.foretold import totals
 
 from benchmarks.common import add_numbers, add_shape_argument, alternate
 from benchmarks.peer_files import SMOLLM2, ModelFiles
-from tpengine import LLM, SamplingParams
+from tpengine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from tpengine.bench.harness import report_head, shape_folder
-from tpengine.engine_args import EngineArgs
-from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.scheduling.drafter import Drafter, Guess
 from tpengine.scheduling.sequence import Request, Sequence
 

@@ -25,15 +25,13 @@ from support.waiting import wait_until
 from tqdm import tqdm
 
 from benchmarks.common import local_ray, write_weights
+from tpengine import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from tpengine.bench import harness
-from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.stats import EngineState, RecoveryRecord
-from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.local_executor import create_executor
 from tpengine.options import option
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 _CACHE_GIB = 0.5
 """KV cache of all ranks together."""

@@ -21,13 +21,12 @@ from support.server_process import ServerProcess, wait_until
 from support.servers import LASTING, MODEL_LENGTH
 
 from client.talks import PATIENCE_S, Talk, collect, joined_parts
-from tpengine import LLM, SamplingParams, errors
+from tpengine import LLM, SamplingParams, TokensPrompt, errors
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
 from tpengine.client.client_messages import to_request
 from tpengine.client.generation_client import GenerationClient, typed_errors
 from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
-from tpengine.inputs import TokensPrompt
 from tpengine.proto.status_details import write_details
 from tpengine.server.auth import Authenticator
 

@@ -13,9 +13,8 @@ from support.foretold import foretell, totals
 from support.models import ModelShop
 from support.zoo import PLAIN, ZOO
 
-from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from tpengine.executor.local_executor import LocalExecutor
-from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.scheduling.drafter import RowPrices
 
 LENGTHS = (33, 5, 70, 17, 9, 1, 24, 12)

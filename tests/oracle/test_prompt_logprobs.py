@@ -8,8 +8,7 @@ import pytest
 import torch
 from support.byte_llama import VOCAB_SIZE, make_engine, run
 
-from tpengine import LLMEngine, RequestOutput, SamplingParams
-from tpengine.sampling_params import RequestOutputKind
+from tpengine import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.worker import model_runner
 
 LENGTHS = [1, 2, 16, 17, 65, 130]

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpengine import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from tpengine import CompletionOutput, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.engine.stats import EngineState
-from tpengine.outputs import CompletionOutput
 
 from .mortal import FakeGroup, Fate, Group, mortal_engine
 

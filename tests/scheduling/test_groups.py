@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from support.small_llamas import MakeEngine, run
 
-from tpengine.outputs import RequestOutput
-from tpengine.sampling_params import SamplingParams
+from tpengine import RequestOutput, SamplingParams
 
 from .loop import Limits, Loop, make_request, run_alone
 

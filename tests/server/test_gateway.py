@@ -21,8 +21,7 @@ from support.gguf_files import write_embedded_gguf
 from support.server_process import ServerProcess, wait_until
 
 from server.processes import END_S, rank_pid
-from tpengine import LLM, SamplingParams
-from tpengine.outputs import CompletionOutput
+from tpengine import LLM, CompletionOutput, SamplingParams
 from tpengine.proto import tpengine_pb2 as pb
 
 pytestmark = pytest.mark.check

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from tpengine import errors
+from tpengine import RequestOutputKind, SamplingParams, errors
 from tpengine.client.client_messages import to_request
 from tpengine.options import parameters
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.error_texts import text_for_client
 from tpengine.server.grpc.generation_messages import (
     ResponseWriter,

@@ -12,9 +12,7 @@ import transformers
 
 from support.engines import make_engine as new_engine
 from support.engines import serve
-from tpengine import LLMEngine
-from tpengine.outputs import RequestOutput
-from tpengine.sampling_params import SamplingParams
+from tpengine import LLMEngine, RequestOutput, SamplingParams
 
 VOCAB_SIZE = 256
 SHAPES = {  # heads, KV heads, head_dim, layers

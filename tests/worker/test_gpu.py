@@ -13,9 +13,8 @@ from support.models import ModelShop
 from support.workers import loaded_worker
 from support.zoo import PLAIN
 
-from tpengine import LLM, SamplingParams
+from tpengine import LLM, EngineArgs, SamplingParams
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, GraphCaptureError
 from tpengine.worker.gpu.graphs import DRIVER_BYTES, CudaCapture, CudaGrowth, Recorded, Run
 from tpengine.worker.transfers import Downloads, Uploads

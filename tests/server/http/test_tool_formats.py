@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tool_models import TEMPLATES, write
 
-from tpengine import EngineArgs
+from tpengine import EngineArgs, StructuredOutputsParams
 from tpengine.engine.tokenizer import load_tokenizer
-from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.server.http.tool_formats import FORMATS, ToolFormat, ToolParser
 from tpengine.server.http.tools import choice_grammar, find_form
 from tpengine.structured.constraints import Thinking, to_grammar

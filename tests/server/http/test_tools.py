@@ -17,9 +17,7 @@ from support.tool_models import write
 
 from server.http.openai_door import Door, written
 from server.http.test_openai_fields import CHAT, read, refused
-from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-from tpengine.engine_args import AsyncEngineArgs
-from tpengine.outputs import CompletionOutput, RequestOutput
+from tpengine import AsyncEngineArgs, AsyncLLMEngine, CompletionOutput, RequestOutput
 from tpengine.server.http.tool_formats import FORMATS
 from tpengine.server.http.tools import Tools
 from tpengine.server.state import ServerState
