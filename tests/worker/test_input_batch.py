@@ -26,7 +26,9 @@ def new(slot: int, token_ids: list[int], computed: int, blocks: list[int]) -> Ne
     return NewSequence(slot, token_ids, 3, computed, blocks, GREEDY, 0, 0, [])
 
 
-def build(batch: InputBatch, step: StepInput) -> tuple[torch.Tensor, AttentionMetadata]:
+def begin(batch: InputBatch, step: StepInput) -> tuple[torch.Tensor, AttentionMetadata]:
+    """Applies a step, and returns its tensors."""
+    batch.apply(step)
     return upload_step(batch.step_arrays(step), batch.uploads)
 
 
@@ -46,8 +48,7 @@ def test_worked_example_of_the_docstring(batch: InputBatch) -> None:
     seven = new(7, [10, 11, 12, 13, 14, 15], 5, [9, 3])
     two = new(2, [20, 21, 22, 23, 24, 25, 26, 27], 4, [8, 1])
     step = StepInput(1, [7, 2], [1, 3], [seven, two], sample_rows=[0], sample_slots=[7])
-    batch.apply(step)
-    token_ids, metadata = build(batch, step)
+    token_ids, metadata = begin(batch, step)
     assert token_ids.tolist() == [15, 24, 25, 26]
     assert metadata.positions.tolist() == [5, 4, 5, 6]
     assert metadata.slot_mapping.tolist() == [3 * 4 + 1, 1 * 4, 1 * 4 + 1, 1 * 4 + 2]
@@ -72,21 +73,18 @@ def test_worked_example_of_the_docstring(batch: InputBatch) -> None:
 def test_steps_go_on_without_the_driver(batch: InputBatch) -> None:
     """After a step the worker knows its sampled ids; the next message contains slots only."""
     prompt = StepInput(1, [4], [3], [new(4, [5, 6, 7], 0, [2])], sample_rows=[0], sample_slots=[4])
-    batch.apply(prompt)
-    build(batch, prompt)
+    begin(batch, prompt)
     assert batch.last_positions(prompt).tolist() == [2]
     advance(batch, prompt, np.array([50]))
     decode = StepInput(2, [4], [1], sample_rows=[0], sample_slots=[4])
-    batch.apply(decode)
-    token_ids, metadata = build(batch, decode)
+    token_ids, metadata = begin(batch, decode)
     assert token_ids.tolist() == [50]
     assert metadata.positions.tolist() == [3]
     assert metadata.slot_mapping.tolist() == [2 * 4 + 3]
     assert batch.last_positions(decode) is None
     advance(batch, decode, np.array([51]))
     grown = StepInput(3, [4], [1], new_block_ids=[(4, [6])], sample_rows=[0], sample_slots=[4])
-    batch.apply(grown)
-    token_ids, metadata = build(batch, grown)
+    token_ids, metadata = begin(batch, grown)
     assert token_ids.tolist() == [51]
     assert metadata.slot_mapping.tolist() == [6 * 4]
     assert metadata.block_table.tolist() == [[2, 6]]
@@ -109,8 +107,7 @@ def test_drafts_count_as_long_as_they_are_what_was_sampled(
     slots = [7, 7, 7, 2]
     step = StepInput(1, slots, [1] * 4, [seven, two], drafts=[(7, [5, 7])])
     step.sample_rows, step.sample_slots = [0, 1, 2, 3], slots
-    batch.apply(step)
-    token_ids, metadata = build(batch, step)
+    token_ids, metadata = begin(batch, step)
     assert token_ids.tolist() == [15, 5, 7, 22]
     assert metadata.positions.tolist() == [5, 6, 7, 2]
     assert metadata.slot_mapping.tolist() == [3 * 4 + 1, 3 * 4 + 2, 3 * 4 + 3, 8 * 4 + 2]
@@ -129,8 +126,7 @@ def test_the_driver_overrides_a_token(batch: InputBatch) -> None:
     batch.apply(prompt)
     advance(batch, prompt, np.array([50]))
     step = StepInput(2, [0], [1], token_overrides=[(0, 77)], sample_rows=[0], sample_slots=[0])
-    batch.apply(step)
-    assert build(batch, step)[0].tolist() == [77]
+    assert begin(batch, step)[0].tolist() == [77]
 
 
 def test_a_slot_keeps_nothing_of_its_previous_sequence(batch: InputBatch) -> None:
@@ -140,8 +136,7 @@ def test_a_slot_keeps_nothing_of_its_previous_sequence(batch: InputBatch) -> Non
     advance(batch, step, np.array([50]))
     again = StepInput(2, [3], [2], [new(3, [30, 31], 0, [7])], freed_slots=[3], sample_rows=[0])
     again.sample_slots = [3]
-    batch.apply(again)
-    token_ids, metadata = build(batch, again)
+    token_ids, metadata = begin(batch, again)
     assert token_ids.tolist() == [30, 31]
     assert metadata.positions.tolist() == [0, 1]
     assert metadata.slot_mapping.tolist() == [28, 29]
@@ -153,8 +148,7 @@ def test_the_last_column_may_be_sampled(batch: InputBatch) -> None:
     """A prompt of the longest length gets one token, which has no column."""
     sequence = NewSequence(1, list(range(20)), 20, 0, [0, 1, 2, 3, 4], GREEDY, 0, 0, [])
     step = StepInput(1, [1], [20], [sequence], sample_rows=[0], sample_slots=[1])
-    batch.apply(step)
-    build(batch, step)
+    begin(batch, step)
     advance(batch, step, np.array([99]))
     assert batch.num_tokens[1] == 21
     assert batch.token_ids[1].tolist() == list(range(20))
@@ -199,8 +193,7 @@ def test_blocks_before_the_window_are_not_read() -> None:
     batch = InputBatch(8, 20, 4, uploads, num_kept_tokens=5)
     rows = [new(1, list(range(14)), 13, [8, 7, 2, 9]), new(3, list(range(18)), 9, [-1, 5, 6, 3, 4])]
     step = StepInput(1, [1, 3], [1, 9], rows, sample_rows=[0, 1], sample_slots=[1, 3])
-    batch.apply(step)
-    _, metadata = build(batch, step)
+    _, metadata = begin(batch, step)
     assert metadata.block_table.tolist() == [[2, 2, 2, 9, 0], [5, 5, 6, 3, 4]]
     assert metadata.block_table.dtype == torch.int32
     assert metadata.slot_mapping.tolist() == [9 * 4 + 1, *range(25, 28), *range(12, 18)]
