@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -27,6 +28,7 @@ WIDTHS, PENALTIES = (2, 4, 8), (0.5, 1.0, 2.0)
 TOLERANCE = 1e-4
 Beams = list[tuple[list[int], float]]
 """(output ids, score), best first"""
+Expected = Callable[["Case"], Beams]
 
 
 @dataclass(frozen=True)
@@ -100,20 +102,10 @@ def oracle_beams(model: Any, case: Case) -> Beams:
     return beams
 
 
-class Expected(dict[Case, Beams]):
-    """What transformers gives, computed when it is first asked for."""
-
-    def __init__(self, models: dict[str, Any]) -> None:
-        self.models = models
-
-    def __missing__(self, case: Case) -> Beams:
-        self[case] = oracle_beams(self.models[case.model], case)
-        return self[case]
-
-
 @pytest.fixture(scope="module")
 def expected(oracles: dict[str, Any]) -> Expected:
-    return Expected(oracles)
+    """What transformers gives, computed when it is first asked for."""
+    return functools.cache(lambda case: oracle_beams(oracles[case.model], case))
 
 
 def beams_of(output: RequestOutput, length_penalty: float) -> Beams:
@@ -132,7 +124,7 @@ def check(outputs: dict[str, RequestOutput], expected: Expected) -> None:
         if f"beams-{number}" not in outputs:
             continue
         beams = beams_of(outputs[f"beams-{number}"], case.length_penalty)
-        wanted = expected[case]
+        wanted = expected(case)
         assert [ids for ids, _ in beams] == [ids for ids, _ in wanted], case
         for (_, score), (_, oracle_score) in zip(beams, wanted, strict=True):
             assert abs(score - oracle_score) < TOLERANCE, case
@@ -163,9 +155,9 @@ def preemptions(outputs: dict[str, RequestOutput]) -> int:
 def test_the_cases_can_tell_a_wrong_search(expected: Expected) -> None:
     """Beams end early, and the three ways to stop differ in a third of the cases."""
     groups = [DIAGONAL[i : i + 3] for i in range(0, len(DIAGONAL), 3)]
-    differ = sum(len({str([ids for ids, _ in expected[case]]) for case in g}) > 1 for g in groups)
+    differ = sum(len({str([ids for ids, _ in expected(case)]) for case in g}) > 1 for g in groups)
     assert differ >= len(groups) / 3
-    lengths = [len(ids) for case in DIAGONAL for ids, _ in expected[case]]
+    lengths = [len(ids) for case in DIAGONAL for ids, _ in expected(case)]
     assert sum(length < MAX_TOKENS for length in lengths) > len(lengths) / 4
     assert sum(length == MAX_TOKENS for length in lengths) > len(lengths) / 20
 
@@ -224,7 +216,7 @@ def test_n_of_best_of(make_engine: MakeEngine, expected: Expected, case: Case) -
     engine.add_request("one", None, params, prompt_token_ids=list(case.prompt))
     (output,) = run_engine(engine)
     assert output.finished
-    assert [list(o.token_ids) for o in output.outputs] == [ids for ids, _ in expected[case][:2]]
+    assert [list(o.token_ids) for o in output.outputs] == [ids for ids, _ in expected(case)[:2]]
     for beam in output.outputs:
         pairs = zip(beam.logprobs or [], beam.token_ids, strict=True)
         own = [entry[token].logprob for entry, token in pairs]
