@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.engines import greedy, ids, open_llm
+from support.engines import greedy, ids, outputs_of
 from support.event_loop import run_async
 from support.oracle import Oracle
 
@@ -28,8 +28,7 @@ def prompts(oracle: Oracle) -> list[list[int]]:
 def test_offline_unary_and_streamed_tokens_are_equal(
     engine: AsyncLLMEngine, folder: Path, oracle: Oracle, prompts: list[list[int]]
 ) -> None:
-    with open_llm(folder) as llm:
-        offline = ids(llm.generate(None, greedy(24), prompts, use_tqdm=False))
+    offline = ids(outputs_of(folder, prompts, greedy(24)))
 
     async def all_of(kind: RequestOutputKind) -> list[tuple[int, ...]]:
         params = greedy(24, output_kind=kind)

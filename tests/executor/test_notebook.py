@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from support.engines import complete, greedy, make_engine
+from support.engines import greedy, ids, outputs_of
 from support.programs import PYTHONPATH
 from support.waiting import PATIENCE_S, wait_until
 
@@ -102,8 +102,7 @@ def ids_in(printed: str) -> str:
 @pytest.mark.check
 def test_cells(ray_address: str, folder: Path, notebook: Notebook) -> None:
     """In a running event loop; all cells run again; stopped in a step; at work afterwards."""
-    with make_engine(folder) as engine:
-        expected = f"ids {complete(engine, PROMPT, greedy(NUM_TOKENS)).token_ids}"
+    expected = f"ids {ids(outputs_of(folder, [PROMPT], greedy(NUM_TOKENS)))[0]}"
     start = START.format(folder=str(folder), address=ray_address)
     generate = GENERATE.format(num_tokens=NUM_TOKENS, prompt=PROMPT)
     ranks = []

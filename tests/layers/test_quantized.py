@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.bare_model import BareModel, logits_in_transformers
-from support.engines import generate, greedy, ids, open_llm
+from support.engines import generate, greedy, ids, open_llm, outputs_of
 from support.models import ModelShop
 from support.ranks import run_ranks
 from support.rounded_rows import quantize_weight, round_rows
@@ -146,8 +146,7 @@ def test_same_tokens_alone_and_in_a_crowd(models: ModelShop, name: str, kind: st
         assert log.num_partial_chunks > 0
         alone = [ids(generate(llm, [prompt], greedy(24)))[0] for prompt in prompts[:14]]
     assert alone == together[:14]
-    with open_llm(folder) as llm:
-        exact = ids(generate(llm, prompts, greedy(24)))
+    exact = ids(outputs_of(folder, prompts, greedy(24)))
     assert exact != together, "nothing was rounded"
     num_same = sum(ours[0] == theirs[0] for ours, theirs in zip(together, exact, strict=True))
     assert num_same > (0.7 if kind == "int8" else 0.15) * len(prompts)

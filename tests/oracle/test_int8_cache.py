@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import generate, greedy, ids, open_llm
+from support.engines import generate, greedy, ids, open_llm, outputs_of
 from support.matrix import only
 from support.models import ModelShop
 from support.step_log import log_steps
@@ -37,8 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def calm(models: ModelShop) -> tuple[Path, list[list[int]], list[RequestOutput]]:
     """A model, prompts, and their answers when nothing is cut or preempted."""
     folder, _, prompts = models.problem(PLAIN, LENGTHS, seed=3)
-    with open_llm(folder, **INT8) as llm:
-        return folder, prompts, generate(llm, prompts, greedy(logprobs=1))
+    return folder, prompts, outputs_of(folder, prompts, greedy(logprobs=1), **INT8)
 
 
 @pytest.mark.parametrize("way", only(list(WAYS)[::3], WAYS))
@@ -53,8 +52,7 @@ def test_same_ids(calm: tuple[Path, list[list[int]], list[RequestOutput]], way: 
 def test_the_cache_rounds(calm: tuple[Path, list[list[int]], list[RequestOutput]]) -> None:
     """Against the cache in float32: a little different, so that the option acts."""
     folder, prompts, rounded = calm
-    with open_llm(folder) as llm:
-        exact = generate(llm, prompts, greedy(1, logprobs=1))
+    exact = outputs_of(folder, prompts, greedy(1, logprobs=1))
     pairs = [
         (a.outputs[0].logprobs[0], b.outputs[0].logprobs[0])
         for a, b in zip(rounded, exact, strict=True)
@@ -90,10 +88,9 @@ def test_prefix_cache_and_beams(models: ModelShop) -> None:
 def test_families(subjects: Subjects, name: str) -> None:
     """Linear biases; windows and soft caps."""
     subject = subjects(BY_NAME[name])
-    with open_llm(subject.folder, **INT8) as llm:
-        whole = ids(generate(llm, subject.prompts, greedy(32)))
-    with open_llm(subject.folder, **INT8, max_num_batched_tokens=16) as llm:
-        assert ids(generate(llm, subject.prompts, greedy(32))) == whole
+    asked = (subject.folder, subject.prompts, greedy(32))
+    whole = ids(outputs_of(*asked, **INT8))
+    assert ids(outputs_of(*asked, **INT8, max_num_batched_tokens=16)) == whole
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

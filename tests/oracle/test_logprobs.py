@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.distributions import exact_probabilities
-from support.engines import generate, greedy, open_llm
+from support.engines import generate, greedy, open_llm, outputs_of
 from support.matrix import only
 from support.models import ModelShop
 from support.zoo import PLAIN, ZOO
@@ -19,8 +19,7 @@ TOLERANCE = 1e-4
 @pytest.mark.parametrize("name", only(("d80-1to1-linear-old", "d96-7to1-llama3"), ZOO))
 def test_chosen_and_top_logprobs(models: ModelShop, name: str) -> None:
     folder, oracle, prompts = models.clear_problem(ZOO[name], (1, 17, 129, 300), seed=1)
-    with open_llm(folder, max_num_batched_tokens=64) as llm:
-        outputs = generate(llm, prompts, greedy(logprobs=5))
+    outputs = outputs_of(folder, prompts, greedy(logprobs=5), max_num_batched_tokens=64)
     for output, answer in zip(outputs, oracle.answers(prompts), strict=True):
         completion = output.outputs[0]
         assert completion.token_ids == answer.token_ids
@@ -47,8 +46,7 @@ def test_logprobs_are_of_the_raw_logits(models: ModelShop) -> None:
     params = SamplingParams(
         temperature=2.0, top_k=20, top_p=0.9, seed=5, max_tokens=24, min_tokens=24, logprobs=0
     )
-    with open_llm(folder) as llm:
-        outputs = generate(llm, prompts, params)
+    outputs = outputs_of(folder, prompts, params)
     ranks = set()
     for prompt, output in zip(prompts, outputs, strict=True):
         completion = output.outputs[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.distributions import exact_probabilities, p_value
-from support.engines import generate, ids, open_llm, preemptions
+from support.engines import generate, ids, open_llm, outputs_of, preemptions
 from support.matrix import only
 from support.models import ModelShop
 from support.step_log import log_steps
@@ -39,8 +39,8 @@ def test_first_tokens_follow_the_softmax(models: ModelShop, name: str) -> None:
     prompt = oracle.prompts([7], seed=1)[0]
     exact = exact_probabilities(oracle.next_logprobs(prompt), fields)
     params = [SamplingParams(max_tokens=1, seed=seed, **fields) for seed in range(NUM_DRAWS)]
-    with open_llm(folder, max_num_batched_tokens=2048) as llm:
-        tokens = [drawn[0] for drawn in ids(generate(llm, [prompt] * NUM_DRAWS, params))]
+    outputs = outputs_of(folder, [prompt] * NUM_DRAWS, params, max_num_batched_tokens=2048)
+    tokens = [drawn[0] for drawn in ids(outputs)]
     counts = torch.bincount(torch.tensor(tokens), minlength=len(exact))
     assert int((counts > 0).sum()) >= 5
     assert counts[exact == 0].sum() == 0, "a token that was cut off was drawn"
@@ -57,8 +57,7 @@ def test_first_tokens_follow_the_softmax(models: ModelShop, name: str) -> None:
 def test_only_the_likeliest_left_equals_greedy(models: ModelShop, fields: dict[str, Any]) -> None:
     folder, oracle, prompts = models.problem(PLAIN, (1, 17, 64, 129), seed=1)
     params = SamplingParams(temperature=1.5, max_tokens=64, ignore_eos=True, **fields)
-    with open_llm(folder) as llm:
-        oracle.assert_greedy(prompts, ids(generate(llm, prompts, params)))
+    oracle.assert_greedy(prompts, ids(outputs_of(folder, prompts, params)))
 
 
 SEEDED = [

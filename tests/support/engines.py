@@ -43,6 +43,17 @@ def generate(
     return outputs
 
 
+def outputs_of(
+    folder: Path | str,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    **args: Any,
+) -> list[RequestOutput]:
+    """Those of an engine that is opened for these prompts: see `open_llm` and `generate`."""
+    with open_llm(folder, **args) as llm:
+        return generate(llm, prompts, params)
+
+
 def ids(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     """Output ids of each request."""
     return [output.outputs[0].token_ids for output in outputs]

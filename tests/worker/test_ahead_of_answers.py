@@ -12,7 +12,7 @@ import pytest
 import torch
 from recovery.client import Job, serve, summary
 from recovery.mortal import Fate, RealGroup
-from support.engines import generate, greedy, ids, make_engine, open_llm, run
+from support.engines import generate, greedy, ids, make_engine, open_llm, outputs_of, run
 from support.gpu_walk import GpuWalk, walk_the_gpus_way
 from support.models import ModelShop
 from support.zoo import PLAIN
@@ -81,8 +81,7 @@ def test_ends_that_are_not_known_in_advance(models: ModelShop, walk: GpuWalk) ->
         ]
         alone = ids(generate(llm, prompts, params))
         assert walk.early == 0
-    with open_llm(folder) as llm:
-        assert ids(generate(llm, prompts, params)) == alone
+    assert ids(outputs_of(folder, prompts, params)) == alone
     assert [len(answer) < 40 for answer in alone[:3]] == [True, True, False]
     assert walk.ahead > 50
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ops.cases import GPU
-from support.engines import generate, greedy, ids, open_llm
+from support.engines import generate, greedy, ids, open_llm, outputs_of
 from support.models import ModelShop
 from support.workers import loaded_worker
 from support.zoo import PLAIN
@@ -88,8 +88,7 @@ def test_weights_of_few_bits(models: ModelShop, kind: str, monkeypatch: pytest.M
         with open_on_card(folder, dtype=dtype, quantization=kind) as llm:
             answers[dtype] = ids(generate(llm, prompts, greedy(32)))
     monkeypatch.setattr("tpengine.layers.gpu_quantized.is_on_gpu", lambda weights: True)
-    with open_llm(folder, device="cpu", dtype="float32", quantization=kind) as llm:
-        expected = ids(generate(llm, prompts, greedy(32)))
+    expected = ids(outputs_of(folder, prompts, greedy(32), device="cpu", quantization=kind))
     assert answers["float32"] == expected
     assert sum(a[0] == b[0] for a, b in zip(answers["bfloat16"], expected, strict=True)) >= 2
 

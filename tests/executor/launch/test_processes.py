@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import complete, greedy, make_engine, run
+from support.engines import greedy, ids, outputs_of, run
 from support.waiting import PATIENCE_S, wait_until
 
 from executor import driver_process
@@ -53,8 +53,7 @@ def test_a_driver_without_ray(
     for name in SECRETS:
         monkeypatch.setenv(name, "do-not-tell-anyone")
     log = tmp_path / "log"
-    with make_engine(folder) as engine:
-        expected = list(complete(engine, [5, 6, 7], greedy(16)).token_ids)
+    expected = list(ids(outputs_of(folder, [[5, 6, 7]], greedy(16)))[0])
     with log.open("wb") as out, running("child_ranks.py", folder, stderr=out) as driver:
         ranks = [tuple(rank) for rank in driver.hear()]
         assert driver.hear() == expected
