@@ -21,6 +21,7 @@ from tpengine import AsyncLLMEngine
 from tpengine.async_engine.admission import QueueLimits
 
 MakeEngine = Callable[..., AsyncLLMEngine]
+MakeHeld = Callable[..., tuple[AsyncLLMEngine, Gate]]
 
 
 @pytest.fixture(scope="session")
@@ -91,6 +92,17 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGate]:
     yield hold
     for gate in gates:
         gate.open()
+
+
+@pytest.fixture
+def make_held(make: MakeEngine, gate: MakeGate) -> MakeHeld:
+    """Makes engines, each with a gate for its steps."""
+
+    def build(*args: Any, **options: Any) -> tuple[AsyncLLMEngine, Gate]:
+        engine = make(*args, **options)
+        return engine, gate(engine)
+
+    return build
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from support.waiting import wait_until
 
-from async_engine.conftest import MakeEngine
-from async_engine.tools import TIMEOUT_S, Gate, MakeGate, read_ids, stream
+from async_engine.conftest import MakeHeld
+from async_engine.tools import TIMEOUT_S, Gate, read_ids, stream
 from tpengine import AsyncLLMEngine
 from tpengine.async_engine import async_llm_engine
 from tpengine.errors import EngineError, RequestAbortedError
@@ -21,10 +21,9 @@ def step_while_the_loop_is_blocked(engine: AsyncLLMEngine, held: Gate) -> None:
     wait_until(lambda: engine.stats().step_seconds["hand_over"] != before, TIMEOUT_S)
 
 
-async def test_a_request_that_ends_with_a_drain_is_whole(make: MakeEngine, gate: MakeGate) -> None:
+async def test_a_request_that_ends_with_a_drain_is_whole(make_held: MakeHeld) -> None:
     """Its last output is on its way when the time is over; the reader gets all outputs."""
-    engine = make()
-    held = gate(engine)
+    engine, held = make_held()
     outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
     held.let(1)
     token_ids = list((await anext(outputs)).outputs[0].token_ids)
@@ -39,10 +38,9 @@ async def test_a_request_that_ends_with_a_drain_is_whole(make: MakeEngine, gate:
     assert len(token_ids) == 6
 
 
-async def test_a_request_that_is_cut_off_keeps_its_output(make: MakeEngine, gate: MakeGate) -> None:
+async def test_a_request_that_is_cut_off_keeps_its_output(make_held: MakeHeld) -> None:
     """Also the output that is on its way, while the reader waits for it."""
-    engine = make()
-    held = gate(engine)
+    engine, held = make_held()
     outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
     held.let(1)
     await anext(outputs)
@@ -60,11 +58,10 @@ async def test_a_request_that_is_cut_off_keeps_its_output(make: MakeEngine, gate
 
 
 async def test_a_step_that_hangs_does_not_prolong_the_drain(
-    make: MakeEngine, gate: MakeGate, monkeypatch: pytest.MonkeyPatch
+    make_held: MakeHeld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_llm_engine, "_CUT_OFF_S", 0.1)
-    engine = make()
-    held = gate(engine)
+    engine, held = make_held()
     outputs = engine.generate(None, stream(6), prompt_token_ids=[4])
     reader = asyncio.ensure_future(anext(outputs))
     await held.reached(1)
@@ -76,9 +73,8 @@ async def test_a_step_that_hangs_does_not_prolong_the_drain(
     held.open()
 
 
-async def test_drains_at_once_all_return(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make()
-    held = gate(engine)
+async def test_drains_at_once_all_return(make_held: MakeHeld) -> None:
+    engine, held = make_held()
     reader = asyncio.create_task(read_ids(engine, [4], stream(3)))
     await held.reached(1)
     draining = [asyncio.create_task(engine.drain(TIMEOUT_S)) for _ in range(3)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.engines import greedy
 
-from async_engine.conftest import MakeEngine
+from async_engine.conftest import MakeHeld
 from async_engine.tools import (
     FINAL,
     TIMEOUT_S,
@@ -31,9 +31,8 @@ from tpengine.errors import DeadlineExceededError, RequestAbortedError
 
 
 @pytest.mark.parametrize("way", ["cancel", "abort", "abort of a server", "deadline"])
-async def test_blocks_are_back_before_a_step(make: MakeEngine, gate: MakeGate, way: str) -> None:
-    engine = make()
-    held = gate(engine)
+async def test_blocks_are_back_before_a_step(make_held: MakeHeld, way: str) -> None:
+    engine, held = make_held()
     total = engine.llm_engine.num_total_blocks
     timers = hold_timers()
     other = asyncio.create_task(read_ids(engine, [9] * 20, stream(30), request_id="other"))
@@ -75,9 +74,8 @@ async def test_blocks_are_back_before_a_step(make: MakeEngine, gate: MakeGate, w
     assert len(await other) == 30
 
 
-async def test_a_generator_that_is_dropped_aborts(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make()
-    held = gate(engine)
+async def test_a_generator_that_is_dropped_aborts(make_held: MakeHeld) -> None:
+    engine, held = make_held()
     held.let(2)
     async for _ in engine.generate(None, stream(30), "it", prompt_token_ids=[5] * 40):
         break
@@ -125,9 +123,10 @@ async def test_an_id_may_be_used_again_at_once(engine: AsyncLLMEngine) -> None:
 
 
 @pytest.mark.parametrize("where", ["queued", "prefill", "decode"])
-async def test_deadline_says_how_far_it_came(make: MakeEngine, gate: MakeGate, where: str) -> None:
-    engine = make(max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=False)
-    held = gate(engine)
+async def test_deadline_says_how_far_it_came(make_held: MakeHeld, where: str) -> None:
+    engine, held = make_held(
+        max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=False
+    )
     num_steps = {"queued": 0, "prefill": 1, "decode": 4}[where]
     timers, deadline = hold_timers(), time.monotonic() + 600
     if where == "queued":  # the first request takes all sixteen tokens of a step
@@ -160,9 +159,8 @@ async def test_a_deadline_that_has_passed(engine: AsyncLLMEngine) -> None:
     assert engine.stats().num_steps == steps
 
 
-async def test_max_queue_s_ends_no_request_that_started(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make(max_num_seqs=1)
-    held = gate(engine)
+async def test_max_queue_s_ends_no_request_that_started(make_held: MakeHeld) -> None:
+    engine, held = make_held(max_num_seqs=1)
 
     def begin(num_tokens: int) -> asyncio.Task[list[int]]:
         return asyncio.create_task(read_ids(engine, [9] * 8, stream(num_tokens), max_queue_s=600.0))

@@ -16,7 +16,7 @@ from support.event_loop import run_async
 from support.waiting import wait_until
 
 from async_engine import tools
-from async_engine.conftest import MakeEngine
+from async_engine.conftest import MakeEngine, MakeHeld
 from tpengine import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from tpengine.async_engine import async_llm_engine
 from tpengine.errors import (
@@ -204,11 +204,9 @@ def test_shutdown_fails_requests_and_leaves_no_thread(folder: Path) -> None:
     assert set(threading.enumerate()) == before
 
 
-async def test_health_means_progress(
-    make: MakeEngine, gate: tools.MakeGate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(max_step_s=100.0)
-    held, ahead_s = gate(engine), [0.0]
+async def test_health_means_progress(make_held: MakeHeld, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, held = make_held(max_step_s=100.0)
+    ahead_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
     monkeypatch.setattr(async_llm_engine, "time", clock)
     thread, seen = engine._thread, engine._thread.progress_at
@@ -264,12 +262,9 @@ def test_a_loop_that_is_closed_before_its_requests_end(make: MakeEngine) -> None
 
 
 @pytest.mark.parametrize("way", ["abort", "drain"])
-def test_a_loop_that_is_closed_while_a_caller_waits(
-    make: MakeEngine, gate: tools.MakeGate, way: str
-) -> None:
+def test_a_loop_that_is_closed_while_a_caller_waits(make_held: MakeHeld, way: str) -> None:
     """What it waits for is forgotten: the next loop works, and the engine ends."""
-    engine = make()
-    held = gate(engine)
+    engine, held = make_held()
 
     async def begin() -> list[Any]:
         reading = tools.read_ids(engine, [4], tools.stream(600), request_id="it")

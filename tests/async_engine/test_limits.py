@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from support.engines import greedy
 
-from async_engine.conftest import MakeEngine
+from async_engine.conftest import MakeEngine, MakeHeld
 from async_engine.tools import (
     FINAL,
     TIMEOUT_S,
-    MakeGate,
     TokenizerGate,
     collect,
     last_output,
@@ -32,9 +31,8 @@ from tpengine.scheduling.sequence import CheckedRequest
 LONG = "long " * 20_000
 
 
-async def test_full_queue_refuses_then_serves_again(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make(QueueLimits(max_requests=4), max_num_seqs=2)
-    held = gate(engine)
+async def test_full_queue_refuses_then_serves_again(make_held: MakeHeld) -> None:
+    engine, held = make_held(QueueLimits(max_requests=4), max_num_seqs=2)
     running = [asyncio.create_task(read_ids(engine, [i + 4], stream(4))) for i in range(2)]
     await held.reached(1)
     held.let(1)
@@ -52,9 +50,8 @@ async def test_full_queue_refuses_then_serves_again(make: MakeEngine, gate: Make
     assert len(await read_ids(engine, [7], stream(4))) == 4
 
 
-async def test_the_queue_bounds_tokens_too(make: MakeEngine, gate: MakeGate) -> None:
-    engine = make(QueueLimits(max_requests=100, max_tokens=50), max_num_seqs=1)
-    held = gate(engine)
+async def test_the_queue_bounds_tokens_too(make_held: MakeHeld) -> None:
+    engine, held = make_held(QueueLimits(max_requests=100, max_tokens=50), max_num_seqs=1)
     first = asyncio.create_task(read_ids(engine, [4] * 60, stream(4)))  # no other request waits
     await held.reached(1)
     held.let(1)
