@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.messages import refused
 
 from tpengine import LLM, RequestOutputKind, SamplingParams, errors
 from tpengine.cli.main import main
@@ -183,12 +184,10 @@ def test_used_up(client: Client) -> None:
         executor.lose()
         client.recover()
     executor.lose("idle")
-    with pytest.raises(errors.EngineDeadError) as raised:
+    limits, place = "max_recoveries = 3 | 600 s", "rank 1 | 10.0.0.7 | pid 4711 | epoch 4"
+    cause = "idle | SIGKILL | these were its last words | File worker.py"
+    with refused(errors.EngineDeadError, f"{limits} | {place} | {cause}") as raised:
         client.step()
-    for word in ("max_recoveries = 3", "600 s", "rank 1", "10.0.0.7", "pid 4711", "epoch 4"):
-        assert word in str(raised.value)
-    for word in ("idle", "SIGKILL", "these were its last words", "File worker.py"):
-        assert word in str(raised.value)
     assert isinstance(raised.value.__cause__, errors.GroupLostError)
     assert executor.is_shut_down.is_set()
     assert engine.health().state is EngineState.DEAD
@@ -284,7 +283,8 @@ def test_a_start_that_fails_is_reported(
     client.executor.fate.rebuilds += [failure] * 100
     client.executor.lose()
     start = clock.now
-    with caplog.at_level(logging.ERROR), pytest.raises(errors.EngineDeadError) as raised:
+    end = "recovery_timeout = 600 s | attempts. The last one:  | rank 1 | SIGKILL"
+    with caplog.at_level(logging.ERROR), refused(errors.EngineDeadError, end) as raised:
         client.recover()
     assert 560.0 < clock.now - start <= 600.0
     [line] = [x for x in caplog.messages if x.startswith("attempt 3 at a new group")]
@@ -295,8 +295,6 @@ def test_a_start_that_fails_is_reported(
             assert word in text
         for pattern in (r"\d+ of \d+ MiB free in /dev/shm", r"\d+ of \d+ file descriptors open"):
             assert re.search(pattern, text)
-    for word in ("recovery_timeout = 600 s", "attempts. The last one: ", "rank 1", "SIGKILL"):
-        assert word in str(raised.value)
     assert client.engine.health().failure is raised.value
     assert client.executor.is_shut_down.is_set()
 
