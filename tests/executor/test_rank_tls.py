@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from server.guarded import Authority
-from support.engines import complete, greedy, make_engine
+from server.guarded import Authority, TlsFiles
+from support.engines import complete, greedy, ids, outputs_of
 
 from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
 from executor.ray_engines import limited, ray_engine
@@ -34,9 +34,8 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
         folder = tmp_path / name
         if not folder.exists():
             authority = Authority.make(tmp_path / f"authority-{name}")
-            files = authority.sign("rank", folder)
-            shutil.copy(files.certificate, folder / "tls.crt")
-            shutil.copy(files.key, folder / "tls.key")
+            target = TlsFiles(str(folder / "tls.crt"), str(folder / "tls.key"))
+            authority.sign("rank", folder).install(target)
             shutil.copy(authority.certificate, folder / "ca.crt")
         monkeypatch.setenv("TPENGINE_RANK_TLS", str(folder))
         return folder
@@ -160,8 +159,7 @@ def test_certificates_that_cannot_be_used(use: Use) -> None:
 
 @pytest.mark.soak
 def test_an_engine(use: Use, folder: Path) -> None:
-    with make_engine(folder) as engine:
-        expected = list(complete(engine, [5, 6, 7], greedy(16)).token_ids)
+    expected = list(ids(outputs_of(folder, [[5, 6, 7]], greedy(16)))[0])
     use("ours")
     with ray_engine(folder, 2) as engine:
         assert list(complete(engine, [5, 6, 7], greedy(16)).token_ids) == expected

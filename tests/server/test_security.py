@@ -269,14 +269,13 @@ def test_certificates_are_reloaded(
 ) -> None:
     monkeypatch.setattr(auth, "_POLL_S", 0.01)
     certificate, key = tmp_path / "live.pem", tmp_path / "live.key"
-    shutil.copy(files.certificate, certificate)
-    shutil.copy(files.key, key)
+    live = TlsFiles(str(certificate), str(key))
+    files.install(live)
     fresh = authority.sign("fresh", tmp_path / "fresh")
 
     def is_served(expected: str) -> bool:
         return served_serial(target).strip() in Path(expected).read_text()
 
-    live = TlsFiles(str(certificate), str(key))
     with guarded_server(tls=live) as target, secure(target, authority) as channel:
         assert check(channel) == NOT_SERVING
         assert is_served(files.certificate)
@@ -322,14 +321,12 @@ def test_dates_of_certificates(
     live = TlsFiles(str(tmp_path / "c"), str(tmp_path / "k"))
 
     def install(files: TlsFiles) -> bytes:
-        shutil.copy(files.certificate, live.certificate)
-        shutil.copy(files.key, live.key)
+        files.install(live)
         for _ in range(3):
             served.reload()
         return Path(files.certificate).read_bytes()
 
-    shutil.copy(long.certificate, live.certificate)
-    shutil.copy(long.key, live.key)
+    long.install(live)
     served = load(live, 10)
     before = Path(long.certificate).read_bytes()
     assert install(short) != served.contents[0]
@@ -348,8 +345,7 @@ def test_files_that_change_while_they_are_read_are_read_again(
     """Else gRPC would have the new certificate with the old key, which ssl has not seen."""
     live = TlsFiles(str(tmp_path / "c"), str(tmp_path / "k"))
     fresh = authority.sign("both", tmp_path)
-    for source, target in zip(files[:2], live[:2], strict=True):
-        shutil.copy(source, target)
+    files.install(live)
     served = auth.CertificateReloader(*live)
     shutil.copy(fresh.certificate, live.certificate)
 

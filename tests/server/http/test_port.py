@@ -356,8 +356,7 @@ def test_certificates(
 
     def install(by: Authority, name: str) -> None:
         files = by.sign(name, tmp_path / name)
-        shutil.copy(files.certificate, live.certificate)
-        shutil.copy(files.key, live.key)
+        files.install(live)
         shutil.copy(by.certificate, str(live.client_authority))
 
     def owner(by: Authority, client: TlsFiles | None) -> str:
