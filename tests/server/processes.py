@@ -16,6 +16,7 @@ import pytest
 from support.waiting import wait_until
 
 from tpengine.proto import tpengine_pb2 as pb
+from tpengine.proto.tpengine_pb2_grpc import GenerationServiceStub
 
 END_S = 60.0
 DYING = Path(__file__).with_name("dying_server.py")
@@ -60,8 +61,8 @@ def own_ray() -> Iterator[None]:
 @contextmanager
 def dying_server(
     log: Path, when: str, *options: str, stderr: int = subprocess.STDOUT
-) -> Iterator[tuple[subprocess.Popen[bytes], grpc.Channel]]:
-    """A process of `dying_server.py` and a channel to it; it is killed at the end.
+) -> Iterator[tuple[subprocess.Popen[bytes], GenerationServiceStub, grpc.Channel]]:
+    """A process of `dying_server.py`, a stub and its channel; the process is killed at the end.
 
     Args:
         stderr: see `Popen`; by default the log.
@@ -75,7 +76,7 @@ def dying_server(
         )
     try:
         with grpc.insecure_channel(f"127.0.0.1:{wait_for(log, 'the port is ')}") as channel:
-            yield process, channel
+            yield process, GenerationServiceStub(channel), channel
     finally:
         process.kill()
         process.wait(END_S)

@@ -117,8 +117,7 @@ def test_start_up_reports_its_phases(guarded: Guarded) -> None:
 
 def test_a_reload_is_told_once(guarded: Guarded) -> None:
     files = guarded.authority.sign("next", guarded.authority.folder / "next")
-    shutil.copy(files.key, guarded.files.key)
-    shutil.copy(files.certificate, guarded.files.certificate)
+    files.install(guarded.files)
     expected = Path(files.certificate).read_text().strip()
     for address in (guarded.process.target, guarded.door.host):
         host, _, port = address.partition(":")
@@ -200,9 +199,8 @@ def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> Non
     """The clients of unary and streamed calls get the reason."""
     assert lifecycle._AT_ONCE_S <= 1.0, "within a second, as the pages say; this server has longer"
     log = tmp_path / "log"
-    with dying_server(log, "1000000", *SMALL, "--http-port", "0") as (process, channel):
+    with dying_server(log, "1000000", *SMALL, "--http-port", "0") as (process, stub, _):
         wait_for(log, "tpengine is ready")
-        stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
         door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")
         http_stream = door.open("completions", {**LONG, "stream": True})
         http_stream.readline()
@@ -232,10 +230,9 @@ def test_a_server_whose_log_nothing_reads(tmp_path: Path) -> None:
     os.write(sink, bytes(1 << 20))
     os.set_blocking(sink, True)
     options = [*SMALL, "--http-port", "0", "--isolate"]
-    with dying_server(log, "1000000", *options, stderr=sink) as (process, channel):
+    with dying_server(log, "1000000", *options, stderr=sink) as (process, stub, _):
         os.close(sink)
         wait_for(log, "tpengine is ready")
-        stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
         door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")
         for _ in range(3):
             assert stub.Generate(long_request(1), timeout=TIMEOUT_S).finished
@@ -252,9 +249,8 @@ def test_a_server_whose_log_nothing_reads(tmp_path: Path) -> None:
 def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
     """Every call that is open is told: over HTTP a stream by an event."""
     log = tmp_path / "log"
-    with dying_server(log, "300", *SMALL, "--http-port", "0") as (process, channel):
+    with dying_server(log, "300", *SMALL, "--http-port", "0") as (process, stub, _):
         wait_for(log, "tpengine is ready")
-        stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
         door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")
         with waiting(stub, long_request(500)) as call:
             whole = door.begin("completions", LONG)
@@ -281,9 +277,8 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(
     num_signals: int, drain_s: str, code: int, words: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    with dying_server(log, "hang", *SMALL, "--drain-timeout", drain_s) as (process, channel):
+    with dying_server(log, "hang", *SMALL, "--drain-timeout", drain_s) as (process, stub, _):
         wait_for(log, "tpengine is ready")
-        stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
         with waiting(stub, long_request(500)) as call:
             assert int(wait_for(log, "the step hangs; objects frozen: ")) > 10_000
             for _ in range(num_signals):
@@ -298,7 +293,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(
 
 def test_start_up_is_bounded(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with dying_server(log, "start", *SMALL, "--startup-timeout", "1") as (process, _):
+    with dying_server(log, "start", *SMALL, "--startup-timeout", "1") as (process, *_):
         assert process.wait(END_S) == 1
     said = log.read_text()
     assert "startup_timeout = 1 s" in said
@@ -307,10 +302,9 @@ def test_start_up_is_bounded(tmp_path: Path) -> None:
 
 def test_a_server_that_loads_shows_its_health_and_ends_at_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with dying_server(log, "start", *SMALL, "--http-port", "0") as (process, channel):
+    with dying_server(log, "start", *SMALL, "--http-port", "0") as (process, stub, channel):
         wait_for(log, "the ranks start")
         assert [check(channel, of) for of in ("liveness", "readiness")] == [SERVING, NOT_SERVING]
-        stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
         info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
         assert info.state == pb.SERVER_STATE_LOADING
         door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")

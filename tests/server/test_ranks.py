@@ -110,7 +110,7 @@ def test_streams_go_on_over_a_recovery_and_a_drain(
 @pytest.mark.parametrize("ranks", [CHILDREN, pytest.param(TWO, marks=pytest.mark.soak)])
 def test_a_signal_during_start_up_leaves_no_process(tmp_path: Path, ranks: list[str]) -> None:
     log = tmp_path / "log"
-    with dying_server(log, "1000000", *SMALL, *ranks) as (process, _):
+    with dying_server(log, "1000000", *SMALL, *ranks) as (process, *_):
         wait_until(lambda: "rank 1 on " in log.read_text() or process.poll() is not None, RAY_S)
         assert process.poll() is None, log.read_text()
         process.send_signal(signal.SIGTERM)
