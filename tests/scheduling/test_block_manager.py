@@ -18,6 +18,13 @@ def only(request: Request) -> Sequence:
     return sequence
 
 
+def allocated(num_blocks: int, num_tokens: int) -> tuple[BlockManager, Request, Sequence]:
+    """A pool of blocks of four tokens, and a request that holds some of them."""
+    blocks, request = BlockManager(num_blocks, 4), make_request(0, num_tokens)
+    blocks.allocate(request)
+    return blocks, request, only(request)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)]
 )
@@ -50,10 +57,7 @@ def test_ok_later_never() -> None:
 
 
 def test_freeing_twice_is_refused() -> None:
-    blocks = BlockManager(4, 4)
-    request = make_request(0, 4)
-    sequence = only(request)
-    blocks.allocate(request)
+    blocks, _, sequence = allocated(4, 4)
     blocks.free(sequence)
     with pytest.raises(EngineError, match="holds no blocks"):
         blocks.free(sequence)
@@ -63,10 +67,7 @@ def test_freeing_twice_is_refused() -> None:
 
 
 def test_allocating_twice_or_too_much_is_refused() -> None:
-    blocks = BlockManager(4, 4)
-    request = make_request(0, 4)
-    sequence = only(request)
-    blocks.allocate(request)
+    blocks, request, sequence = allocated(4, 4)
     with pytest.raises(EngineError, match="already"):
         blocks.allocate(request)
     with pytest.raises(EngineError, match="4 blocks are wanted and 3 of 4 are free"):
@@ -107,11 +108,9 @@ def test_invariants_see_damage(damage: Callable[..., None], words: str) -> None:
 def test_fork_counts_a_reference_for_every_shared_block(num_tokens: int) -> None:
     """Each of the parent's blocks then has two holders, which may read it and not write it; it is
     free when both have given it back."""
-    blocks = BlockManager(8, 4)
-    request = make_request(0, num_tokens)
-    parent = only(request)
+    blocks, _, parent = allocated(8, num_tokens)
     child = Sequence(2000, 1, list(parent.token_ids), num_tokens)
-    table = blocks.allocate(request)
+    table = blocks.block_ids(parent)
     blocks.fork(parent, child, num_tokens)
     with pytest.raises(EngineError, match="alone writes"):
         blocks.check_invariants([parent, child])

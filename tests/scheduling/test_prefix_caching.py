@@ -32,6 +32,12 @@ def compute(blocks: BlockManager, request: Request) -> Sequence:
     return sequence
 
 
+def num_hit(blocks: BlockManager, request: Request) -> int:
+    """Allocates; how many tokens the cache knows."""
+    blocks.allocate(request)
+    return request.sequences[0].num_computed_tokens
+
+
 def test_full_blocks_are_shared_while_held_and_found_after() -> None:
     blocks = pool()
     first = compute(blocks, make_request(0, list(range(10))))
@@ -52,9 +58,7 @@ def test_full_blocks_are_shared_while_held_and_found_after() -> None:
 def test_what_precedes_a_block_counts() -> None:
     blocks = pool()
     compute(blocks, make_request(0, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    other = make_request(1, [0, 2, 3, 4, 5, 6, 7, 8, 9])
-    blocks.allocate(other)
-    assert other.sequences[0].num_computed_tokens == 0
+    assert num_hit(blocks, make_request(1, [0, 2, 3, 4, 5, 6, 7, 8, 9])) == 0
 
 
 def test_only_requests_of_the_same_salt_find_each_other() -> None:
@@ -63,8 +67,7 @@ def test_only_requests_of_the_same_salt_find_each_other() -> None:
     for index, salt in enumerate(("one", "two", "", "one")):
         request = make_request(index, [1, 2, 3, 4, 5])
         request.owner = Owner(cache_salt=salt)
-        blocks.allocate(request)
-        computed.append(request.sequences[0].num_computed_tokens)
+        computed.append(num_hit(blocks, request))
         request.sequences[0].num_computed_tokens = 5
         blocks.mark_computed(request.sequences[0], request.sequences[0].num_computed_tokens)
     assert computed == [0, 0, 0, 4]
@@ -74,9 +77,7 @@ def test_only_requests_of_the_same_salt_find_each_other() -> None:
 def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
     blocks = pool()
     compute(blocks, make_request(0, list(range(12))))
-    again = make_request(1, list(range(length)))
-    blocks.allocate(again)
-    assert again.sequences[0].num_computed_tokens == cached
+    assert num_hit(blocks, make_request(1, list(range(length)))) == cached
 
 
 @pytest.mark.parametrize(("first", "cached"), [(10, 4), (20, 8)], ids=["old", "young"])
@@ -88,8 +89,7 @@ def test_least_recently_used_goes_first_and_ends_before_beginnings(first: int, c
     taken = compute(blocks, make_request(3, list(range(100, 108))))  # one blank block, one of old's
     assert blocks.device.num_evictions == 1
     again = make_request(4, list(range(first, first + 9)))
-    blocks.allocate(again)
-    assert again.sequences[0].num_computed_tokens == cached
+    assert num_hit(blocks, again) == cached
     blocks.check_invariants([taken, again.sequences[0]])
 
 
@@ -159,8 +159,7 @@ def test_prompt_logprobs_take_no_hit() -> None:
     blocks = pool()
     compute(blocks, make_request(0, list(range(10))))
     asking = make_request(1, list(range(10)), replace(GREEDY, prompt_logprobs=1))
-    blocks.allocate(asking)
-    assert asking.sequences[0].num_computed_tokens == 0
+    assert num_hit(blocks, asking) == 0
     assert asking.sequences[0].status is SequenceStatus.WAITING
 
 
