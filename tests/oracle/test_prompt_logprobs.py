@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.byte_llama import VOCAB_SIZE, make_engine, run
+from support.byte_llama import make_engine, random_prompts, run
 
 from tpengine import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.worker import model_runner
 
 LENGTHS = [1, 2, 16, 17, 65, 130]
 NUM_TOP = [0, 1, 5, 20, 3, 2]
-
-
-def _prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(4)
-    return [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
 def _check(oracle: Any, prompt: list[int], output: RequestOutput, num_top: int) -> None:
@@ -42,12 +37,14 @@ def _check(oracle: Any, prompt: list[int], output: RequestOutput, num_top: int) 
 def _requests(**kwargs: Any) -> list[tuple[list[int], SamplingParams]]:
     return [
         (prompt, SamplingParams(prompt_logprobs=num_top, **({"max_tokens": 5} | kwargs)))
-        for prompt, num_top in zip(_prompts(), NUM_TOP, strict=True)
+        for prompt, num_top in zip(random_prompts(LENGTHS, seed=4), NUM_TOP, strict=True)
     ]
 
 
 def _check_all(oracle: Any, outputs: list[RequestOutput]) -> None:
-    for prompt, output, num_top in zip(_prompts(), outputs, NUM_TOP, strict=True):
+    for prompt, output, num_top in zip(
+        random_prompts(LENGTHS, seed=4), outputs, NUM_TOP, strict=True
+    ):
         _check(oracle, prompt, output, num_top)
 
 
@@ -95,7 +92,7 @@ def test_after_preemption_in_the_middle(folder: Any, oracle: Any) -> None:
 def test_nothing_before_the_prompt_is_complete(engine: LLMEngine) -> None:
     """An abort in the middle of a prompt reports none, and does not affect later requests."""
     params = SamplingParams(prompt_logprobs=1, output_kind=RequestOutputKind.CUMULATIVE)
-    engine.add_request("0", None, params, prompt_token_ids=_prompts()[-1])
+    engine.add_request("0", None, params, prompt_token_ids=random_prompts(LENGTHS, seed=4)[-1])
     assert engine.step() == []
     engine.abort_request("0")
     (output,) = engine.step()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.byte_llama import END_TOKEN_ID, VOCAB_SIZE, make_engine, run
+from support.byte_llama import END_TOKEN_ID, VOCAB_SIZE, make_engine, random_prompts, run
 from support.edited_logits import edited
 from support.step_log import log_steps
 
@@ -19,11 +19,6 @@ BIAS = {7: 1.5, 90: -4.0, 201: 1.0}
 NUM_TOKENS = 20
 TEMPERATURE = 0.9
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0}
-
-
-def _prompts(lengths: list[int]) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(8)
-    return [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
 
 
 def _bad_words(prompts: list[list[int]]) -> list[list[int]]:
@@ -52,7 +47,7 @@ def _expected(
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
 def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str | None) -> None:
     """With enough blocks, or preempted in one of the modes."""
-    prompts = _prompts([5, 16, 33, 50])
+    prompts = random_prompts([5, 16, 33, 50], seed=8)
     words = _bad_words(prompts)
     fields = {"n": 3, "temperature": TEMPERATURE, "top_p": 0.95, "logit_bias": BIAS}
     fields |= {"repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 0.5}
@@ -75,7 +70,7 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
 @pytest.mark.parametrize("kind", ["repetition", "bias and min_tokens", "bad words"])
 @pytest.mark.parametrize("num_beams", [2, 4])
 def test_beams_as_transformers(engine: LLMEngine, oracle: Any, kind: str, num_beams: int) -> None:
-    prompts = _prompts([4, 20, 40])
+    prompts = random_prompts([4, 20, 40], seed=8)
     common = {**BEAMS, "max_tokens": 12, "n": num_beams}
     plain = run(engine, [(prompt, SamplingParams(**common)) for prompt in prompts])
     said = [list(output.outputs[0].token_ids) for output in plain]
@@ -104,7 +99,7 @@ def test_beams_as_transformers(engine: LLMEngine, oracle: Any, kind: str, num_be
 
 def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Any) -> None:
     """With bans and biases, beams contain tokens of any rank."""
-    (prompt,) = _prompts([20])
+    (prompt,) = random_prompts([20], seed=8)
     likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
     bias = dict.fromkeys(range(3, VOCAB_SIZE, 5), 4.0)
     edits = {"logit_bias": bias, "bad_words_token_ids": [[token_id] for token_id in likely]}
@@ -142,7 +137,7 @@ def _search(
 
 
 def test_a_beam_that_cannot_go_on_is_left_out(engine: LLMEngine, oracle: Any) -> None:
-    (prompt,) = _prompts([20])
+    (prompt,) = random_prompts([20], seed=8)
     likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
     dead_end = likely[0]
     common = {**BEAMS, "max_tokens": 5, "ignore_eos": True}
@@ -164,7 +159,7 @@ def _without_padding(ids: list[int]) -> list[int]:
 
 def test_prompt_logprobs_of_a_group(engine: LLMEngine) -> None:
     """Reported once per request, with the same values as for one sequence."""
-    prompt = _prompts([30])[0]
+    prompt = random_prompts([30], seed=8)[0]
     single, many = (
         run(engine, [(prompt, SamplingParams(n=n, prompt_logprobs=2, seed=1, max_tokens=3))])[0]
         for n in (1, 3)
@@ -181,7 +176,7 @@ def test_a_processor_that_fails_ends_all_sequences_of_its_request(engine: LLMEng
         n=3, seed=0, max_tokens=9, logits_processors="support.logits_processors:fail_at_third"
     )
     good = SamplingParams(n=2, seed=4, max_tokens=9, ignore_eos=True)
-    prompt = _prompts([20])[0]
+    prompt = random_prompts([20], seed=8)[0]
     (alone,) = run(engine, [(prompt, good)])
     failed, other = run(engine, [(prompt, bad), (prompt, good)])
     assert [c.token_ids for c in other.outputs] == [c.token_ids for c in alone.outputs]

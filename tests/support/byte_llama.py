@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ def write_tokenizer(path: Path, *added: AddedToken, chat_template: str | None = 
     tokenizer = byte_level_tokenizer(words, merges, added=added)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(path)
+
+
+def random_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
 
 
 def make_engine(folder: Path, **kwargs: Any) -> LLMEngine:
