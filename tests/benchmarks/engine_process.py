@@ -37,7 +37,7 @@ class Engine(Protocol):
         request got."""
 
 
-class Stepping:
+class Stepping(Engine):
     """tpengine, or vLLM: `LLMEngine` of both has the same methods."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -58,9 +58,6 @@ class Stepping:
         self._engine = package.LLMEngine.from_engine_args(args)
         self._num_requests = 0
 
-    def prepare(self, workload: Workload) -> None:
-        """Nothing."""
-
     def serve(self, workload: Workload) -> Iterator[dict[int, int]]:
         """See `Engine`."""
         first = self._num_requests
@@ -72,15 +69,14 @@ class Stepping:
                 detokenize=False,
                 output_kind=self._sampling.RequestOutputKind.DELTA,
             )
-            name = str(self._num_requests)
-            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            self._engine.add_request(str(self._num_requests), {"prompt_token_ids": prompt}, params)
             self._num_requests += 1
         while self._engine.has_unfinished_requests():
             outputs = self._engine.step()
             yield {int(o.request_id) - first: len(o.outputs[0].token_ids) for o in outputs}
 
 
-class OpenVINO:
+class OpenVINO(Engine):
     """OpenVINO GenAI's continuous batching. `model` is a GGUF file or an OpenVINO folder."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -98,9 +94,6 @@ class OpenVINO:
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(
             settings["model"], scheduler, "CPU", {"INFERENCE_NUM_THREADS": NUM_THREADS}
         )
-
-    def prepare(self, workload: Workload) -> None:
-        """Nothing."""
 
     def serve(self, workload: Workload) -> Iterator[dict[int, int]]:
         """See `Engine`."""
@@ -120,7 +113,7 @@ class OpenVINO:
             yield new
 
 
-class LlamaCpp:
+class LlamaCpp(Engine):
     """llama.cpp: a sequence of one context for each request."""
 
     def __init__(self, settings: dict[str, Any]) -> None:

@@ -204,8 +204,7 @@ def _start_ours(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]
 
 
 def _start_llama_cpp(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]:
-    python = third_party.llama_cpp_python()
-    return python, str(files.gguf(form)), {}
+    return third_party.llama_cpp_python(), str(files.gguf(form)), {}
 
 
 def _start_openvino(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import statistics
 import time
@@ -26,7 +25,7 @@ from support.foretold import totals
 
 from benchmarks.common import add_numbers, add_shape_argument, alternate
 from benchmarks.peer_files import SMOLLM2, ModelFiles
-from tpengine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
+from tpengine import LLM, EngineArgs, RequestOutput, SamplingParams, StructuredOutputsParams
 from tpengine.bench.harness import report_head, shape_folder
 from tpengine.scheduling.drafter import Drafter, Guess
 from tpengine.scheduling.sequence import Request, Sequence
@@ -109,38 +108,27 @@ def _run_alone(
         print(f"{case['name']:<24} {len(base[0].token_ids):>4} tokens {rate:6.1f}/s{mark}", end="")
         for kind in ratios:
             own = measured[kind]
-            whole = statistics.median(b.whole_s / a.whole_s for a, b in zip(own, base, strict=True))
-            decode = statistics.median(
-                b.decode_s / a.decode_s for a, b in zip(own, base, strict=True)
-            )
+            pairs = list(zip(own, base, strict=True))
+            whole = statistics.median(b.whole_s / a.whole_s for a, b in pairs)
+            decode = statistics.median(b.decode_s / a.decode_s for a, b in pairs)
             ratios[kind].append((decode, whole))
             drafted, accepted = own[-1].num_drafted, own[-1].num_accepted
             share = f"{accepted}/{drafted}"
             print(f"   {kind} {decode:.2f} ({whole:.2f}) {share:>8}", end="")
         print(flush=True)
     for kind, pairs in ratios.items():
-        means = [
-            math.exp(statistics.mean(map(math.log, part))) for part in zip(*pairs, strict=True)
-        ]
-        print(f"{kind} geometric mean {means[0]:.3f}, of whole answers {means[1]:.3f}")
+        decode, whole = (statistics.geometric_mean(part) for part in zip(*pairs, strict=True))
+        print(f"{kind} geometric mean {decode:.3f}, of whole answers {whole:.3f}")
     decodes = [[decode for decode, _ in pairs] for pairs in ratios.values()]
     best = [max(own) for own in zip(*decodes, strict=True)]
-    mean = math.exp(statistics.mean(map(math.log, best)))
-    print(f"the better one: {mean:.3f}, least {min(best):.2f}")
+    print(f"the better one: {statistics.geometric_mean(best):.3f}, least {min(best):.2f}")
 
 
 def _answer(llm: LLM, case: dict[str, Any], form: str, number: int) -> Answer:
     """One conversation."""
-    drafter = llm.llm_engine._scheduler.drafter
-    if drafter is not None and drafter._earlier is not None:
-        drafter._earlier.clear()
+    _forget(llm)
     before = _counts(llm)
-    schema = case.get("schema")
-    params = SamplingParams(
-        max_tokens=600,
-        structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
-        **case["sampling"][form],
-    )
+    params = _params(case, form, max_tokens=600)
     messages: list[Any] = []
     token_ids, is_natural, whole_s, decode_s = list[int](), True, 0.0, 0.0
     for turn in case["turns"]:
@@ -148,10 +136,8 @@ def _answer(llm: LLM, case: dict[str, Any], form: str, number: int) -> Answer:
         start = time.perf_counter()
         (output,) = llm.chat([messages], params, use_tqdm=False)
         whole_s += time.perf_counter() - start
-        (answer,), metrics = output.outputs, output.metrics
-        assert metrics is not None
-        assert metrics.first_token_time is not None
-        decode_s += metrics.last_token_time - metrics.first_token_time
+        (answer,) = output.outputs
+        decode_s += _decode_s(output)
         messages.append({"role": "assistant", "content": answer.text})
         token_ids += answer.token_ids
         is_natural = is_natural and answer.finish_reason == "stop" and _varies(answer.token_ids)
@@ -159,6 +145,27 @@ def _answer(llm: LLM, case: dict[str, Any], form: str, number: int) -> Answer:
     return Answer(
         token_ids, whole_s, decode_s, is_natural, after[0] - before[0], after[1] - before[1]
     )
+
+
+def _params(case: dict[str, Any], form: str, **fields: int) -> SamplingParams:
+    """How a prompt is answered."""
+    schema = case.get("schema")
+    grammar = None if schema is None else StructuredOutputsParams(json=schema)
+    return SamplingParams(structured_outputs=grammar, **case["sampling"][form] | fields)
+
+
+def _decode_s(output: RequestOutput) -> float:
+    """From the first token to the last."""
+    assert output.metrics is not None
+    assert output.metrics.first_token_time is not None
+    return output.metrics.last_token_time - output.metrics.first_token_time
+
+
+def _forget(llm: LLM) -> None:
+    """Earlier outputs, from which it would draft."""
+    drafter = llm.llm_engine._scheduler.drafter
+    if drafter is not None and drafter._earlier is not None:
+        drafter._earlier.clear()
 
 
 def _counts(llm: LLM) -> tuple[int, int]:
@@ -178,19 +185,12 @@ def _run_crowd(
     requests = []
     for number in range(args.streams):
         case = cases[number % len(cases)]
-        sampling = case["sampling"][args.form] | {"seed": number}
-        schema = case.get("schema")
-        grammar = None if schema is None else StructuredOutputsParams(json=schema)
         message = [{"role": "user", "content": case["turns"][0]}]
-        requests.append(
-            (message, SamplingParams(max_tokens=200, structured_outputs=grammar, **sampling))
-        )
+        requests.append((message, _params(case, args.form, max_tokens=200, seed=number)))
 
     def measure(kind: str | None, number: int) -> tuple[float, list[list[int]]]:
         llm = engines[kind]
-        drafter = llm.llm_engine._scheduler.drafter
-        if drafter is not None and drafter._earlier is not None:
-            drafter._earlier.clear()
+        _forget(llm)
         start = time.perf_counter()
         outputs = llm.chat([m for m, _ in requests], [p for _, p in requests], use_tqdm=False)
         return time.perf_counter() - start, [o.outputs[0].token_ids for o in outputs]
@@ -226,8 +226,7 @@ class _Replay(Drafter):
 
     def draft(self, request: Request, sequence: Sequence, most: int) -> list[Guess]:
         worth = super().draft(request, sequence, most)
-        text = self._texts[sequence.seq_id]
-        guesses = self._guesses(request, sequence, text)
+        guesses = self._guesses(request, sequence, self._texts[sequence.seq_id])
         return list(islice(guesses, min(most, self.num_fixed))) if self.num_fixed else worth
 
     def _guesses(self, request: Request, sequence: Sequence, text: object) -> Iterator[Guess]:
@@ -257,10 +256,7 @@ def _run_replay(args: argparse.Namespace) -> int:
             drafter.acceptance, drafter.num_fixed = kind
             (output,) = llm.generate(None, params, [prompt], use_tqdm=False)
             drafter.answer = output.outputs[0].token_ids
-            metrics = output.metrics
-            assert metrics is not None
-            assert metrics.first_token_time is not None
-            return metrics.last_token_time - metrics.first_token_time
+            return _decode_s(output)
 
         plain = (-1.0, 0)
         kinds = [plain, *((a, n) for a in args.acceptance for n in _NUM_FIXED)]
