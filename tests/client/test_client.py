@@ -238,38 +238,35 @@ def test_explicit_zeros_are_sent() -> None:
 def test_commands(server: ServerProcess, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--target", server.target]
     (output,) = llm.generate(PROMPT, greedy(8), use_tqdm=False)
-    assert main(["client", "health", *where]) == 0
-    assert capsys.readouterr().out == "readiness SERVING\n"
-    assert main(["client", "limits", *where]) == 0
-    held = dict(line.split() for line in capsys.readouterr().out.splitlines())
+
+    def printed(*command: str, code: int = 0) -> str:
+        """What a command prints; what it says of an error, and nothing else, if it fails."""
+        assert main(["client", *command]) == code
+        captured = capsys.readouterr()
+        assert code == 0 or captured.out == ""
+        return captured.err if code else captured.out
+
+    assert printed("health", *where) == "readiness SERVING\n"
+    held = dict(line.split() for line in printed("limits", *where).splitlines())
     assert held["max_model_len"] == f"{MODEL_LENGTH:,}"
     assert (held["max_n"], held["max_queued_requests"], held["write_s"]) == ("128", "256", "60")
     assert (held["max_open_calls"], held["max_client_requests"]) == ("4,352", "3,328")
     words = ["--temperature", "0", "--max-tokens", "8"]
-    assert main(["client", "generate", PROMPT, *words, *where]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{output.outputs[0].text}\n\n"
-    assert main(["client", "generate", PROMPT, "--no-echo", *words, *where]) == 0
-    assert capsys.readouterr().out == f"{output.outputs[0].text}\n\n"
+    text = output.outputs[0].text
+    assert printed("generate", PROMPT, *words, *where) == f"{PROMPT}{text}\n\n"
+    assert printed("generate", PROMPT, "--no-echo", *words, *where) == f"{text}\n\n"
     several = ["--n", "2", "--logprobs", "2", "--ignore-eos", "--max-tokens", "8"]
-    assert main(["client", "generate", PROMPT, *several, *where]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    shown = printed("generate", PROMPT, *several, *where).splitlines()
     assert [line[:4] for line in shown if line.startswith("[")] == ["[0] ", "[1] "]
     assert sum(line.startswith("    ") and "*" in line for line in shown) == 2 * 8
-    assert main(["client", "chat", "Hello", *words, *where]) == 0
-    assert capsys.readouterr().out.strip()
-    load = ["--num-requests", "6", "--rate", "40"]
-    assert main(["client", "load", *load, *words, *where]) == 0
-    assert "6 complete" in capsys.readouterr().out
-    assert main(["client", "health", "--target", "127.0.0.1:1"]) == 1
-    no_server = capsys.readouterr().err
+    assert printed("chat", "Hello", *words, *where).strip()
+    assert "6 complete" in printed("load", "--num-requests", "6", "--rate", "40", *words, *where)
+    no_server = printed("health", "--target", "127.0.0.1:1", code=1)
     assert "ServerUnavailableError" in no_server
     assert "start one with `tpengine serve`" in no_server
-    assert main(["client", "generate", "word " * (2 * MODEL_LENGTH), *words, *where]) == 1
-    refused = capsys.readouterr()
-    assert "RequestIgnoredError" in refused.err
-    assert refused.out == ""  # not even the prompt: the server refused it
-    assert main(["client", "generate", PROMPT, "--tls", *where]) == 1
-    assert "does not speak TLS" in capsys.readouterr().err
+    refused = printed("generate", "word " * (2 * MODEL_LENGTH), *words, *where, code=1)
+    assert "RequestIgnoredError" in refused, "and not even the prompt was printed"
+    assert "does not speak TLS" in printed("generate", PROMPT, "--tls", *where, code=1)
 
 
 def test_a_missing_token_says_where_one_is_given(
