@@ -41,8 +41,7 @@ def test_report_says_what_was_run(
     name: str,
     options: list[str],
 ) -> None:
-    folder = str(models.folder(PLAIN))
-    words = ["bench", name, "--model", folder, *options, *ENGINE]
+    words = ["bench", name, "--model", str(models.folder(PLAIN)), *options, *ENGINE]
     monkeypatch.setattr(sys, "argv", ["/some/where/tpengine", *words])
     monkeypatch.setattr(latency.ReadBandwidth, "measure", lambda *_: 1e10)
     monkeypatch.chdir(tmp_path)

@@ -91,8 +91,7 @@ def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
     stop = greedy[len(PROMPT) + 8 : len(PROMPT) + 13]
     cut = show("--temperature", "0", "--stop", stop)
     assert cut.strip() == greedy[: greedy.index(stop, len(PROMPT))].strip()
-    held = show(*hot, "--structured-outputs", '{"choice": [" yes"]}')
-    assert held.strip() == f"{PROMPT} yes"
+    assert show(*hot, "--structured-outputs", '{"choice": [" yes"]}').strip() == f"{PROMPT} yes"
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,7 @@ class Ranks:
         self.start(0, open_store, name)
         port = self.outcome(0)
         engine_id = f"{os.getpid()}_{uuid.uuid4().hex[:8]}"
-        addresses = [ADDRESS] * self.size
-        return Rendezvous(engine_id, 0, addresses, port, connect_timeout_s, timeout_s)
+        return Rendezvous(engine_id, 0, [ADDRESS] * self.size, port, connect_timeout_s, timeout_s)
 
     def kill(self, rank: int) -> None:
         """Kills a rank with SIGKILL, even if it is frozen."""

@@ -55,8 +55,7 @@ def test_same_tokens(
     """Greedy, seeded and penalised; padded MLP and vocabulary, repeated KV heads."""
     ranks = groups[num_ranks]
     weights_bytes, expected = alone
-    started = start(ranks, config)
-    for rank, (how, own_bytes) in enumerate(started):
+    for rank, (how, own_bytes) in enumerate(start(ranks, config)):
         wanted = f"rank {rank} of {num_ranks} at {ADDRESS} (interface lo) by shared memory"
         assert how == wanted
         assert own_bytes < weights_bytes * (0.6 if num_ranks == 2 else 0.5)

@@ -102,8 +102,7 @@ def answers(
         if (drafter := engine._scheduler.drafter) is not None:
             drafts = totals(drafter)
     assert [output.error for output in last.values()] == [None] * len(last)
-    aborted = last.pop("aborted").outputs[0]
-    assert aborted.finish_reason == "abort"
+    assert last.pop("aborted").outputs[0].finish_reason == "abort"
     outputs = [summary(last[str(i)]) for i in range(len(PARAMS))]
     return Served(outputs, most, num_preemptions, *drafts)
 

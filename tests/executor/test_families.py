@@ -146,8 +146,7 @@ def taken_over(ranks: Executor, folder: Path, **args: Any) -> LLMEngine:
     model_impl = "transformers" if folder.stem in OTHERS else "tpengine"
     args = {"tensor_parallel_size": len(ranks.nodes), "model_impl": model_impl, **SIZES, **args}
     args |= {"executor": "ray", "dtype": "float32", "device": "cpu", "async_scheduling": True}
-    engine_args = EngineArgs(str(folder), **args)
-    config = engine_args.create_engine_config("cpu")
+    config = EngineArgs(str(folder), **args).create_engine_config("cpu")
     return LLMEngine(config, TakenOver(ranks, config), log_stats=False)
 
 

@@ -112,8 +112,7 @@ def test_mixed_batches_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> No
             prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
             # Some enter with output, as after preemption.
             output = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 0, 9]))]
-            params = _random_params(rng)
-            batch.enter(slot, _Sequence(params, prompt + output, len(prompt)))
+            batch.enter(slot, _Sequence(_random_params(rng), prompt + output, len(prompt)))
         elif event == "leave" and slot in batch.sequences:
             batch.leave(slot)
         elif event == "fork" and held and (parent := rng.choice(held)) != slot:
@@ -163,10 +162,8 @@ def test_drafts_are_edited_as_if_they_had_come_true() -> None:
     slots = [0] * (len(drafts) + 1) + [1] * (len(drafts) + 1)
     for slot in (0, 1):
         batch.token_ids[slot, 3 : 3 + len(drafts)] = drafts
-    positions = [3, 4, 5, 6] * 2
-    ahead = batch.slots.gather(
-        np.array(slots), np.array(positions, np.int32), batch.token_ids
-    ).edits
+    positions = np.array([3, 4, 5, 6] * 2, np.int32)
+    ahead = batch.slots.gather(np.array(slots), positions, batch.token_ids).edits
     assert ahead is not None
     actual = logits.clone()
     apply_edits(actual, ahead)

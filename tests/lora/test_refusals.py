@@ -62,8 +62,7 @@ def refusal(engine: LLMEngine, folder: Path) -> str:
 )  # fmt: skip
 def test_field_that_changes_forward(engine: LLMEngine, folder: Path, key: str, value: Any) -> None:
     edit_json(folder / "adapter_config.json", lambda config: config.update({key: value}))
-    text = refusal(engine, folder)
-    assert text.endswith(
+    assert refusal(engine, folder).endswith(
         f"cannot be served: {key} = {value!r} in adapter_config.json is not served"
     )
 

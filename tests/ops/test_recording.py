@@ -18,12 +18,11 @@ ROWS, SIZE, OUTPUTS = 5, 64, 40
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    weight = linear.pack_linear_weight(torch.randn(OUTPUTS, SIZE))
     return {
         "x": torch.randn(ROWS, SIZE),
         "scale": torch.randn(SIZE),
         "normed": torch.zeros(ROWS, SIZE),
-        "weight": weight,
+        "weight": linear.pack_linear_weight(torch.randn(OUTPUTS, SIZE)),
         "out": torch.zeros(ROWS, OUTPUTS),
     }
 

@@ -123,8 +123,7 @@ def test_processor_gets_prompt_and_output(engine: LLMEngine, by_name: bool) -> N
     prompt = [10, 11, 12]
     processors = [_processor(name, by_name) for name in ("forbid_last", "forbid_prompt")]
     fields = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
-    params = SamplingParams(logits_processors=processors, **fields)
-    (output,) = run(engine, [(prompt, params)])
+    (output,) = run(engine, [(prompt, SamplingParams(logits_processors=processors, **fields))])
     ids = list(output.outputs[0].token_ids)
     assert logits_processors.seen == [(prompt, ids[:i]) for i in range(4)]
     assert not set(ids) & set(prompt)

@@ -41,8 +41,7 @@ def listening(pid: int) -> set[str]:
             fields = line.split()
             is_open = fields[3] in ("0A", "00010000")  # TCP_LISTEN, __SO_ACCEPTCON
             sockets |= {f"socket:[{fields[at]}]"} if is_open else set()
-    own = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
-    return sockets & own
+    return sockets & {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
 
 
 def test_a_driver_without_ray(
