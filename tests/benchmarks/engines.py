@@ -203,14 +203,6 @@ def _start_ours(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]
     return sys.executable, str(model), dict(_FORMS.get(form, {}))
 
 
-def _start_llama_cpp(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]:
-    return third_party.llama_cpp_python(), str(files.gguf(form)), {}
-
-
-def _start_openvino(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]:
-    return third_party.openvino_python(), str(files.gguf(form)), {}
-
-
 def _start_vllm(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]:
     if form != "bf16":
         raise ConfigError(f"vLLM's CPU build runs bf16 here; got {form!r}")
@@ -219,8 +211,8 @@ def _start_vllm(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]
 
 _STARTS: dict[str, Callable[[ModelFiles, str], tuple[str, str, dict[str, Any]]]] = {
     "tpengine": _start_ours,
-    "llama.cpp": _start_llama_cpp,
-    "openvino": _start_openvino,
+    "llama.cpp": lambda files, form: (third_party.llama_cpp_python(), str(files.gguf(form)), {}),
+    "openvino": lambda files, form: (third_party.openvino_python(), str(files.gguf(form)), {}),
     "vllm": _start_vllm,
 }
 """By engine: what gives its Python, its model and its options for a form."""
