@@ -19,9 +19,8 @@ TIGHT_BLOCKS = 136
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with two doors and room for many requests, on the embedded model in float32. It
-    looks ahead, which `llm` does not."""
+    does not look ahead, as tests ask it the same thing again and watch an answer being made."""
     options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--swap-space", "0.01"]
-    options += ["--speculative-model", "[suffix]"]
     options += ["--http-port", "0", "--max-model-len", str(MODEL_LENGTH)]
     with serving(tmp_path_factory.mktemp("server"), *options) as process:
         yield process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from support.server_process import ServerProcess
 from support.servers import LASTING, MODEL_LENGTH
 from support.waiting import wait_until
 
+from server.calls import long_request
 from server.http.openai_door import TIMEOUT_S, Door, assert_same, mixed, offline
 from tpengine import LLM
 from tpengine.proto import tpengine_pb2 as pb
+from tpengine.server.http.page import FEED
 
 PROMPT = "The capital of France is"
 GREEDY = {"temperature": 0.0, "return_token_ids": True}
@@ -263,3 +266,19 @@ def test_constraint_not_held(door: Door, fields: dict[str, Any], param: str, wor
     assert words in error["message"]
     assert error["param"].endswith(param)
     assert ("structured_outputs" in error["message"]) == ("structured_outputs" in fields)
+
+
+def test_a_server_that_looks_ahead(llm: LLM, tmp_path: Path) -> None:
+    """The second answers are drafted from the first ones; the reports agree about the drafts."""
+    options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--http-port", "0"]
+    options += ["--max-model-len", str(MODEL_LENGTH), "--speculative-model", "[suffix]"]
+    with ServerProcess(*options, log=tmp_path / "log") as server:
+        door = Door(server.http_address)
+        for path, body in mixed(16, seed=5) * 2:
+            assert_same(llm, body, door.any_way(path, body), offline(llm, path, body))
+        answer = server.stub.Generate(long_request(100), timeout=TIMEOUT_S)
+        assert answer.usage.num_output_tokens == 100
+        engine = json.load(door.open(FEED))["engine"]
+        for name, figure in (("num_drafted", "draft"), ("num_accepted", "accepted")):
+            metric = f"tpengine:spec_decode_num_{figure}_tokens_total"
+            assert engine[name] == server.metric(metric) > 0
