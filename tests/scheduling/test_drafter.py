@@ -11,7 +11,7 @@ from support.foretold import Foretold
 
 from tpengine.config import LookaheadConfig
 from tpengine.inputs import NO_OWNER, Owner
-from tpengine.scheduling.drafter import Drafter, RowPrices
+from tpengine.scheduling.drafter import Drafter, Guess, RowPrices
 from tpengine.scheduling.sequence import Request
 from tpengine.scheduling.token_index import TokenIndex
 
@@ -170,6 +170,23 @@ def test_limits(fields: dict[str, Any], num_sequences: int, most: int, num_draft
 def test_dear_rows_get_few_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowPrices, "cost", lambda self, num_rows: DEAR)
     assert look(make_drafter(), ask(*CYCLE, *CYCLE[:2])) == []
+
+
+def test_guesses_that_cost_more_than_they_save_are_rarely_made() -> None:
+    drafter, request = make_drafter(), ask(*CYCLE, *CYCLE[:2])
+    made = []
+    for _ in range(200):
+        made.append(bool(look(drafter, request)))
+        drafter.note_guessing(0.5 if made[-1] else 0.0)  # half of a step
+    assert all(made[:2])
+    assert 2 < sum(made[20:]) < 20
+    while drafter.begin_step(1):
+        drafter.note_guessing(0.5)
+    guesses = [Guess(7, "text", 2)] * 4
+    drafter.count(request.sequences[0], guesses, num_accepted=0)
+    assert not drafter.begin_step(1)
+    drafter.count(request.sequences[0], guesses, num_accepted=1)
+    assert drafter.begin_step(1), "the tokens of one step have come for less"
 
 
 def test_the_price_of_a_row_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:

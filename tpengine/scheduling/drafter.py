@@ -10,6 +10,7 @@ Where each decision stands:
         2411.04975). Tokens that a grammar forces come first.
     how likely a guess is right: `_Rates`, from the guesses that came true before.
     how many are worth a row: `Drafter.draft`, by the price of a row (`RowPrices`).
+    whether to guess at all: `Drafter.begin_step`, by what guesses have saved and cost.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ _NEWEST = 0.05
 """Share of the latest step in what is known about the price."""
 _MAX_PRICE = 0.7
 """Share of a step's time per token above which no guess is likely enough to be looked for."""
+_HOPE = 0.02
+"""Share of the time that guesses may cost if none comes true."""
+_MAX_DEBT = 0.2
+_MAX_SAVINGS = 1.0
+"""Steps; what is above is forgotten."""
 _SEPARATOR = -1
 _GENERATION_TOKENS = 1 << 15
 _MAX_CLIENTS = 64
@@ -111,7 +117,7 @@ class RowPrices:
         usual = self._seconds / (1 + _PRICE * (self._rows - 1)) if self._seconds else 1.0
         weighed = self._covariance + _PRICE_WEIGHT * _PRICE * usual
         row_s = weighed / (self._variance + _PRICE_WEIGHT)
-        row_s = min(max(row_s, usual / 64), usual / 2)
+        row_s = min(max(row_s, usual / 64), usual)
         step_s = (self._seconds or 1.0) + row_s * (num_rows - self._rows)
         return max(step_s, row_s * num_rows), row_s
 
@@ -171,19 +177,24 @@ class Drafter:
         self._prices = RowPrices()
         self._is_on = False  # in the latest step
         self._num_tokens = self._step_s = self._row_s = 0.0  # of the step that is being chosen
+        self._plain_s = self._token_s = 1.0  # of that step without drafts, and of a token of it
+        self._savings = _MAX_SAVINGS  # steps whose time guesses have saved
         self._stats: dict[tuple[str, int], DraftStats] = {}
 
     def begin_step(self, num_sequences: int) -> bool:
         """Begins to choose drafts for a step in which so many sequences get a token.
 
         Returns:
-            Whether there may be any: False if the step has so many rows that no draft pays.
+            Whether there may be any: False if the step has so many rows that no draft pays, or if
+            guesses have cost more time than they saved.
         """
         self._num_tokens = num_sequences
         self._step_s, self._row_s = self._prices.cost(num_sequences)
+        self._plain_s, self._token_s = self._step_s, self._step_s / num_sequences
+        self._save(_HOPE * self._plain_s)
         limit = self._config.speculative_disable_by_batch_size
         is_small = limit is None or num_sequences <= limit
-        self._is_on = is_small and self._lowest_chance < _MAX_PRICE
+        self._is_on = is_small and self._lowest_chance < _MAX_PRICE and self._savings > 0
         return self._is_on
 
     @property
@@ -250,12 +261,23 @@ class Drafter:
         """Takes the tokens that a grammar forces after the sequence's last one."""
         self._forced[sequence.seq_id] = token_ids
 
+    def note_guessing(self, seconds: float) -> None:
+        """Takes the time that the choice of a step's drafts took."""
+        self._save(-seconds)
+
+    def _save(self, seconds: float) -> None:
+        savings = self._savings + seconds / self._plain_s
+        self._savings = min(max(savings, -_MAX_DEBT), _MAX_SAVINGS)
+
     def note_step(self, num_rows: int, seconds: float) -> None:
-        """Takes the time of a step whose rows have one token each."""
+        """Takes the time from the answer before to that of a step whose rows have one token each.
+        Not only the ranks' time: rows cost the driver some, too, and the step that would else have
+        been in flight."""
         self._prices.note(num_rows, seconds)
 
     def count(self, sequence: Sequence, guesses: list[Guess], num_accepted: int) -> None:
         """Counts the drafts of a sequence in an answered step."""
+        self._save(num_accepted * self._token_s - len(guesses) * self._row_s)
         text = self._texts.get(sequence.seq_id)
         if text is not None and self._config.draft_model is not None:
             for place, guess in enumerate(guesses[: num_accepted + 1]):

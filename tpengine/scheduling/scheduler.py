@@ -72,6 +72,7 @@ class Scheduler:
         self.unanswered: deque[SchedulerOutput] = deque()
         self._num_steps = 0
         self._num_admitted_since_decode = 0
+        self._answered_at = 0.0
 
     @property
     def block_manager(self) -> BlockManager:
@@ -160,7 +161,9 @@ class Scheduler:
                 self._admit_swapped(step)
         if not step.is_empty:
             if queues.drafter is not None:
+                start = time.perf_counter()
                 self._add_drafts(queues.drafter, step)
+                queues.drafter.note_guessing(time.perf_counter() - start)
             self._num_steps = step.number
             queues.tell_changes(step.message)
         elif step.message.block_moves:
@@ -229,8 +232,10 @@ class Scheduler:
                 self.block_manager.mark_computed(sequence, sequence.num_computed_tokens)
         for sequence, token_ids in decisions.forced:
             drafter.note_forced(sequence, token_ids)
+        now = time.perf_counter()
         if not output.num_prefill_tokens:
-            drafter.note_step(len(output.rows), decisions.model_s)
+            drafter.note_step(len(output.rows), now - self._answered_at)
+        self._answered_at = now
 
     def restart(self, block_manager: BlockManager) -> None:
         """Lets every unfinished request wait, with the tokens that it has, since the workers and
