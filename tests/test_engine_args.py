@@ -102,6 +102,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
      "speculative_draft_tensor_parallel_size = 2 | tensor_parallel_size = 1"),
     ({"speculative_model": "[ngram]", "spec_decoding_acceptance_method": "typical"},
      "spec_decoding_acceptance_method | a draft counts only if"),
+    ({"ngram_prompt_lookup_max": 3}, "ngram_prompt_lookup_max = 3 | without | small model"),
+    ({"speculative_model": "ngram"}, "'ngram' | unknown | did you mean '[ngram]'"),
+    ({"speculative_model": "[SUFFIX]"}, "'[SUFFIX]' | unknown | did you mean '[suffix]'"),
+    ({"speculative_model": ""}, "'' is unknown | '[ngram]', '[suffix]'"),
+    ({"speculative_model": EMBEDDED_MODEL, "ngram_prompt_lookup_min": 2},
+     "ngram_prompt_lookup_min = 2 | no effect | a model"),
+    ({"speculative_config": {"method": "ngram"}}, "speculative_config | speculative_model"),
+    ({"speculative_model": Path(EMBEDDED_MODEL)}, "1536 tokens | has 512"),
     ({"speculative_model": EMBEDDED_MODEL}, "1536 tokens | has 512 | same vocabulary"),
 ]  # fmt: skip
 

@@ -33,7 +33,7 @@ _AHEAD_FROM_S = 0.004
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 Config = TypeVar("Config")
 _GPUS, _RANKS, _RAY = "GPUs", "ranks in processes of their own", "ranks on Ray"
-_DRAFTS = "a speculative_model"
+_DRAFTS, _MATCHES = "a speculative_model", "[ngram] and [suffix]"
 _NUM_DRAFTS = 8
 _LONGEST_MATCH = {"[ngram]": 8, "[suffix]": 32}
 
@@ -152,9 +152,9 @@ class EngineArgs(Options):
     num_speculative_tokens: int | None = option(None, at_least=1, at_most=64, only_for=_DRAFTS)
     """Most tokens of a sequence that are guessed for a step, of which it takes those that are
     likely enough; default: 8."""
-    ngram_prompt_lookup_max: int | None = option(None, at_least=1, only_for=_DRAFTS)
+    ngram_prompt_lookup_max: int | None = option(None, at_least=1, only_for=_MATCHES)
     """Most last tokens that are looked for; default: 8 for [ngram], 32 for [suffix]."""
-    ngram_prompt_lookup_min: int | None = option(None, at_least=1, only_for=_DRAFTS)
+    ngram_prompt_lookup_min: int | None = option(None, at_least=1, only_for=_MATCHES)
     """Fewest last tokens that are looked for; default: 1."""
     speculative_disable_by_batch_size: int | None = option(None, at_least=2, only_for=_DRAFTS)
     """Guess nothing in steps with more sequences; default: wherever it makes steps no faster."""
@@ -231,7 +231,7 @@ class EngineArgs(Options):
     temperature and truncation made of them."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "download_dir"):
+        for name in ("model", "tokenizer", "download_dir", "speculative_model"):
             if isinstance(getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(getattr(self, name)))
         if type(self.dtype).__module__ == "torch":
@@ -334,11 +334,15 @@ class EngineArgs(Options):
                 f"{idle[0]} has no effect with executor = {executor!r}; leave it out, or set "
                 "executor='ray', or 'processes' for what is not for Ray alone (docs/ray.md)"
             )
-        if self.speculative_model is None and (idle := self.changed(only_for=_DRAFTS)):
+        source, idle = self.speculative_model, self.changed(only_for=_MATCHES)
+        if source is None and (idle := [*self.changed(only_for=_DRAFTS), *idle]):
             raise ConfigError(
                 f"{idle[0]} has no effect without a speculative_model; leave it out, or set "
-                "speculative_model='[ngram]' or '[suffix]'"
+                "speculative_model='[ngram]', '[suffix]' or a small model"
             )
+        if source not in (None, *cfg.LOOKAHEADS) and idle:
+            text = f"{idle[0]} has no effect with speculative_model = {source!r}"
+            raise ConfigError(f"{text}, a model; leave it out")
         draft_size = self.speculative_draft_tensor_parallel_size
         if draft_size not in (None, self.tensor_parallel_size):
             must = f"must be tensor_parallel_size = {self.tensor_parallel_size}"
@@ -492,7 +496,9 @@ class EngineArgs(Options):
         """
         name = f"speculative_model = {source!r}"
         known = ", ".join(map(repr, cfg.LOOKAHEADS))
-        if source.startswith("["):
+        if (meant := f"[{source.lower().strip('[] ')}]") in cfg.LOOKAHEADS:
+            raise ConfigError(f"{name} is unknown; did you mean {meant!r}?")
+        if not source or source.startswith("["):
             raise ConfigError(f"{name} is unknown; use {known}, or a small model")
         if device != "cpu":
             text = f"{name}: a model makes drafts on CPU only, the device is {device}"

@@ -6,7 +6,7 @@ each value but its default, or it has no effect, and a warning names it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from tpengine import config, engine_args
@@ -61,6 +61,7 @@ _NO_TRACES = "there are no traces; use metrics_port of the server or metrics_tex
 _ONE_RULE = (
     "a draft counts only if it is the token that is sampled without it; outputs never change"
 )
+_NO_BUNDLE = "its fields are arguments here; use speculative_model and num_speculative_tokens"
 _NO_PROMPT_ADAPTERS = "there are no prompt adapters; use prompts of text or ids"
 
 
@@ -120,6 +121,8 @@ class EngineArgs(engine_args.EngineArgs, _Positions):
     spec_decoding_acceptance_method: str = option("rejection_sampler", refused=_ONE_RULE)
     typical_acceptance_sampler_posterior_threshold: float | None = option(None, refused=_ONE_RULE)
     typical_acceptance_sampler_posterior_alpha: float | None = option(None, refused=_ONE_RULE)
+    _: KW_ONLY
+    speculative_config: str | None = option(None, refused=_NO_BUNDLE)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -51,6 +51,9 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
         loaded - start,
         ready - loaded,
     )
+    if (lookahead := config.scheduler.lookahead) is not None:
+        most, source = lookahead.num_speculative_tokens, lookahead.speculative_model
+        logger.info("lookahead: %s guesses up to %d tokens of a sequence for a step", source, most)
     if len(ledgers) > 1 or config.device != "cpu":
         logger.info("memory of the ranks in GiB:\n%s", "\n".join(memory_table(ledgers, devices)))
     return ledgers
