@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -59,9 +60,11 @@ def load_model(
     model = build_model(config, weights)
     check(model)
     if config.load_format == "dummy":
-        generator = torch.Generator(device=weights.device).manual_seed(config.seed)
+        generator = torch.Generator(device=weights.device)
         for name, shards in weights.shards.items():
-            weights.read(name, _DummyTensor(tensor_shape(shards), generator))
+            if name not in weights.elsewhere:
+                generator.manual_seed(config.seed ^ crc32(name.encode()))  # the same at all stages
+                weights.read(name, _DummyTensor(tensor_shape(shards), generator))
     else:
         _CheckpointReader(config, weights, model).run()
     weights.finish()
@@ -151,7 +154,7 @@ class _CheckpointReader:
 
     def _read(self, file: str, name: str, source: TensorSource, wanted: str) -> None:
         self._missing.remove(wanted)
-        if self._fits(file, name, source, wanted):
+        if self._fits(file, name, source, wanted) and wanted not in self._weights.elsewhere:
             try:
                 self._weights.read(wanted, source)
             except RangeError as error:

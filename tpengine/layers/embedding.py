@@ -86,8 +86,7 @@ class PositionEmbedding:
         self, weights: Weights, name: str, num_positions: int, hidden_size: int, offset: int = 0
     ) -> None:
         table = weights.replicated(f"{name}.weight", num_positions + offset, hidden_size)
-        weights.looked_up_bytes += table.nbytes
-        self._rows = table[offset:]
+        self._rows = weights.note_looked_up(table)[offset:]
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """positions int32 `[num_tokens]` to `[num_tokens, hidden_size]`."""
@@ -106,7 +105,8 @@ class ParallelLMHead(Linear):
     It has the forms of `VocabParallelEmbedding`.
 
     Args:
-        tied: the embedding whose table is also the head's weight; None: the head has its own.
+        tied: the embedding whose table is also the head's weight; None: the head has its own. If
+            another pipeline stage has the embedding, the head reads the table once more.
     """
 
     def __init__(
@@ -119,18 +119,23 @@ class ParallelLMHead(Linear):
     ) -> None:
         self._parallel = parallel = weights.parallel
         self._vocab_size = vocab_size
+        weight_name = f"{name}.weight"
         if tied is not None:
-            self.out_features = tied.rows
-            self.bias = None
-            self._form = None
-            weights.after_loading(lambda: self._share(tied, weights))
-            weights.declare_repeat(f"{name}.weight", tied.weight_name)
-            return
+            weights.declare_repeat(weight_name, tied.weight_name)
+            weight_name = tied.weight_name
+            reads_table_again = parallel.stage.is_last and not parallel.stage.is_first
+            if not reads_table_again:
+                self.out_features = tied.rows
+                self.bias = None
+                self._form = None
+                weights.after_loading(lambda: self._share(tied, weights))
+                return
         rows = -(-vocab_size // parallel.tp_size)
         super().__init__(weights, hidden_size, rows)
+        weights.linears.remove(self)  # it takes no adapter
         start, matrix = parallel.tp_rank * rows, self.matrix
         shard = WeightShard(matrix.outline, 0, start, vocab_size, matrix=matrix)
-        weights.declare(f"{name}.weight", shard)
+        weights.declare(weight_name, shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]` at rank 0, which samples;

@@ -84,18 +84,18 @@ class LinearAdapters:
     """The slots of one of our linear layers; `Linear.adapters` after `AdapterLayers` was made.
 
     Args:
-        parts: of each part its name in the checkpoint and its shards.
+        targets: its parts, by their names in the checkpoint.
+        shape: of the layer, `(out_features, in_features)`.
     """
 
     def __init__(
-        self, layers: AdapterLayers, linear: Linear, parts: Mapping[str, list[WeightShard]]
+        self, layers: AdapterLayers, targets: Mapping[str, _Target], shape: tuple[int, int]
     ) -> None:
         self._layers = layers
-        outputs, inputs = linear.matrix.outline.shape
-        targets = {name: _Target.of(shards, (outputs, inputs)) for name, shards in parts.items()}
+        outputs, inputs = shape
         self.targets = dict(sorted(targets.items(), key=lambda item: item[1].outputs.start))
         sizes = [target.outputs.stop - target.outputs.start for target in self.targets.values()]
-        assert sum(sizes) == outputs, list(parts)
+        assert sum(sizes) == outputs, list(targets)
         self._slots = make_slots(
             layers.num_slots, layers.max_rank, inputs, sizes, layers.dtype, layers.allocate
         )
@@ -140,10 +140,12 @@ class AdapterLayers:
         self._layers: list[LinearAdapters] = []
         sizes: dict[str, tuple[int, int]] = {}
         for linear, own in parts.items():
-            linear.adapters = LinearAdapters(self, linear, own)
-            self._layers.append(linear.adapters)
-            for name, target in linear.adapters.targets.items():
-                sizes[name] = target.total_shape
+            outputs, inputs = linear.matrix.outline.shape
+            targets = {name: _Target.of(own[name], (outputs, inputs)) for name in own}
+            sizes |= {name: target.total_shape for name, target in targets.items()}
+            if not weights.elsewhere.issuperset(f"{name}.weight" for name in own):
+                linear.adapters = LinearAdapters(self, targets, (outputs, inputs))
+                self._layers.append(linear.adapters)
         self.targets: Targets = sizes
 
     def allocate(self, shape: tuple[int, ...]) -> torch.Tensor:

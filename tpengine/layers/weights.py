@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -21,6 +22,7 @@ from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.quantized_ops import QuantizedFormat
 
 _VALUES_AT_ONCE = 1 << 20
+Layer = TypeVar("Layer")
 
 
 class TensorSource(Protocol):
@@ -217,6 +219,9 @@ class Weights:
         quantization: one of `config.QUANTIZATIONS`, see `layers.quantized_linear`; None: no
             quantisation.
         as_stored: whether matrices of a quantised file keep the file's numbers.
+
+    A model divided into pipeline stages declares all its parameters at every stage, so that each
+    can tell what a checkpoint lacks; those of other stages have no memory and are not read.
     """
 
     dtype: torch.dtype
@@ -227,6 +232,10 @@ class Weights:
     arena: HugePageArena = field(default_factory=HugePageArena)
     """Memory for packed weights, which a CPU reads in every step."""
     shards: dict[str, list[WeightShard]] = field(default_factory=dict)
+    elsewhere: set[str] = field(default_factory=set)
+    """Names of `shards` whose parameters other stages hold."""
+    layer_sizes: list[int] = field(default_factory=list)
+    """Numbers that the checkpoint has for each layer."""
     linears: list[Any] = field(default_factory=list)
     """The linear layers that were made, until the parameters are loaded."""
     repeats: dict[str, str] = field(default_factory=dict)
@@ -250,6 +259,7 @@ class Weights:
     _digests: dict[str, bytes] = field(default_factory=dict)
     _after_loading: list[Callable[[], None]] = field(default_factory=list)
     _workspace: torch.Tensor | None = None
+    _is_elsewhere: bool = False
 
     @property
     def form(self) -> str:
@@ -268,8 +278,16 @@ class Weights:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocates an uninitialised parameter, in the model's dtype unless told."""
-        parameter = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        self.num_bytes += parameter.nbytes
+        device = torch.device("meta") if self._is_elsewhere else self.device
+        parameter = torch.empty(shape, dtype=dtype or self.dtype, device=device)
+        if not self._is_elsewhere:
+            self.num_bytes += parameter.nbytes
+        return parameter
+
+    def note_looked_up(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Counts a parameter among those of which a step reads single rows only; returns it."""
+        if not self._is_elsewhere:
+            self.looked_up_bytes += parameter.nbytes
         return parameter
 
     def table(self, values: torch.Tensor) -> torch.Tensor:
@@ -290,7 +308,39 @@ class Weights:
         """Declares which part of the checkpoint's tensor `name` fills which parameter. If the name
         was declared before, the part is of the section after those declared: the tensor is fused.
         """
+        if self._is_elsewhere:
+            self.elsewhere.add(name)
+        elif name in self.elsewhere:  # two stages hold it: a table that is tied to the head
+            self.elsewhere.remove(name)
+            del self.shards[name]
         self.shards.setdefault(name, []).append(shard)
+
+    @contextmanager
+    def held(self, is_here: bool) -> Iterator[None]:
+        """In the context parameters are declared that this stage holds, or that others hold."""
+        before, self._is_elsewhere = self._is_elsewhere, not is_here
+        try:
+            yield
+        finally:
+            self._is_elsewhere = before
+
+    def through_layers(self, count: int, make: Callable[[int], Layer]) -> list[Layer]:
+        """Makes the layers that this stage holds, and declares those of the others.
+
+        Args:
+            count: of the whole model.
+            make: makes a layer; gets its number.
+        """
+        own, layers = self.parallel.stage.layers or range(count), []
+        for number in range(count):
+            num_declared = len(self.shards)
+            with self.held(number in own):
+                layer = make(number)
+            if number in own:
+                layers.append(layer)
+            declared = list(self.shards.values())[num_declared:]
+            self.layer_sizes.append(sum(math.prod(tensor_shape(shards)) for shards in declared))
+        return layers
 
     def transpose(self, endings: tuple[str, ...]) -> None:
         """Declares that the checkpoint has the matrices whose names end so as `[in, out]`."""
@@ -323,7 +373,8 @@ class Weights:
 
     def after_loading(self, action: Callable[[], None]) -> None:
         """Registers an action that runs after the parameters are filled, e.g. packing."""
-        self._after_loading.append(action)
+        if not self._is_elsewhere:
+            self._after_loading.append(action)
 
     def finish(self) -> None:
         """Computes the digest, runs the registered actions, each once, and forgets the

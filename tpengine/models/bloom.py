@@ -85,17 +85,17 @@ class BloomForCausalLM(Decoder):
         require(config, "n_inner", 4 * size, 4 * size)
         if hf.get("slow_but_exact") and int(hf.get("pretraining_tp") or 1) > 1:
             raise unsupported(config, "slow_but_exact", True, "False with pretraining_tp above 1")
-        self.embed_tokens = VocabParallelEmbedding(
-            weights, "transformer.word_embeddings", config.vocab_size, size
-        )
-        name = "transformer.word_embeddings_layernorm"
-        self.embedding_norm = LayerNorm(weights, name, size, eps)
+        name = "transformer.word_embeddings"
+        with weights.held(weights.parallel.stage.is_first):
+            self.embed_tokens = VocabParallelEmbedding(weights, name, config.vocab_size, size)
+            self.embedding_norm = LayerNorm(weights, f"{name}_layernorm", size, eps)
         slopes = rank_alibi_slopes(weights, config.total_num_heads)
-        self.layers = [
-            _layer(config, weights, f"transformer.h.{i}", slopes) for i in range(config.num_layers)
-        ]
-        self.norm = LayerNorm(weights, "transformer.ln_f", size, eps)
-        self.lm_head = self.make_head(config, weights)
+        self.through_layers(
+            config, weights, lambda i: _layer(config, weights, f"transformer.h.{i}", slopes)
+        )
+        with weights.held(weights.parallel.stage.is_last):
+            self.norm = LayerNorm(weights, "transformer.ln_f", size, eps)
+            self.lm_head = self.make_head(config, weights)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""

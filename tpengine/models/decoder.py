@@ -6,7 +6,7 @@ that comes next adds and normalises in one op.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -102,11 +102,14 @@ class DecoderLayer:
 
 
 class Decoder:
-    """The whole model on one rank, see `registry.CausalLM`. A subclass builds its parts.
+    """The whole model on one rank, or the layers of a pipeline stage, see `registry.CausalLM`. A
+    subclass builds its parts: what stands before the layers in `weights.held(stage.is_first)`, the
+    layers by `through_layers`, what stands behind them in `weights.held(stage.is_last)`.
 
     Attributes:
         embed_tokens: of the vocabulary.
         norm: of the last layer's output.
+        stage: which layers it has.
     """
 
     ignored_weights: ClassVar[tuple[str, ...]] = ()
@@ -117,6 +120,13 @@ class Decoder:
     norm: Norm
     lm_head: ParallelLMHead
 
+    def through_layers(
+        self, config: ModelConfig, weights: Weights, make: Callable[[int], DecoderLayer]
+    ) -> None:
+        """Makes the layers that this stage holds; see `Weights.through_layers`."""
+        self.stage = weights.parallel.stage
+        self.layers = weights.through_layers(config.num_layers, make)
+
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """Returns what the first layer takes: x and the residual, see `DecoderLayer.forward`.
 
@@ -126,15 +136,22 @@ class Decoder:
         return None, self.embed_tokens.forward(token_ids)
 
     def forward(
-        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self,
+        token_ids: Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
-        x, residual = self.embed(token_ids, metadata.positions)
+        """See `registry.CausalLM.forward`."""
+        x, residual = None, hidden
+        if residual is None:
+            x, residual = self.embed(token_ids, metadata.positions)
         last = len(self.layers) - 1
         for i, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             step = LayerStep(kv_cache, metadata, metadata.wanted_rows if i == last else None)
             x, residual = layer.forward(x, residual, step)
-        return self.norm.add_forward(x, residual)
+        norm = self.norm if self.stage.is_last else _NONE  # else the sum goes on to the next stage
+        return norm.add_forward(x, residual)
 
     def make_head(
         self, config: ModelConfig, weights: Weights, name: str = "lm_head", is_tied: bool = True

@@ -56,12 +56,14 @@ class GPT2LMHeadModel(Decoder):
         hf = config.hf_config
         size = hf["hidden_size"]
         sizes = config.vocab_size, size
-        self.embed_tokens = VocabParallelEmbedding(weights, "transformer.wte", *sizes)
-        num_positions = hf["max_position_embeddings"]
-        self.embed_positions = PositionEmbedding(weights, "transformer.wpe", num_positions, size)
-        self.layers = [_layer(config, weights, i) for i in range(config.num_layers)]
-        self.norm = LayerNorm(weights, "transformer.ln_f", size, hf["layer_norm_epsilon"])
-        self.lm_head = self.make_head(config, weights)
+        positions = "transformer.wpe", hf["max_position_embeddings"], size
+        with weights.held(weights.parallel.stage.is_first):
+            self.embed_tokens = VocabParallelEmbedding(weights, "transformer.wte", *sizes)
+            self.embed_positions = PositionEmbedding(weights, *positions)
+        self.through_layers(config, weights, lambda i: _layer(config, weights, i))
+        with weights.held(weights.parallel.stage.is_last):
+            self.norm = LayerNorm(weights, "transformer.ln_f", size, hf["layer_norm_epsilon"])
+            self.lm_head = self.make_head(config, weights)
         weights.transpose(_TRANSPOSED)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:

@@ -60,14 +60,16 @@ class GPTNeoXForCausalLM(Decoder):
         check_plain_attention(config)
         hf = config.hf_config
         sizes = config.vocab_size, hf["hidden_size"]
-        self.embed_tokens = VocabParallelEmbedding(weights, "gpt_neox.embed_in", *sizes)
+        with weights.held(weights.parallel.stage.is_first):
+            self.embed_tokens = VocabParallelEmbedding(weights, "gpt_neox.embed_in", *sizes)
         table = rotary_table(config, weights, hf, partial=True)
-        self.layers = [
-            _layer(config, weights, f"gpt_neox.layers.{i}", table) for i in range(config.num_layers)
-        ]
+        self.through_layers(
+            config, weights, lambda i: _layer(config, weights, f"gpt_neox.layers.{i}", table)
+        )
         name = "gpt_neox.final_layer_norm"
-        self.norm = LayerNorm(weights, name, hf["hidden_size"], hf["layer_norm_eps"])
-        self.lm_head = self.make_head(config, weights, "embed_out", is_tied=False)
+        with weights.held(weights.parallel.stage.is_last):
+            self.norm = LayerNorm(weights, name, hf["hidden_size"], hf["layer_norm_eps"])
+            self.lm_head = self.make_head(config, weights, "embed_out", is_tied=False)
         # transformers 5 has another name for the output head than published checkpoints
         head = "embed_out.weight"  # or the table, if the two are tied
         weights.declare_repeat("lm_head.weight", weights.repeats.get(head, head))

@@ -152,11 +152,13 @@ class LlamaForCausalLM(Decoder):
         blueprint = Blueprint(config, weights, traits)
         sizes = config.vocab_size, config.hidden_size
         scale = traits.embedding_scale
-        self.embed_tokens = VocabParallelEmbedding(weights, "model.embed_tokens", *sizes, scale)
+        with weights.held(weights.parallel.stage.is_first):
+            self.embed_tokens = VocabParallelEmbedding(weights, "model.embed_tokens", *sizes, scale)
         tables = self.rotary_tables(blueprint)
-        self.layers = [self._layer(blueprint, i, table) for i, table in enumerate(tables)]
-        self.norm = _norm(blueprint, "model.norm")
-        self.lm_head = self.make_head(config, weights, is_tied=False)
+        self.through_layers(config, weights, lambda i: self._layer(blueprint, i, tables[i]))
+        with weights.held(weights.parallel.stage.is_last):
+            self.norm = _norm(blueprint, "model.norm")
+            self.lm_head = self.make_head(config, weights, is_tied=False)
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:

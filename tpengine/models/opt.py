@@ -74,27 +74,31 @@ class OPTForCausalLM(Decoder):
         hf, prefix = config.hf_config, "model.decoder"
         hidden_size = hf["hidden_size"]
         embed_dim = hf.get("word_embed_proj_dim") or hidden_size
-        self.embed_tokens = VocabParallelEmbedding(
-            weights, f"{prefix}.embed_tokens", config.vocab_size, embed_dim
-        )
         table = hf["max_position_embeddings"], hidden_size, _POSITION_OFFSET
-        self.embed_positions = PositionEmbedding(weights, f"{prefix}.embed_positions", *table)
         self.project_in: ReplicatedLinear | None = None
         self.project_out: ReplicatedLinear | None = None
-        if embed_dim != hidden_size:
-            inward, outward = f"{prefix}.project_in", f"{prefix}.project_out"
-            self.project_in = ReplicatedLinear(weights, inward, embed_dim, hidden_size)
-            self.project_out = ReplicatedLinear(weights, outward, hidden_size, embed_dim)
-        self.layers = [
-            _layer(config, weights, f"{prefix}.layers.{i}") for i in range(config.num_layers)
-        ]
+        with weights.held(weights.parallel.stage.is_first):
+            self.embed_tokens = VocabParallelEmbedding(
+                weights, f"{prefix}.embed_tokens", config.vocab_size, embed_dim
+            )
+            self.embed_positions = PositionEmbedding(weights, f"{prefix}.embed_positions", *table)
+            if embed_dim != hidden_size:
+                name = f"{prefix}.project_in"
+                self.project_in = ReplicatedLinear(weights, name, embed_dim, hidden_size)
+        self.through_layers(
+            config, weights, lambda i: _layer(config, weights, f"{prefix}.layers.{i}")
+        )
         self.norm = NoNorm()
-        # Models with a norm after each layer have no final norm. _remove_final_layer_norm marks
-        # checkpoints that were fine-tuned with a version of transformers that had none.
-        if hf["do_layer_norm_before"] and not hf.get("_remove_final_layer_norm"):
-            affine = hf["layer_norm_elementwise_affine"]
-            self.norm = LayerNorm(weights, f"{prefix}.final_layer_norm", hidden_size, affine=affine)
-        self.lm_head = self.make_head(config, weights)
+        with weights.held(weights.parallel.stage.is_last):
+            # Models with a norm after each layer have no final norm. _remove_final_layer_norm marks
+            # checkpoints that were fine-tuned with a version of transformers that had none.
+            if hf["do_layer_norm_before"] and not hf.get("_remove_final_layer_norm"):
+                name, affine = f"{prefix}.final_layer_norm", hf["layer_norm_elementwise_affine"]
+                self.norm = LayerNorm(weights, name, hidden_size, affine=affine)
+            if embed_dim != hidden_size:
+                name = f"{prefix}.project_out"
+                self.project_out = ReplicatedLinear(weights, name, hidden_size, embed_dim)
+            self.lm_head = self.make_head(config, weights)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""
@@ -104,8 +108,15 @@ class OPTForCausalLM(Decoder):
         return self.embed_positions.forward(positions), tokens
 
     def forward(
-        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self,
+        token_ids: Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """token_ids int32 `[num_tokens]` to hidden states `[num_wanted, word_embed_proj_dim]`."""
-        hidden = super().forward(token_ids, kv_caches, metadata)
-        return hidden if self.project_out is None else self.project_out.forward(hidden)
+        """See `registry.CausalLM.forward`; the last stage returns rows of
+        `word_embed_proj_dim`."""
+        hidden = super().forward(token_ids, kv_caches, metadata, hidden)
+        if self.project_out is None or not self.stage.is_last:
+            return hidden
+        return self.project_out.forward(hidden)

@@ -64,9 +64,19 @@ class CausalLM(Protocol):
     recordable: bool
 
     def forward(
-        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self,
+        token_ids: Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
+        """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`.
+
+        Args:
+            hidden: `[num_tokens, hidden_size]`, what the pipeline stage before returned: the sum of
+                the residual; overwritten. None: this stage is the first. All but the last want all
+                tokens.
+        """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""

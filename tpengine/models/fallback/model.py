@@ -95,9 +95,14 @@ class TransformersForCausalLM:
         weights.convert = partial(convert_tensors, root, weights)
 
     def forward(
-        self, token_ids: torch.Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self,
+        token_ids: torch.Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """token_ids int32 `[num_tokens]` to final hidden states `[num_wanted, hidden_size]`."""
+        """See `registry.CausalLM.forward`; it has no stages."""
+        assert hidden is None, "engine_args.py refuses stages of transformers' code"
         step = Step(self._layers, kv_caches, metadata)
         hidden = self._hidden(step, token_ids.long(), metadata.positions.long())
         return keep_rows(hidden, metadata.wanted_rows)
