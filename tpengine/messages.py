@@ -222,7 +222,8 @@ class RowError:
 
 @dataclass(slots=True)
 class StepOutput:
-    """Rank 0's answer: what was sampled, in the order of `StepInput.sample_slots`.
+    """The answer of the rank that samples, in the order of `StepInput.sample_slots`; of the first
+    rank of another stage only the errors of adapters count.
 
     Attributes:
         logprobs: by index in `token_ids`, for requests that ask for them, and for those
@@ -290,6 +291,8 @@ class MemoryLedger:
     """See `Weights.form`."""
     adapters_bytes: int = 0
     """Part of the weights: the slots of LoRA adapters."""
+    layers: str = ""
+    """Which layers a rank of a pipeline has; empty: all."""
 
     @property
     def read_bytes(self) -> int:

@@ -22,9 +22,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tpengine import envs
 from tpengine.distributed import shared_memory
-from tpengine.distributed.parallel_state import Collectives, ParallelState
+from tpengine.distributed.parallel_state import Collectives, Link, ParallelState, Stage
 from tpengine.distributed.rendezvous import Meeting, interface_of
 from tpengine.distributed.shared_memory import CAPACITY_BYTES, SharedMemoryCollectives
+from tpengine.distributed.stage_links import Connections, DeviceLink, FanLink, Kind
 from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError, is_device_fault
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
@@ -39,12 +40,19 @@ _Options = TypeVar("_Options", dist.AllreduceOptions, AllgatherOptions, dist.Bro
 
 
 def connect_ranks(
-    rank: int, rendezvous: Rendezvous, device: torch.device, master: dist.TCPStore | None
+    rank: int,
+    rendezvous: Rendezvous,
+    device: torch.device,
+    master: dist.TCPStore | None,
+    num_stages: int = 1,
+    message_bytes: int = 0,
 ) -> tuple[ParallelState, str]:
     """Connects this rank with the others; all ranks call this at the same time.
 
     Args:
         master: the store at rank 0; None at the other ranks.
+        num_stages: of the pipeline; the ranks of a stage have numbers that follow each other.
+        message_bytes: of the largest message between two stages.
 
     Returns:
         The rank's parallel state, and a line for the log that says how the ranks are connected.
@@ -53,27 +61,96 @@ def connect_ranks(
         RendezvousError: a rank did not arrive, failed, or cannot be reached.
     """
     meeting = Meeting(rank, rendezvous, master)
+    tp_size = meeting.size // num_stages
+    index, tp_rank = divmod(rank, tp_size)
+    group, stage, how, num_bytes = None, Stage(), [], 0
+    free_bytes = _free_bytes(device)
+    if tp_size > 1:
+        own = range(index * tp_size, (index + 1) * tp_size)
+        part = meeting.among(own, f"stage {index}")
+        group, kind, num_bytes = _connect_group(part, device)
+        how.append(kind)
+    if num_stages > 1:
+        stage, links, link_bytes = _connect_stages(meeting, tp_size, device, message_bytes)
+        how.append(links)
+        num_bytes += link_bytes
+        meeting.part()
+    num_bytes += max(0, free_bytes - _free_bytes(device))
     timeout_s = rendezvous.collective_timeout_s
+    interface = interface_of(meeting.address) or "unknown"
+    line = f"rank {rank} of {meeting.size} at {meeting.address} (interface {interface})"
+    line = f"{line} by {', '.join(how)}"
+    return ParallelState(tp_rank, tp_size, group, num_bytes, timeout_s, stage), line
+
+
+def _connect_group(meeting: Meeting, device: torch.device) -> tuple[Collectives, str, int]:
+    """Connects the ranks that share each layer; returns their collectives, their name, and the
+    bytes of host memory that they hold for this rank."""
+    timeout_s = meeting.collective_timeout_s
     collectives: Collectives
     num_bytes = 0  # gloo buffers only in its sockets, which is memory of the kernel
     if device.type == "cuda":
-        free_bytes = torch.cuda.mem_get_info(device)[0]
         collectives, how = _connect_gpus(meeting, device, timeout_s)
-        num_bytes = max(0, free_bytes - torch.cuda.mem_get_info(device)[0])
-    elif (segment := _connect_segment(meeting, rendezvous)) is not None:
+    elif (segment := _connect_segment(meeting)) is not None:
         collectives, how = segment, "shared memory"
         num_bytes = segment_bytes(meeting.size, CAPACITY_BYTES) // meeting.size
     else:
         collectives, how = GlooCollectives(meeting, timeout_s), "gloo"
-    interface = interface_of(meeting.address) or "unknown"
-    line = f"rank {rank} of {meeting.size} at {meeting.address} (interface {interface}) by {how}"
-    return ParallelState(rank, meeting.size, collectives, num_bytes, timeout_s), line
+    return collectives, how, num_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of a GPU; 0 of another device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def _connect_stages(
+    meeting: Meeting, tp_size: int, device: torch.device, message_bytes: int
+) -> tuple[Stage, str, int]:
+    """Connects this rank with other stages: with the rank of the same number in the stage before
+    and in the stage after its own, and with the rank that samples.
+
+    Args:
+        meeting: of all ranks.
+    """
+    rank, last = meeting.rank, meeting.size - tp_size
+    before, after = rank - tp_size, rank + tp_size
+    source: Link | None = None
+    target: Link | None = None
+    passes_host = device.type == "cpu" or share_a_card(meeting, _card(device))
+    with contextlib.closing(Connections(meeting)) as connections:
+        if rank == last:
+            for other in range(last):
+                connections.open(other, Kind.SAMPLED)
+        if passes_host and rank < last:
+            connections.open(after, Kind.HIDDEN, message_bytes)
+        taken = connections.accept((rank < last) + (passes_host and before >= 0))
+        opened = connections.settle()
+        num_bytes = connections.num_bytes
+    if passes_host:
+        source, target = taken.get((before, Kind.HIDDEN)), opened.get((after, Kind.HIDDEN))
+    else:  # the first stage begins, so that no pair waits in a circle
+        if before >= 0:
+            source = _device_link(meeting, range(before, rank + 1, tp_size), device)
+        if rank < last:
+            target = _device_link(meeting, range(rank, after + 1, tp_size), device)
+    samples = [opened[other, Kind.SAMPLED] for other in range(last)] if rank == last else []
+    sampled = FanLink(samples) if samples else taken.get((last, Kind.SAMPLED))
+    index, count = rank // tp_size, meeting.size // tp_size
+    names = [link.name for link in (source, target) if link is not None]
+    how = f"stage {index} of {count} ({', '.join(dict.fromkeys(names))})"
+    return Stage(index, count, None, source, target, sampled), how, num_bytes
+
+
+def _device_link(meeting: Meeting, ranks: range, device: torch.device) -> DeviceLink:
+    pair = meeting.among(ranks, f"link {ranks.start}")
+    return DeviceLink(NcclCollectives(pair, device, meeting.collective_timeout_s))
 
 
 def _connect_gpus(
     meeting: Meeting, device: torch.device, timeout_s: float
 ) -> tuple[Collectives, str]:
-    if share_a_card(meeting, str(torch.cuda.get_device_properties(device).uuid)):
+    if share_a_card(meeting, _card(device)):
         if meeting.rank == 0:
             logger.warning(
                 "ranks share a GPU, which NCCL refuses: they exchange through the host and run "
@@ -81,6 +158,11 @@ def _connect_gpus(
             )
         return GlooCollectives(meeting, timeout_s), "gloo through the host"
     return NcclCollectives(meeting, device, timeout_s), "NCCL"
+
+
+def _card(device: torch.device) -> str:
+    """Unique name of a GPU."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def share_a_card(meeting: Meeting, card: str) -> bool:
@@ -93,7 +175,7 @@ def share_a_card(meeting: Meeting, card: str) -> bool:
     return len(set(cards)) < len(cards)
 
 
-def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> SharedMemoryCollectives | None:
+def _connect_segment(meeting: Meeting) -> SharedMemoryCollectives | None:
     """Opens the segment that all ranks share; None: they do not see the same memory, or there is
     not enough of it.
 
@@ -109,7 +191,7 @@ def _connect_segment(meeting: Meeting, rendezvous: Rendezvous) -> SharedMemoryCo
         offer = json.loads(meeting.read("segment", 0))
         segment = None
         if offer is not None and has_shared_memory():
-            segment = _attach(meeting, offer, rendezvous.collective_timeout_s)
+            segment = _attach(meeting, offer)
         with contextlib.ExitStack() as undo:
             if segment is not None:
                 undo.callback(segment.close)
@@ -130,19 +212,18 @@ def _make_segment(num_ranks: int) -> tuple[int, int, str] | None:
         return None
 
 
-def _attach(
-    meeting: Meeting, offer: tuple[int, int, str], timeout_s: float
-) -> SharedMemoryCollectives | None:
+def _attach(meeting: Meeting, offer: tuple[int, int, str]) -> SharedMemoryCollectives | None:
     fd = shared_memory.find_segment(*offer)
     if fd is None:
         return None
     try:
-        return SharedMemoryCollectives(fd, meeting.rank, meeting.size, CAPACITY_BYTES, timeout_s)
+        place = meeting.rank, meeting.size, CAPACITY_BYTES, meeting.collective_timeout_s
+        return SharedMemoryCollectives(fd, *place, meeting.ranks.start)
     except OSError as error:
         logger.warning(
             "rank %d cannot map the shared memory of its group: %s; raise its limit of memory "
             "(ulimit -v, cgroup). Until they start again, the ranks exchange by gloo, more slowly",
-            meeting.rank,
+            meeting.number,
             error,
         )
         return None
@@ -155,7 +236,7 @@ class _TorchCollectives:
 
     def __init__(self, group: Any, meeting: Meeting, timeout_s: float) -> None:
         self.group = group  # a dist.Backend, whose calls torch's stubs do not declare
-        self._rank, self._size = meeting.rank, meeting.size
+        self._rank, self._size, self._ranks = meeting.rank, meeting.size, meeting.ranks
         self._timeout_s = timeout_s
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
@@ -212,10 +293,11 @@ class _TorchCollectives:
             if is_device_fault(error):
                 raise
             # gloo and NCCL do not say which peer failed; with two ranks there is only one.
-            failed = 1 - self._rank if self._size == 2 else None
+            failed = self._ranks[1 - self._rank] if self._size == 2 else None
             name = "a peer" if failed is None else f"rank {failed}"
+            here = self._ranks[self._rank]
             raise CollectiveError(
-                f"{operation} of {x.nbytes} bytes at rank {self._rank}: {name} has died or did not "
+                f"{operation} of {x.nbytes} bytes at rank {here}: {name} has died or did not "
                 f"arrive within {self._timeout_s:g} s ({error})",
                 failed,
             ) from error
@@ -244,7 +326,7 @@ class GlooCollectives(_TorchCollectives):
             group = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
         except RuntimeError as error:
             raise RendezvousError(
-                f"rank {meeting.rank} ({meeting.address}, interface "
+                f"rank {meeting.number} ({meeting.address}, interface "
                 f"{interface_of(meeting.address) or 'unknown'}) could not connect with all other "
                 f"ranks by gloo: {error}; every node must reach every other's address"
             ) from error
@@ -294,7 +376,8 @@ class NcclCollectives(_TorchCollectives):
             self._meet_all(device)
         except RuntimeError as error:
             raise RendezvousError(
-                f"rank {meeting.rank} ({meeting.address}, interface {interface or 'unknown'}) "
+                f"rank {meeting.number} ({meeting.address}, interface "
+                f"{interface or 'unknown'}) "
                 f"could not connect with all other ranks by NCCL: {error}"
             ) from error
 

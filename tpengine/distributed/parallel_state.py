@@ -51,13 +51,78 @@ class Collectives(Protocol):
         """Frees memory and connections; a second call does nothing."""
 
 
+class Link(Protocol):
+    """One way from a rank to the rank of the same number in the next pipeline stage.
+
+    Waits release Python's lock and are bounded. A failure raises `CollectiveError`.
+
+    Attributes:
+        name: of the way that messages take.
+    """
+
+    name: str
+
+    def send(self, x: torch.Tensor) -> None:
+        """Sends x; may return before the other side takes it. x may be overwritten then."""
+
+    def receive(self, out: torch.Tensor) -> torch.Tensor:
+        """Fills `out` with the oldest message that was not received, which has its shape and dtype;
+        returns it."""
+
+    def abandon(self) -> None:
+        """`close` of a rank that fails: it waits for no work on the device."""
+
+    def close(self) -> None:
+        """Ends the waits of both sides with an error; a second call does nothing."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The place of this rank's group in a pipeline: which layers it has.
+
+    Attributes:
+        layers: numbers of its layers; None: all, or not known yet.
+        source: brings hidden states from the stage before; None: this is the first.
+        target: takes them to the stage after it; None: this is the last.
+        sampled: brings the sampled ids from the last stage, or takes them to all others; None:
+            there is one stage, or another rank of the last one does so.
+    """
+
+    index: int = 0
+    count: int = 1
+    layers: range | None = None
+    source: Link | None = None
+    target: Link | None = None
+    sampled: Link | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def describe(self, num_layers: int) -> str:
+        """Which of a model's layers the stage has; empty: all."""
+        if self.layers is None or len(self.layers) == num_layers:
+            return ""
+        first, last = self.layers.start, self.layers.stop - 1
+        return f"{f'layer {last}' if first == last else f'layers {first}-{last}'} of {num_layers}"
+
+    @property
+    def links(self) -> list[Link]:
+        """All that there are."""
+        return [link for link in (self.source, self.target, self.sampled) if link is not None]
+
+
 @dataclass(frozen=True)
 class ParallelState:
-    """The place of this rank in its tensor-parallel group.
+    """The place of this rank in its tensor-parallel group, and of the group in a pipeline.
 
     Attributes:
         collectives: None for a group of one rank.
-        communicator_bytes: memory that the collectives hold for this rank.
+        communicator_bytes: memory that collectives and links hold for this rank.
         timeout_s: bound of a wait for this rank's device, which may itself wait for other ranks.
     """
 
@@ -66,6 +131,17 @@ class ParallelState:
     collectives: Collectives | None = None
     communicator_bytes: int = 0
     timeout_s: float = _DEVICE_TIMEOUT_S
+    stage: Stage = Stage()
+
+    @property
+    def rank(self) -> int:
+        """Number among the ranks of all stages."""
+        return self.stage.index * self.tp_size + self.tp_rank
+
+    @property
+    def samples(self) -> bool:
+        """Whether this is the rank that samples."""
+        return self.stage.is_last and self.tp_rank == 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; may overwrite `x`."""
@@ -87,11 +163,15 @@ class ParallelState:
         """Tells the other ranks that this rank has left the group."""
         if self.collectives is not None:
             self.collectives.abandon()
+        for link in self.stage.links:
+            link.abandon()
 
     def close(self) -> None:
-        """Frees memory and connections of the collectives."""
+        """Frees memory and connections of collectives and links."""
         if self.collectives is not None:
             self.collectives.close()
+        for link in self.stage.links:
+            link.close()
 
     @property
     def can_be_recorded(self) -> bool:
@@ -129,7 +209,7 @@ class ParallelState:
         deadline = time.monotonic() + self.timeout_s
         while not is_done():
             if time.monotonic() > deadline:
-                said = f"the device of rank {self.tp_rank} has not finished {what} within "
+                said = f"the device of rank {self.rank} has not finished {what} within "
                 said += f"{self.timeout_s:g} s"
                 if self.tp_size == 1:
                     raise EngineError(f"{said}: a kernel hangs, or the device has failed")

@@ -7,11 +7,13 @@ is closed as soon as the ranks are connected.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import fcntl
 import socket
 import struct
 import time
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -69,7 +71,8 @@ class Meeting:
         master: the store at rank 0; None at the other ranks.
 
     Attributes:
-        store: with a prefix that only this group uses.
+        store: with a prefix that only these ranks use.
+        ranks: their numbers among the ranks of all stages.
 
     Raises:
         RendezvousError: rank 0's store cannot be reached.
@@ -77,15 +80,44 @@ class Meeting:
 
     def __init__(self, rank: int, rendezvous: Rendezvous, master: dist.TCPStore | None) -> None:
         self.rank, self.size = rank, len(rendezvous.addresses)
+        self.ranks = range(self.size)
         self._rendezvous = rendezvous
         self._deadline = time.monotonic() + rendezvous.connect_timeout_s
         prefix = f"{rendezvous.engine_id}/{rendezvous.epoch}"
         self.store = dist.PrefixStore(prefix, self._join() if master is None else master)
 
+    def among(self, ranks: range, name: str) -> Meeting:
+        """Returns the meeting of some of the ranks, of which this is one; they count from 0 in it.
+
+        Args:
+            name: unique among those of this rank.
+        """
+        part = copy.copy(self)
+        part.rank, part.size = ranks.index(self.rank), len(ranks)
+        part.ranks = ranks
+        addresses = [self._rendezvous.addresses[rank] for rank in ranks]
+        part._rendezvous = replace(self._rendezvous, addresses=addresses)
+        part.store = dist.PrefixStore(name, self.store)
+        return part
+
+    @property
+    def number(self) -> int:
+        """This rank's among the ranks of all stages."""
+        return self.ranks[self.rank]
+
     @property
     def address(self) -> str:
         """Address of this rank's node."""
-        return self._rendezvous.addresses[self.rank]
+        return self.address_of(self.rank)
+
+    def address_of(self, rank: int) -> str:
+        """Address of a rank's node."""
+        return self._rendezvous.addresses[rank]
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Limit of each exchange after the meeting."""
+        return self._rendezvous.collective_timeout_s
 
     @property
     def left_s(self) -> float:
@@ -111,7 +143,7 @@ class Meeting:
             RendezvousError: the rank did not arrive in time.
         """
         key = f"{phase}/{rank}"
-        where = f"rank {rank} ({self._rendezvous.addresses[rank]})"
+        where = f"rank {self.ranks[rank]} ({self.address_of(rank)})"
         try:
             self.store.wait([key], datetime.timedelta(seconds=self.left_s))
             value = bytes(self.store.get(key))
@@ -121,7 +153,7 @@ class Meeting:
             raise RendezvousError(
                 f"{self._at(phase)} waited for {where}, which did not arrive within "
                 f"{self._rendezvous.connect_timeout_s:g} s of the start; look at its log",
-                rank,
+                self.ranks[rank],
             ) from error
         return value[1:]  # see `publish`
 
@@ -143,7 +175,7 @@ class Meeting:
                 self.read("parted", rank)
 
     def _at(self, phase: str) -> str:
-        return f"rank {self.rank} ({self.address}) at phase '{phase}'"
+        return f"rank {self.number} ({self.address}) at phase '{phase}'"
 
     def _lost_store(self, phase: str, error: RuntimeError) -> RendezvousError:
         return RendezvousError(f"{self._at(phase)} lost rank 0's store: {error}", 0)

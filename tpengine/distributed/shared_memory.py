@@ -38,6 +38,18 @@ def make_segment(num_ranks: int, capacity: int) -> tuple[int, int, str]:
             f"no segment for {num_ranks} ranks with {capacity} bytes for each: at most "
             f"64 ranks, and multiples of {native.PAGE_BYTES} bytes"
         )
+    return make_memory(size, f"{num_ranks} ranks")
+
+
+def make_memory(size: int, who: str) -> tuple[int, int, str]:
+    """Makes memory of that many bytes; returns what `make_segment` does.
+
+    Args:
+        who: needs it, for the error.
+
+    Raises:
+        SharedMemoryError: there is not enough.
+    """
     token = secrets.token_bytes(native.TOKEN_BYTES)
     try:
         fd = os.memfd_create("tpengine", os.MFD_CLOEXEC)
@@ -49,7 +61,7 @@ def make_segment(num_ranks: int, capacity: int) -> tuple[int, int, str]:
             raise
     except OSError as error:
         raise SharedMemoryError(
-            f"{num_ranks} ranks need {size / _MIB:.1f} MiB of shared memory ({error.strerror}); "
+            f"{who} need {size / _MIB:.1f} MiB of shared memory ({error.strerror}); "
             "free memory, or raise the limits of memory (cgroup) and open files (ulimit -n)"
         ) from error
     return os.getpid(), fd, token.hex()
@@ -80,6 +92,7 @@ class SharedMemoryCollectives:
     Args:
         fd: of the memory; closed here.
         capacity: bytes of each rank that the segment holds at a time.
+        first: number of rank 0 among the ranks of all pipeline stages, for errors.
 
     Raises:
         OSError: the memory cannot be mapped.
@@ -87,7 +100,9 @@ class SharedMemoryCollectives:
 
     can_be_recorded = False
 
-    def __init__(self, fd: int, rank: int, size: int, capacity: int, timeout_s: float) -> None:
+    def __init__(
+        self, fd: int, rank: int, size: int, capacity: int, timeout_s: float, first: int = 0
+    ) -> None:
         assert native.functions is not None
         self._functions = native.functions
         self._handle = self._functions.tpengine_shm_attach(fd, rank, size, capacity)
@@ -95,7 +110,7 @@ class SharedMemoryCollectives:
             number = ctypes.get_errno()
             os.close(fd)
             raise OSError(number, os.strerror(number))
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._first = rank, size, first
         self._timeout_s = timeout_s
         self._timeout_ns = int(timeout_s * 1e9)
         # The locks keep the segment mapped while another thread reads it. There are two, because
@@ -160,21 +175,27 @@ class SharedMemoryCollectives:
         with self._in_use:
             status = function(self._handle, *place, self._timeout_ns)
             if status != SegmentStatus.OK:
-                raise self._failure(f"{operation} of {x.nbytes} bytes at rank {self._rank}", status)
+                here = self._first + self._rank
+                raise self._failure(f"{operation} of {x.nbytes} bytes at rank {here}", status)
 
     def _failure(self, what: str, status: int) -> CollectiveError:
         """Makes the error that names the failed rank, and tells the other ranks."""
         if status == SegmentStatus.CLOSED:
-            return CollectiveError(f"{what}: this rank has left the group", self._rank)
+            return CollectiveError(
+                f"{what}: this rank has left the group", self._first + self._rank
+            )
         failure = self._functions.tpengine_shm_failure(self._handle).contents
         status, rank, culprit = failure.status, failure.rank, failure.culprit
+        if status != SegmentStatus.ABANDONED:
+            self.abandon(rank)  # so that the other ranks do not wait for their own timeout
+        rank += self._first
         if status == SegmentStatus.ABANDONED:
             if culprit < 0:
                 return CollectiveError(f"{what}: rank {rank} failed, or left the group", rank)
+            culprit += self._first
             return CollectiveError(
                 f"{what}: rank {rank} left the group because of rank {culprit}", culprit
             )
-        self.abandon(rank)  # so that the other ranks do not wait for their own timeout
         if status == SegmentStatus.DEAD:
             return CollectiveError(f"{what}: the process of rank {rank} has died", rank)
         if status == SegmentStatus.TIMEOUT:
