@@ -74,8 +74,12 @@ def make_engine(folder: Path | str, **args: Any) -> LLMEngine:
 def open_engine(folder: Path | str, tp_size: int = 1, **args: Any) -> Iterator[LLMEngine]:
     """An engine in float32 on CPU. Several ranks are threads of this process."""
     args = {"dtype": "float32", "device": "cpu", **args}
+    num_stages = args.get("pipeline_parallel_size", 1)
+    if num_stages > 1:
+        args["executor"] = "processes"  # as far as the configuration knows
     config = EngineArgs(str(folder), **args).create_engine_config("cpu")
-    executor = LocalExecutor(config) if tp_size == 1 else ThreadedExecutor(config, tp_size)
+    is_alone = tp_size == num_stages == 1
+    executor = LocalExecutor(config) if is_alone else ThreadedExecutor(config, tp_size)
     with LLMEngine(config, executor, log_stats=False) as engine:
         yield engine
 

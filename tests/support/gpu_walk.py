@@ -105,8 +105,8 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
     def count_ids(self: ModelRunner, step: StepInput, arrays: StepArrays) -> Any:
         token_ids = find_ids(self, step, arrays)
         if token_ids is not None:
-            assert self._pending is not None
-            sampled = set(self._pending.step.sample_slots) - self._pending.freed_slots
+            pending = self._pending[-1]
+            sampled = set(pending.step.sample_slots) - pending.freed_slots
             count = len(sampled.intersection(step.slots))
             walk.ahead += count
             walk.whole += count == len(step.slots)

@@ -1,17 +1,22 @@
-"""Tensor-parallel ranks as threads of one process."""
+"""The ranks of a group, or of a pipeline, as threads of one process."""
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from tpengine.config import EngineConfig
-from tpengine.distributed.parallel_state import ParallelState
+from tpengine.distributed.parallel_state import ParallelState, Stage
 from tpengine.executor.executor import Executor
+from tpengine.messages import StepInput, StepOutput
 from tpengine.worker.worker import Worker
 
 TIMEOUT_S = 60.0
@@ -113,30 +118,93 @@ def run_ranks(tp_size: int, work: Callable[[ParallelState], T]) -> tuple[list[T]
         return results_of(futures), shared.num_calls
 
 
+class ThreadLink:
+    """A link between stages whose ranks are threads: a queue of copies."""
+
+    name = "queue"
+
+    def __init__(self, num_readers: int = 1) -> None:
+        self._queues: list[queue.Queue[torch.Tensor | None]] = []
+        self._queues += [queue.Queue() for _ in range(num_readers)]
+
+    def of_reader(self, number: int) -> ThreadLink:
+        """The end of one of several ranks that read the same."""
+        end = ThreadLink(0)
+        end._queues = [self._queues[number]]
+        return end
+
+    def send(self, x: torch.Tensor) -> None:
+        for entries in self._queues:
+            entries.put(x.clone())
+
+    def receive(self, out: torch.Tensor) -> torch.Tensor:
+        x = self._queues[0].get(timeout=TIMEOUT_S)
+        if x is None:
+            raise threading.BrokenBarrierError
+        assert x.shape == out.shape
+        return out.copy_(x)
+
+    def abandon(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for entries in self._queues:
+            entries.put(None)
+
+
 class ThreadedExecutor(Executor):
     """One worker per rank, each in its own thread: an engine's ranks without a cluster."""
 
     def __init__(self, config: EngineConfig, tp_size: int) -> None:
         super().__init__()
-        self._shared = ThreadCollectives(tp_size)
-        self._pool = ThreadPoolExecutor(tp_size)
-        self._workers = [
-            Worker(config, ParallelState(rank, tp_size, RankCollectives(self._shared, rank)))
-            for rank in range(tp_size)
-        ]
+        count = config.parallel.pipeline_parallel_size
+        self._first_sampling = (count - 1) * tp_size
+        self._pools: list[ThreadPoolExecutor] = []
+        self._workers: list[Worker] = []
+        self._groups: list[ThreadCollectives] = []
+        self._steps: deque[list[Future[list[StepOutput]]]] = deque()
+        before: list[ThreadLink] | list[None] = [None] * tp_size
+        ids = ThreadLink(self._first_sampling)
+        for index in range(count):
+            is_last = index == count - 1
+            after = [None if is_last else ThreadLink() for _ in range(tp_size)]
+            group = ThreadCollectives(tp_size)
+            for rank, source, target in zip(range(tp_size), before, after, strict=True):
+                sampled = ids if is_last else ids.of_reader(index * tp_size + rank)
+                stage = Stage(index, count, None, source, target, sampled)
+                if count == 1 or (is_last and rank):
+                    stage = replace(stage, sampled=None)
+                place = ParallelState(rank, tp_size, RankCollectives(group, rank), stage=stage)
+                self._workers.append(Worker(config, place))
+                self._groups.append(group)
+                self._pools.append(ThreadPoolExecutor(1))
+            before = after
+
+    def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[Future[Any]]:
+        def call(rank: int) -> Any:
+            work = partial(getattr(self._workers[rank], method), *args, **kwargs)
+            return self._groups[rank].call(work)
+
+        return [pool.submit(call, rank) for rank, pool in enumerate(self._pools)]
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        futures = [
-            self._pool.submit(self._shared.call, lambda w=w: getattr(w, method)(*args, **kwargs))
-            for w in self._workers
-        ]
-        answers = results_of(futures)
-        if method == "execute_model":
+        return results_of(self._submit(method, *args, **kwargs))
+
+    def send_step(self, step: StepInput) -> None:
+        """Begins the step at once, as ranks in processes do."""
+        self._steps.append(self._submit("execute_model", step))
+
+    def take_answer(self) -> StepOutput:
+        while not self._answers:
+            steps = self._steps.popleft() if self._steps else self._submit("finish_steps")
+            answers = results_of(steps)[self._first_sampling :]
             sampled = [[output.token_ids for output in outputs] for outputs in answers]
             assert all(ids == sampled[0] for ids in sampled), "ranks sampled different tokens"
-        return answers
+            self._answers += answers[0]
+        return self._answers.popleft()
 
     def shutdown(self) -> None:
         for worker in self._workers:
             worker.shutdown()
-        self._pool.shutdown()
+        for pool in self._pools:
+            pool.shutdown()

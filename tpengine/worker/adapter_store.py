@@ -53,7 +53,7 @@ class AdapterStore:
                 try:
                     self.layers.fill(adapter.slot, self._find(adapter))
                 except (InvalidAdapterError, SafetensorError, OSError) as error:
-                    problems[adapter.key] = f"rank {self._parallel.tp_rank}: {error}"
+                    problems[adapter.key] = f"rank {self._parallel.rank}: {error}"
                     logger.warning("an adapter is not loaded: %s", error)
         here = [float(adapter.key in problems) for adapter in loads]
         failed = self._parallel.all_reduce(torch.tensor(here, device=self._device))

@@ -148,6 +148,8 @@ class DecodeRecording:
         forward: the model over its cache: token ids and metadata to hidden states.
         max_blocks: of a sequence.
         lora: what adds to rows with an adapter; None: no row has one.
+        entering: `[most_tokens, hidden_size]`, from which `forward` takes the rows' hidden states;
+            None: it takes token ids.
 
     Attributes:
         num_bytes: memory of inputs and intermediate tensors.
@@ -158,7 +160,12 @@ class DecodeRecording:
     """
 
     def __init__(
-        self, forward: Forward, max_rows: int, max_blocks: int, lora: AdapterLayers | None = None
+        self,
+        forward: Forward,
+        max_rows: int,
+        max_blocks: int,
+        lora: AdapterLayers | None = None,
+        entering: torch.Tensor | None = None,
     ) -> None:
         self.max_rows = max_rows
         self._recording = recording = Recording(max_rows)
@@ -168,8 +175,9 @@ class DecodeRecording:
         lora_rows = torch.zeros(max_rows, dtype=torch.int32)
         num_groups = 0 if lora is None else min(max_rows, lora.num_slots)
         groups = torch.zeros(num_groups, 3, dtype=torch.int32)  # empty ones
-        for inputs in (columns, table, lora_rows):
-            recording.declare_rows(inputs)
+        for inputs in (columns, table, lora_rows, entering):
+            if inputs is not None:
+                recording.declare_rows(inputs)
         token_ids, positions, slots, seq_lens = columns
         no_chunks = torch.zeros(1, dtype=torch.int32)
         metadata = AttentionMetadata(positions, slots, table, seq_lens, no_chunks, max_rows)
@@ -212,11 +220,15 @@ class DecodeRecording:
 
 
 def try_to_record(
-    forward: Forward, max_rows: int, max_blocks: int, adapters: AdapterLayers | None = None
+    forward: Forward,
+    max_rows: int,
+    max_blocks: int,
+    adapters: AdapterLayers | None = None,
+    entering: torch.Tensor | None = None,
 ) -> DecodeRecording | None:
     """See `DecodeRecording`; None: the model needs an op that cannot be recorded."""
     try:
-        return DecodeRecording(forward, max_rows, max_blocks, adapters)
+        return DecodeRecording(forward, max_rows, max_blocks, adapters, entering)
     except NotRecordableError as error:
         logger.debug("decode steps run op by op: %s", error)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -30,6 +31,7 @@ from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
 from tpengine.worker.sampling_state import SamplingSlots
+from tpengine.worker.stage_ends import StageEnds
 from tpengine.worker.transfers import Downloads, Uploads
 
 PROMPT_SLICE_ROWS = 32
@@ -68,11 +70,12 @@ class PendingAnswer:
 
 @dataclass(slots=True)
 class _PendingStep:
-    """A step that the device may still compute.
+    """A step whose sampled ids are not in the batch: the device, or the last stage, may still
+    compute them.
 
     Attributes:
         start: when it was launched, in seconds of `time.perf_counter`.
-        freed_slots: by the step after it; other sequences may have these slots now.
+        freed_slots: by steps after it; other sequences may have these slots now.
     """
 
     step: StepInput
@@ -89,6 +92,7 @@ class ModelRunner:
         gpu: what attention needs on a GPU; None: on CPU.
         adapters: None: the engine serves no adapters.
         works_ahead: whether a step's answer may wait until the next step was launched.
+        ends: of a pipeline stage.
 
     Attributes:
         batch: the running batch.
@@ -105,6 +109,7 @@ class ModelRunner:
         cache_engine: CacheEngine,
         device: torch.device,
         parallel: ParallelState,
+        ends: StageEnds,
         gpu: GpuAttention | None = None,
         adapters: AdapterStore | None = None,
         works_ahead: bool = False,
@@ -117,7 +122,8 @@ class ModelRunner:
         self.draft_model: DraftModel | None = None
         self._adapters = adapters
         self._works_ahead = works_ahead
-        self._pending: _PendingStep | None = None
+        self._ends = ends
+        self._pending: deque[_PendingStep] = deque()
         self._finished_at = 0.0
         self.uploads = Uploads(device)
         self._downloads = Downloads(device, parallel.wait_for)
@@ -145,8 +151,9 @@ class ModelRunner:
     def execute(self, step: StepInput) -> list[StepOutput]:
         """Computes all rows of a step and samples where the step says so.
 
-        Rank 0 samples, and every rank appends the sampled ids to its batch. Log probabilities,
-        candidates and errors are in rank 0's answer only.
+        Rank 0 of the last stage samples, and every rank appends the sampled ids to its batch. Log
+        probabilities, candidates and errors are in its answer only. The other stages have done
+        their part when the last one has their hidden states.
 
         A GPU that works ahead runs the model on the ids that the step before sampled while these
         are on their way to the host; sampling waits for them.
@@ -155,9 +162,16 @@ class ModelRunner:
             The answers that are there, oldest first: this step's, or, of a GPU that works ahead,
             that of the step before.
         """
+        is_last = self._parallel.stage.is_last
+        if not is_last:
+            for _ in range(self._ends.num_needed([p.step for p in self._pending], step)):
+                self.finish()
         adapter_errors = self.apply(step)
+        if not is_last:
+            self._pass_on(step)
+            return [StepOutput(step.step, [], adapter_errors=adapter_errors)]
         drafting_s = self._guess(step)
-        inputs, has_all_ids = self.prepare_outputs(step), self._pending is None
+        inputs, has_all_ids = self.prepare_outputs(step), not self._pending
         # Before the layers, if it can be: the masks of grammars are made while these run.
         parameters = self._sampling_parameters(step) if has_all_ids else None
         forward = self.prepare_rows(step, inputs.wanted)
@@ -167,8 +181,17 @@ class ModelRunner:
         if not has_all_ids:
             parameters = self._sampling_parameters(step)
         answer = self.sample(step, inputs, parameters, hidden)
-        self._pending = _PendingStep(step, answer, start, adapter_errors)
+        self._pending.append(_PendingStep(step, answer, start, adapter_errors))
         return outputs if self._works_ahead else [*outputs, *self.finish()]
+
+    def _pass_on(self, step: StepInput) -> None:
+        """Computes the layers of a stage that is not the last, for all tokens of a step."""
+        self._ends.pass_on(self.prepare_rows(step)())
+        self.batch.note_computed(step)
+        if step.sample_rows:
+            take_ids = self._ends.ids_of(step)
+            answer = PendingAnswer(None, lambda: [take_ids(), sampler.Findings(), {}])
+            self._pending.append(_PendingStep(step, answer, 0.0, {}))
 
     def _guess(self, step: StepInput) -> float:
         """Lets the draft model, if there is one, make a step's drafts; returns the seconds."""
@@ -179,12 +202,13 @@ class ModelRunner:
         return time.perf_counter() - start
 
     def finish(self) -> list[StepOutput]:
-        """Waits for the step that was begun, if there is one, and appends its ids to the batch;
-        returns its answer."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        """Waits for the step that was begun first, if there is one, and appends its ids to the
+        batch; returns its answer."""
+        if not self._pending:
             return []
+        pending = self._pending.popleft()
         sampled_ids, findings, prompt_logprobs = pending.answer.read()
+        self._ends.send_ids(sampled_ids)
         now = time.perf_counter()
         model_s = now - max(pending.start, self._finished_at)  # the device takes one after another
         self._finished_at = now
@@ -208,8 +232,10 @@ class ModelRunner:
 
     def _forced_tokens(self, step: StepInput, rejected: list[int]) -> dict[int, list[int]]:
         """What grammars force after the last token of each sequence, by its index among the
-        samples; on rank 0, for drafts. Not of beams: the driver replaces their tokens."""
-        if self._scheduler.lookahead is None or self._parallel.tp_rank or self.grammars.is_empty:
+        samples, for drafts; on the rank that samples. Not of beams: the driver replaces their
+        tokens."""
+        samples = self._parallel.samples
+        if self._scheduler.lookahead is None or not samples or self.grammars.is_empty:
             return {}
         last = {s: at for at, s in enumerate(step.sample_slots) if at not in rejected}
         batch, forced = self.batch, dict[int, list[int]]()
@@ -222,8 +248,8 @@ class ModelRunner:
         """Brings adapters, batch and cache up to date with the driver; returns why adapters could
         not be loaded."""
         errors = {} if self._adapters is None else self._adapters.load(step.adapter_loads)
-        if self._pending is not None:
-            self._pending.freed_slots.update(step.freed_slots)
+        for pending in self._pending:
+            pending.freed_slots.update(step.freed_slots)
         self.batch.apply(step)
         self.cache_engine.move(step.block_moves)
         if self.draft_model is not None:
@@ -243,13 +269,15 @@ class ModelRunner:
     def prepare_rows(
         self, step: StepInput, wanted: torch.Tensor | None = None
     ) -> Callable[[], torch.Tensor]:
-        """Sends the inputs of rows to the device. Returns a function that runs the model over them:
+        """Waits for hidden states of the stage before, if there is one, and sends the inputs of
+        rows to the device. Returns a function that runs the model over them:
         hidden states `[num_wanted, hidden_size]`, valid until the model runs again.
 
         Args:
             wanted: int64, the tokens whose hidden states are returned; None: all.
         """
         slots, num_rows = step.slots, len(step.slots)
+        entering = self._ends.receive(sum(step.num_scheduled_tokens))
         arrays = self.batch.step_arrays(step)
         token_ids = self._ids_in_flight(step, arrays)
         grouped = None
@@ -266,15 +294,15 @@ class ModelRunner:
         ids = sent_ids if token_ids is None else token_ids.int()
         if grouped is None:
             metadata.wanted_rows = wanted
-            return lambda: self.model.forward(ids, self.cache_engine.kv_caches, metadata)
+            return lambda: self._forward(ids, metadata, entering)
         # The last layer keeps all rows, so that all layers have the same ones.
         lora_rows = LoRARows(*self.uploads.send(grouped))
-        return lambda: keep_rows(self._forward_adapters(ids, metadata, lora_rows), wanted)
+        return lambda: keep_rows(self._forward(ids, metadata, entering, lora_rows), wanted)
 
     def _ids_in_flight(self, step: StepInput, arrays: StepArrays) -> torch.Tensor | None:
         """The token ids of a step's rows, int64 `[num_tokens]`, with those that the step before
         samples, which only the device knows; None: the batch knows all of them."""
-        pending = self._pending
+        pending = self._pending[-1] if self._pending else None
         if pending is None or pending.answer.token_ids is None:
             return None
         sampled, num_decodes = pending.step.sample_slots, arrays.num_decodes
@@ -287,17 +315,29 @@ class ModelRunner:
         in_flight = pending.answer.token_ids[source.clamp(min=0)]
         return torch.where(source < 0, in_batch, in_flight)
 
-    def _forward_adapters(
-        self, token_ids: torch.Tensor, metadata: AttentionMetadata, lora_rows: LoRARows
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        metadata: AttentionMetadata,
+        entering: torch.Tensor | None,
+        lora_rows: LoRARows | None = None,
     ) -> torch.Tensor:
-        """Runs the model over rows of which some have an adapter; `[num_tokens, hidden_size]`."""
+        """Runs the model; `[num_wanted, hidden_size]`.
+
+        Args:
+            entering: see `CausalLM.forward`.
+            lora_rows: rows that have an adapter; None: no row has one.
+        """
+        caches = self.cache_engine.kv_caches
+        if lora_rows is None:
+            return self.model.forward(token_ids, caches, metadata, entering)
         assert self._adapters is not None
         with self._adapters.layers.applied(lora_rows):
-            return self.model.forward(token_ids, self.cache_engine.kv_caches, metadata)
+            return self.model.forward(token_ids, caches, metadata, entering)
 
     def _sampling_parameters(self, step: StepInput) -> sampler.SamplingBatch | None:
         """Of each sample; None: another rank samples, or the step samples nothing."""
-        if not step.sample_rows or self._parallel.tp_rank:
+        if not step.sample_rows or not self._parallel.samples:
             return None
         parameters = self.batch.sampling_batch(step)
         if self._gpu is not None and parameters.temperature.any():
@@ -384,12 +424,14 @@ class ModelRunner:
         arrays.slot_mapping.fill(-1)  # K and V go nowhere
         token_ids, metadata = self._upload(arrays)
         grouped = group_rows(np.zeros_like(lengths), lengths)
-        if self._adapters is None or grouped is None:
-            hidden = self.model.forward(token_ids, self.cache_engine.kv_caches, metadata)
-        else:
+        lora_rows = None
+        if self._adapters is not None and grouped is not None:
             lora_rows = LoRARows(*self.uploads.send(grouped))
-            hidden = self._forward_adapters(token_ids, metadata, lora_rows)
+        entering = None if self._ends.entering is None else self._ends.entering[: len(token_ids)]
+        hidden = self._forward(token_ids, metadata, entering, lora_rows)
         model_peak = cuda_peak_bytes(self.device)
+        if not self._parallel.stage.is_last:
+            return model_peak
         num_rows = max(len(lengths), num_logits_rows)
         (last,) = self.uploads.send([np.resize(np.cumsum(lengths) - 1, num_rows)])
         logits = self.model.compute_logits(hidden.index_select(0, last))

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.distributed import TCPStore
@@ -23,6 +24,7 @@ from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import Weights
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.registry import CausalLM, import_fallback
+from tpengine.models.stages import layers_of_stages
 from tpengine.ops.recording import has_recordings
 from tpengine.structured.grammars import Vocabulary
 from tpengine.worker import device
@@ -33,6 +35,7 @@ from tpengine.worker.draft_model import DraftModel
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers, check_attention
 from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
 from tpengine.worker.model_runner import ModelRunner
+from tpengine.worker.stage_ends import StageEnds
 
 
 class Worker:
@@ -51,8 +54,9 @@ class Worker:
         self, config: EngineConfig, parallel: ParallelState | None = None, rank: int = 0
     ) -> None:
         self._config = config
+        self._rank = rank
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
-        self._num_local_ranks = self._parallel.tp_size
+        self._num_local_ranks = config.parallel.world_size
         self._store: TCPStore | None = None
         # The first device that this process sees: each rank of a machine sees its own only.
         self._device = torch.device("cuda:0" if config.device == "cuda" else config.device)
@@ -61,6 +65,7 @@ class Worker:
         self._weights_bytes = self._looked_up_bytes = 0
         self._weights_form = ""
         self._gpu: GpuAttention | None = None
+        self._ends: StageEnds  # from `load_model` on
         self._all_record: bool | None = None
         self._adapters: AdapterStore | None = None
         self._draft_model: CausalLM | None = None
@@ -90,9 +95,12 @@ class Worker:
         Raises:
             RendezvousError: ranks did not arrive, failed, or cannot reach each other.
         """
-        rank = self._parallel.tp_rank
-        self._parallel, how = connect_ranks(rank, rendezvous, self._device, self._store)
-        if isinstance(self._parallel.collectives, SharedMemoryCollectives):
+        rank, config = self._rank, self._config
+        dtype = device.resolve_dtype(config.model.dtype, self._device.type)
+        row_bytes = config.model.hidden_size * dtype.itemsize
+        stages = self._num_stages, config.scheduler.max_num_batched_tokens * row_bytes
+        self._parallel, how = connect_ranks(rank, rendezvous, self._device, self._store, *stages)
+        if isinstance(self._parallel.collectives, SharedMemoryCollectives | None):
             self._store = None  # no longer needed, so that nothing listens
         self._num_local_ranks = rendezvous.addresses.count(rendezvous.addresses[rank])
         return how
@@ -122,6 +130,7 @@ class Worker:
         """
         with torch.inference_mode():
             model, rounding = self._config.model, self._config.model.quantization
+            self._choose_layers()
             as_stored = device.keeps_stored(model.dtype, rounding, self._device.type)
             weights = Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
             self._model = load_model(model, weights, lambda made: self._check(made, weights))
@@ -133,6 +142,18 @@ class Worker:
         self._weights_form, self._looked_up_bytes = weights.form, weights.looked_up_bytes
         self._gpu = self._make_gpu_attention(self._model)
         return digest
+
+    def _choose_layers(self) -> None:
+        """Finds which layers this rank's stage has."""
+        parallel = self._config.parallel
+        layers = layers_of_stages(self._config.model, self._num_stages, parallel.layer_partition)
+        stage = replace(self._parallel.stage, layers=layers[self._parallel.stage.index])
+        self._parallel = replace(self._parallel, stage=stage)
+        self._ends = StageEnds(stage, self._config, self._dtype, self._device)
+
+    @property
+    def _num_stages(self) -> int:
+        return self._config.parallel.pipeline_parallel_size
 
     def _load_draft_model(self, config: EngineConfig) -> Weights:
         """Loads the model that makes drafts; returns its weights."""
@@ -189,7 +210,7 @@ class Worker:
         )
         wanted = cache.num_device_blocks_override
         ledger = MemoryLedger(
-            rank=self._parallel.tp_rank,
+            rank=self._parallel.rank,
             device=str(self._device),
             total_bytes=total,
             weights_bytes=self._weights_bytes,
@@ -200,11 +221,12 @@ class Worker:
             block_bytes=one_block,
             num_device_blocks=budget // one_block if wanted is None else wanted,
             num_host_blocks=num_host_blocks,
-            communicator_bytes=self._parallel.communicator_bytes,
+            communicator_bytes=self._parallel.communicator_bytes + self._ends.num_bytes,
             held_by_others_bytes=device.held_by_others_bytes(self._device),
             logits_bytes=logits,
             graphs_bytes=graphs,
             adapters_bytes=0 if self._adapters is None else self._adapters.layers.num_bytes,
+            layers=self._parallel.stage.describe(self._config.model.num_layers),
         )
         if ledger.num_device_blocks < 1:
             raise CacheSizeError(
@@ -236,13 +258,13 @@ class Worker:
         self._runner.cache_engine.populate(device.populate_bytes(self._num_local_ranks))
 
     def load_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Takes the vocabulary that grammars need; rank 0 follows them."""
+        """Takes the vocabulary that grammars need; the rank that samples follows them."""
         assert self._runner is not None, "vocabulary before init_cache_engine"
-        if self._parallel.tp_rank == 0:
+        if self._parallel.samples:
             self._runner.grammars.vocabulary = vocabulary
 
     def compile_grammars(self, grammars: list[str], dropped: list[str], wait_s: float) -> int:
-        """Compiles grammars on a thread of rank 0; see `Vocabulary.compile`."""
+        """Compiles grammars on a thread of the rank that samples; see `Vocabulary.compile`."""
         assert self._runner is not None, "grammars before init_cache_engine"
         vocabulary = self._runner.grammars.vocabulary
         return 0 if vocabulary is None else vocabulary.compile(grammars, dropped, wait_s)
@@ -349,8 +371,10 @@ class Worker:
     @property
     def _works_ahead(self) -> bool:
         """Whether the next step is launched before the answer of this one is there. Exchanges
-        through the host would delay this answer until the next step's layers have run."""
-        return self._device.type == "cuda" and self._parallel.can_be_recorded
+        through the host would delay this answer until the next step's layers have run. Other
+        stages wait for the ids of the last one, which works on another group of sequences then."""
+        is_alone = self._parallel.stage.count == 1
+        return self._device.type == "cuda" and self._parallel.can_be_recorded and is_alone
 
     def _uses_graphs(self) -> bool:
         """Whether decode steps become CUDA graphs: the same at every rank."""
@@ -408,12 +432,15 @@ class Worker:
         max_rows = min(most, scheduler.max_num_batched_tokens, MAX_RECORDED_ROWS)
         max_blocks = -(-scheduler.max_model_len // self._config.cache.block_size)
 
+        entering = self._ends.entering if model is self._model else None
+
         def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-            return model.forward(token_ids, kv_caches, metadata)
+            hidden = None if entering is None else entering[: len(token_ids)]
+            return model.forward(token_ids, kv_caches, metadata, hidden)
 
         if self._gpu is None:
             if has_recordings() and self._parallel.can_be_recorded:
-                return try_to_record(forward, max_rows, max_blocks, adapters)
+                return try_to_record(forward, max_rows, max_blocks, adapters, entering)
         elif self._uses_graphs():
             capture = CudaCapture(self._device)
             make_batch = self._gpu.decode_batch
@@ -434,6 +461,7 @@ class Worker:
                 cache,
                 self._device,
                 self._parallel,
+                self._ends,
                 self._gpu,
                 self._adapters,
                 self._works_ahead,

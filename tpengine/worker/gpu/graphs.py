@@ -253,5 +253,5 @@ def agree_on_graphs(parallel: ParallelState, device: torch.device) -> bool:
     if parallel.all_can(not reasons, device):
         return True
     why = " and ".join(reasons) or "another rank cannot record them"
-    logger.warning("rank %d runs without CUDA graphs, which is slower: %s", parallel.tp_rank, why)
+    logger.warning("rank %d runs without CUDA graphs, which is slower: %s", parallel.rank, why)
     return False
