@@ -47,6 +47,7 @@ class Limits:
     max_loras: int = 0
     fairness: str = "none"
     drafts: int = 0
+    stages: int = 1
 
     @property
     def num_kept_tokens(self) -> int:
@@ -157,6 +158,7 @@ class Loop:
             preemption_mode=limits.mode,
             max_steps_in_flight=limits.in_flight,
             max_loras=limits.max_loras,
+            num_stages=limits.stages,
             fairness=limits.fairness,
             lookahead=LookaheadConfig("[ngram]", limits.drafts, 1, 1, None, limits.model_len)
             if limits.drafts
@@ -269,7 +271,7 @@ class Loop:
         while (output is None and not self.scheduler.unanswered) or (
             len(self.scheduler.unanswered) < most
         ):
-            output = self._plan()
+            output = self._plan(is_alone=most == 1)
             if output.is_empty:
                 break
         if output is None:
@@ -284,13 +286,13 @@ class Loop:
         in_flight()
         return self._answer()
 
-    def _plan(self) -> SchedulerOutput:
+    def _plan(self, is_alone: bool = False) -> SchedulerOutput:
         """Plans one step, and lets the worker begin it at once or later."""
         self._entered = {i: s for i, s in self._entered.items() if s.slot is not None}
         is_free = self.scheduler.has_unfinished_requests() and not self.scheduler.unanswered
         oldest = next(iter(self.scheduler.running_sequences()), None)
         waiting = list(self.policy)
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(is_alone)
         self.scheduler.check_invariants()
         self._count(output)
         self._note(self.processor.report(output.ignored))

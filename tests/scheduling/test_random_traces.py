@@ -68,6 +68,13 @@ class Trace:
     restrictions: dict[int, frozenset[int] | None] = field(default_factory=dict)
 
 
+def limits_of(stages: int, in_flight: int, **fields: Any) -> Limits:
+    """With stages, as many steps in flight as an engine has: 1, the stages, or one more."""
+    if stages > 1 and in_flight > 1:
+        in_flight = stages + in_flight % 2
+    return Limits(stages=stages, in_flight=in_flight, **fields)
+
+
 def traces(groups: bool, disturbed: bool) -> st.SearchStrategy[Trace]:
     """Traces of requests of one sequence, or of all kinds with all that `Limits` offers."""
     least = 3 if groups else 1  # the widest group has three sequences
@@ -79,6 +86,7 @@ def traces(groups: bool, disturbed: bool) -> st.SearchStrategy[Trace]:
         "block_size": st.integers(1, 4),
         "chunked": st.booleans(),
         "in_flight": st.sampled_from([1, 1, 2, 3, 4]),
+        "stages": st.sampled_from([1, 1, 2, 3]),
         "watermark": st.sampled_from([0.0, 0.01, 0.1, 0.2]),
         "window": st.sampled_from([None, None, 2, 6, 11]),
         "drafts": st.sampled_from([0, 0, 1, 3, 7]),
@@ -92,7 +100,7 @@ def traces(groups: bool, disturbed: bool) -> st.SearchStrategy[Trace]:
             "policy": st.sampled_from(["fcfs", "priority"]),
         }
     trace: dict[str, st.SearchStrategy[Any]] = {
-        "limits": st.builds(Limits, **limits),
+        "limits": st.builds(limits_of, **limits),
         "arrivals": st.lists(
             st.builds(
                 Arrival,

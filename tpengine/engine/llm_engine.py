@@ -389,7 +389,7 @@ class LLMEngine:
             self._compile_grammars()
             start = time.perf_counter()
             most = self._max_steps_in_flight
-            while len(unanswered) < most and self._send_next():
+            while len(unanswered) < most and self._send_next(is_alone=most == 1):
                 pass
             if not unanswered:
                 return
@@ -422,9 +422,9 @@ class LLMEngine:
             return 1
         return self._recovery.max_steps_in_flight
 
-    def _send_next(self) -> bool:
+    def _send_next(self, is_alone: bool) -> bool:
         """Schedules a step and sends it to the ranks; False: there is nothing to compute now."""
-        scheduled = self._scheduler.schedule()
+        scheduled = self._scheduler.schedule(is_alone)
         for request in scheduled.ignored:
             logger.warning("request %r ends: %s", request.request_id, request.error)
         self._report(scheduled.ignored)

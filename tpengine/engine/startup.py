@@ -63,7 +63,7 @@ def _open_cache(config: EngineConfig, executor: Executor) -> list[MemoryLedger]:
     """Counts blocks and allocates them. On a GPU another process may take memory in between: then
     the memory is measured again, and fewer blocks are tried. Several ranks do not try again,
     because a rank that failed has left the collectives of the others."""
-    may_retry = config.device != "cpu" and config.parallel.tensor_parallel_size == 1
+    may_retry = config.device != "cpu" and config.parallel.world_size == 1
     tries_left = _ALLOCATION_TRIES if may_retry else 1
     while True:
         ledgers = executor.profile_num_available_blocks()
@@ -125,7 +125,7 @@ def memory_table(ledgers: Sequence[MemoryLedger], devices: Sequence[str]) -> lis
             f" {activations / _GIB:12.3f} {ledger.communicator_bytes / _GIB:13.3f}"
             f"{gpu_only if on_gpu else ''}"
             f" {ledger.kv_budget_bytes / _GIB:10.3f} {ledger.num_device_blocks:8d}"
-            f"  {devices[ledger.rank]}"
+            f"  {f'{ledger.layers}, ' if ledger.layers else ''}{devices[ledger.rank]}"
         )
     limiting = [ledger for ledger in ledgers if ledger.num_device_blocks == num_blocks]
     others = [ledger for ledger in ledgers if ledger.num_device_blocks > num_blocks]

@@ -270,9 +270,9 @@ class Drafter:
         self._savings = min(max(savings, -_MAX_DEBT), _MAX_SAVINGS)
 
     def note_step(self, num_rows: int, seconds: float) -> None:
-        """Takes the time from the answer before to that of a step whose rows have one token each.
-        Not only the ranks' time: rows cost the driver some, too, and the step that would else have
-        been in flight."""
+        """Takes the time from the answer before, or the choice of its drafts if that was later, to
+        the answer of a step whose rows have one token each. Not only the ranks' time: rows cost the
+        driver some, too, and the step that would else have been in flight."""
         self._prices.note(num_rows, seconds)
 
     def count(self, sequence: Sequence, guesses: list[Guess], num_accepted: int) -> None:

@@ -10,6 +10,7 @@ Where each decision stands:
     shares of owners: `fairness.py`; `_admit_owed` applies them.
     preemption: `_make_room` (which request, and whether by swap or recompute).
     refusal of requests that can never run: `hopeless_requests.py`.
+    what each stage of a pipeline works on: `stage_groups.py`.
     drafts: `drafter.py`; `_add_drafts` finds room for them.
     what is planned while steps are unanswered: the docstring of `Scheduler`.
     the effects of an answered step: `update`.
@@ -34,6 +35,7 @@ from tpengine.scheduling.policy import POLICIES
 from tpengine.scheduling.prompt_shares import PromptShares
 from tpengine.scheduling.queues import RequestQueues
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
+from tpengine.scheduling.stage_groups import StageGroups
 from tpengine.scheduling.step import SchedulerOutput, StepBuilder, StepDecisions
 
 
@@ -69,6 +71,7 @@ class Scheduler:
             policy = FairShares(make_policy, config.max_num_seqs)
         self._queues = RequestQueues(block_manager, policy, config)
         self._prompt_shares = PromptShares(self._queues, config, self._start)
+        self._stages = StageGroups(config.num_stages) if config.num_stages > 1 else None
         self.unanswered: deque[SchedulerOutput] = deque()
         self._num_steps = 0
         self._num_admitted_since_decode = 0
@@ -138,18 +141,26 @@ class Scheduler:
             request.error = error
         return request
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, is_alone: bool = False) -> SchedulerOutput:
         """Chooses the rows of the next step, and moves requests between the queues for it. A step
-        that is not empty counts as sent."""
+        that is not empty counts as sent.
+
+        Args:
+            is_alone: whether no other step is sent before its answer. Then the stages of a pipeline
+                cannot work on different sequences.
+        """
         step = StepBuilder(self._num_steps + 1, self._config.max_num_batched_tokens)
         if self.unanswered and (self.unanswered[-1].lacks_blocks or self.unanswered[-1].drafts):
             return step.build()
         queues = self._queues
         running, shares = queues.running, queues.shares
+        stages = None if is_alone else self._stages
+        if stages is not None:
+            stages.begin_step(running, self.unanswered)
         if self._config.enable_chunked_prefill:
             if shares is not None:
                 running = self._admit_owed(shares, step)
-            self._continue(running, step)
+            self._continue(running, step, stages)
             self._admit_swapped(step)
             self._admit(step)
         else:
@@ -157,11 +168,18 @@ class Scheduler:
             self._admit(step)
             if step.is_empty:
                 self._num_admitted_since_decode = 0
-                self._continue(running, step)
+                self._continue(running, step, stages)
                 self._admit_swapped(step)
+        if stages is not None and step.is_empty:
+            stages.begin_idle_step(running)
+            self._continue(running, step, stages)
         if not step.is_empty:
+            if stages is not None:
+                stages.end_step(step)
             if queues.drafter is not None:
                 start = time.perf_counter()
+                if not self.unanswered:  # the ranks, or the user's program, may have been idle
+                    self._answered_at = start
                 self._add_drafts(queues.drafter, step)
                 queues.drafter.note_guessing(time.perf_counter() - start)
             self._num_steps = step.number
@@ -300,12 +318,23 @@ class Scheduler:
             is_right = sequence.num_in_flight == sampled[id(sequence)]
             expect(is_right, f"unanswered steps sample what sequence {sequence.seq_id} lacks")
 
-    def _continue(self, requests: Iterable[Request], step: StepBuilder) -> None:
-        """Schedules running requests in order, and preempts from the end if blocks are missing."""
+    def _continue(
+        self,
+        requests: Iterable[Request],
+        step: StepBuilder,
+        stages: StageGroups | None = None,
+    ) -> None:
+        """Schedules running requests in order, and preempts from the end if blocks are missing.
+
+        Args:
+            stages: says whose turn it is; None: all have theirs.
+        """
         blocks, running = self.block_manager, SequenceStatus.RUNNING
         for request in tuple(requests):
             if not step.tokens_left or (step.lacks_blocks and self.unanswered):
                 return
+            if stages is not None and not stages.has_turn(request, step):
+                continue
             if len(request.sequences) > 1:
                 self._continue_group(request, step)
                 continue
