@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tpengine.errors import ConfigError
+from tpengine.errors import ConfigError, counted
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 BLOCK_SIZES = (8, 16, 32)
@@ -228,13 +228,17 @@ class RanksConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks share the model, and the memory budget of each.
+    """How many ranks share the model, and the memory budget of each. Ranks of a stage have numbers
+    that follow each other.
 
     Attributes:
+        tensor_parallel_size: ranks of each pipeline stage, which share its layers.
         rank_gpu_memory_utilization: one value per rank; None: the cache's value for all.
         rank_cpu_kv_cache_bytes: one value per rank; None: the cache's value for all.
         ranks: None: the only worker runs in the driver's process.
         ray: None: the ranks, if they have processes of their own, are the driver's children.
+        pipeline_parallel_size: number of stages, each of which has some of the layers.
+        layer_partition: number of layers of each stage; None: by cost, see `models.stages`.
     """
 
     tensor_parallel_size: int
@@ -242,6 +246,18 @@ class ParallelConfig:
     rank_cpu_kv_cache_bytes: tuple[int, ...] | None = None
     ranks: RanksConfig | None = None
     ray: RayConfig | None = None
+    pipeline_parallel_size: int = 1
+    layer_partition: tuple[int, ...] | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def sampling_rank(self) -> int:
+        """The rank whose answers count: the first one of the last stage."""
+        return self.world_size - self.tensor_parallel_size
 
 
 @dataclass(frozen=True)
@@ -289,6 +305,8 @@ class SchedulerConfig:
             time is sent.
         max_loras: most adapters in a step; 0: no request has one.
         lookahead: None: no drafts.
+        num_stages: of the pipeline; running sequences are divided into as many groups, which it
+            computes one behind the other.
     """
 
     max_num_batched_tokens: int
@@ -303,6 +321,7 @@ class SchedulerConfig:
     max_loras: int = 0
     fairness: str = "none"
     lookahead: LookaheadConfig | None = None
+    num_stages: int = 1
 
     @property
     def max_sampled_rows(self) -> int:
@@ -498,6 +517,33 @@ def check_division(hf_config: Mapping[str, Any], size: int, implementation: str)
         sizes = ", ".join(str(number) for number in range(1, heads + 1) if divides(number))
         text = f"{heads} attention heads and {kv_heads} KV heads cannot be divided over"
         raise ConfigError(f"{text} tensor_parallel_size = {size}; sizes that can: {sizes}")
+
+
+def check_stages(
+    hf_config: Mapping[str, Any], count: int, partition: Sequence[int] | None, implementation: str
+) -> None:
+    """Checks that a model's layers can be divided into `count` pipeline stages.
+
+    Args:
+        partition: number of layers of each; None: they are divided by cost.
+        implementation: tpengine or transformers.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if count == 1 and partition is None:
+        return
+    name = f"pipeline_parallel_size = {count}"
+    if implementation != "tpengine":
+        text = f"{name} divides models of tpengine's own code, {architecture_of(hf_config)} runs"
+        raise ConfigError(f"{text} transformers'; use tensor_parallel_size")
+    num_layers = hf_config.get("num_hidden_layers")
+    if isinstance(num_layers, int) and count > num_layers:
+        raise ConfigError(f"{name} is more than the {num_layers} layers of the model; lower it")
+    if partition is not None and (len(partition) != count or sum(partition) != num_layers):
+        must = f"must be {counted(count, 'number')}, one for each stage ({name}),"
+        got = f"pp_layer_partition = {','.join(map(str, partition))}"
+        raise ConfigError(f"{got} {must} of {num_layers} layers together")
 
 
 def replace_rope(

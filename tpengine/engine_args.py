@@ -82,7 +82,10 @@ class EngineArgs(Options):
     max_model_len: int | None = option(None, at_least=1)
     """Most tokens of a sequence, prompt and output together; default: the model's length."""
     tensor_parallel_size: int = option(1, at_least=1, short="-tp")
-    """Number of ranks that share the model, each with its own device."""
+    """Number of ranks that share each layer, each with its own device."""
+    pipeline_parallel_size: int = option(1, at_least=1, short="-pp")
+    """Number of stages into which the layers are divided: see docs/pipelines.md. There are as many
+    ranks as this times --tensor-parallel-size."""
     block_size: int = option(16, cfg.BLOCK_SIZES)
     """Tokens in a block of the KV cache."""
     enable_prefix_caching: bool = option(True)
@@ -99,8 +102,8 @@ class EngineArgs(Options):
     max_num_batched_tokens: int | None = option(
         None, at_least=1, at_most=1 << 20, advice="longer prompts are computed in more steps"
     )
-    """Most tokens that a step computes; default: 512 on CPU, 8192 on a GPU, or the model's length
-    if that is more and prompts are not chunked."""
+    """Most tokens that a step computes; default: 512 on CPU, 8192 on a GPU, half of that with
+    pipeline stages, or the model's length if that is more and prompts are not chunked."""
     max_num_seqs: int = option(256, at_least=1, at_most=1 << 16, advice="more requests wait")
     """Most sequences that run at once."""
     max_logprobs: int = option(20, at_least=-1)
@@ -157,7 +160,8 @@ class EngineArgs(Options):
     ngram_prompt_lookup_min: int | None = option(None, at_least=1, only_for=_MATCHES)
     """Fewest last tokens that are looked for; default: 1."""
     speculative_disable_by_batch_size: int | None = option(None, at_least=2, only_for=_DRAFTS)
-    """Guess nothing in steps with more sequences; default: wherever it makes steps no faster."""
+    """Guess nothing in steps with more sequences; default: wherever it makes steps no faster, and
+    with as many sequences as pipeline stages."""
     speculative_max_model_len: int | None = option(None, at_least=1, only_for=_DRAFTS)
     """Guess nothing for sequences of so many tokens or more; default: no limit."""
     speculative_draft_tensor_parallel_size: int | None = option(
@@ -213,6 +217,8 @@ class EngineArgs(Options):
     recovery_timeout: float = option(600.0, more_than=0, unit=" seconds")
     """Seconds for which a lost group may be without a successor; attempts that fail are repeated
     until then, after 1, 2, 4 and at most 30 seconds."""
+    pp_layer_partition: str | None = option(None, metavar="NUMBERS")
+    """Layers of each stage, as in 10,12; default: by the size of layers and output head."""
     spare_workers: int = option(0, at_least=0, only_for=_RANKS)
     """Processes kept ready with torch imported, so that a lost group is rebuilt sooner."""
     async_scheduling: bool | None = option(None)
@@ -248,16 +254,32 @@ class EngineArgs(Options):
         """Where the ranks run: local, processes or ray."""
         if self.executor != "auto":
             return self.executor
-        if self.tensor_parallel_size == 1:
+        if self.world_size == 1:
             return "local"
         return "ray" if _is_installed("ray") else "processes"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def _layer_partition(self) -> tuple[int, ...] | None:
+        text = self.pp_layer_partition
+        if text is None:
+            return None
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part.isdecimal() and int(part) for part in parts):
+            must = "must be numbers of layers from 1, one for each stage, as in 10,12"
+            raise ConfigError(f"pp_layer_partition = {text!r} {must}")
+        return tuple(map(int, parts))
 
     def check_installed(self) -> None:
         """Raises ConfigError if a package that the executor needs is missing."""
         needed = {"local": [], "processes": ["msgpack"], "ray": ["ray", "msgpack"]}
         missing = [name for name in needed[self.chosen_executor] if not _is_installed(name)]
         if missing:
-            wanted = f"tensor_parallel_size = {self.tensor_parallel_size}"
+            wanted = f"{counted(self.world_size, 'rank')}"
             wanted = f"{wanted} with executor = {self.executor!r} needs {' and '.join(missing)}"
             raise ConfigError(f"{wanted}: install tpengine with its extra ray")
 
@@ -302,6 +324,7 @@ class EngineArgs(Options):
             cfg.ParallelConfig,
             rank_gpu_memory_utilization=shares if len(shares) > 1 else None,
             rank_cpu_kv_cache_bytes=cache_bytes if len(cache_bytes) > 1 else None,
+            layer_partition=self._layer_partition,
             ranks=None if executor == "local" else self._named(cfg.RanksConfig),
             ray=self._ray_config() if executor == "ray" else None,
         )
@@ -318,15 +341,17 @@ class EngineArgs(Options):
         """
         super().check()
         executor = self.chosen_executor
-        if executor == "local" and self.tensor_parallel_size != 1:
+        if executor == "local" and self.world_size != 1:
             got = f"tensor_parallel_size = {self.tensor_parallel_size}"
+            if self.tensor_parallel_size == 1:
+                got = f"pipeline_parallel_size = {self.pipeline_parallel_size}"
             text = f"executor = 'local' runs one rank in this process, got {got}"
             raise ConfigError(f"{text}; use executor = 'processes', or leave it out")
         for name in ("gpu_memory_utilization", "cpu_kv_cache_space"):
             values = getattr(self, name)
-            if isinstance(values, (list, tuple)) and len(values) != self.tensor_parallel_size:
-                size, got = self.tensor_parallel_size, counted(len(values), "number")
-                must = f"one number or one per rank: tensor_parallel_size = {size}, got {got}"
+            if isinstance(values, (list, tuple)) and len(values) != self.world_size:
+                size, got = counted(self.world_size, "rank"), counted(len(values), "number")
+                must = f"one number or one per rank: there are {size}, got {got}"
                 raise ConfigError(f"{name} must be {must}")
         idle = [] if executor == "ray" else self.changed(only_for=_RAY)
         if idle or (executor == "local" and (idle := self.changed(only_for=_RANKS))):
@@ -387,6 +412,8 @@ class EngineArgs(Options):
         cfg.name_architecture(hf_config)
         implementation = cfg.choose_model_impl(hf_config, folder, self.model_impl)
         cfg.check_division(hf_config, self.tensor_parallel_size, implementation)
+        stages = self.pipeline_parallel_size, self._layer_partition
+        cfg.check_stages(hf_config, *stages, implementation)
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
         return folder, hf_config, implementation
 
@@ -427,6 +454,8 @@ class EngineArgs(Options):
         is_chunked = self.enable_chunked_prefill is not False
         if budget is None:
             budget = _DEFAULT_BATCHED_TOKENS[device]
+            if self.pipeline_parallel_size > 1:  # the parts of a prompt fill the stages
+                budget //= 2
             if not is_chunked:
                 budget = max(budget, max_model_len)
         if not is_chunked and self.fairness == "owner":
@@ -456,9 +485,8 @@ class EngineArgs(Options):
             policy=self.scheduling_policy,
             preemption_mode=self.preemption_mode or "auto",
             max_steps_in_flight=self._max_steps_in_flight(device),
-            ahead_from_s=_AHEAD_FROM_S
-            if self.async_scheduling is None and device == "cpu"
-            else 0.0,
+            ahead_from_s=self._ahead_from_s(device),
+            num_stages=self.pipeline_parallel_size,
             max_loras=self.max_loras if self.enable_lora else 0,
             lookahead=self._lookahead_config(model, device),
         )
@@ -481,9 +509,18 @@ class EngineArgs(Options):
             num_speculative_tokens=min(most, self.num_lookahead_slots or most),
             ngram_prompt_lookup_max=longest,
             ngram_prompt_lookup_min=shortest,
+            speculative_disable_by_batch_size=self._most_with_drafts,
             speculative_max_model_len=self.speculative_max_model_len or model.max_model_len,
             draft_model=draft_model,
         )
+
+    @property
+    def _most_with_drafts(self) -> int | None:
+        """With drafts one step at a time is sent, so that stages wait for each other. They do so
+        anyway while there are fewer sequences than stages."""
+        stages = self.pipeline_parallel_size
+        fewer = None if stages == 1 else stages - 1
+        return self.speculative_disable_by_batch_size or fewer
 
     def _draft_model_config(
         self, source: str, model: cfg.ModelConfig, device: str
@@ -500,6 +537,9 @@ class EngineArgs(Options):
             raise ConfigError(f"{name} is unknown; did you mean {meant!r}?")
         if not source or source.startswith("["):
             raise ConfigError(f"{name} is unknown; use {known}, or a small model")
+        if self.pipeline_parallel_size > 1:
+            text = f"{name}: a model makes drafts with pipeline_parallel_size = 1 only"
+            raise ConfigError(f"{text}; use one of {known}")
         if device != "cpu":
             text = f"{name}: a model makes drafts on CPU only, the device is {device}"
             raise ConfigError(f"{text}; use one of {known}")
@@ -535,7 +575,13 @@ class EngineArgs(Options):
     def _max_steps_in_flight(self, device: str) -> int:
         """On CPU a rank in the driver's own thread computes nothing while the driver plans."""
         is_apart = device == "cuda" or self.chosen_executor != "local"
-        return 2 if self.async_scheduling is not False and is_apart else 1
+        is_ahead = self.async_scheduling is not False and is_apart
+        return self.pipeline_parallel_size + is_ahead
+
+    def _ahead_from_s(self, device: str) -> float:
+        """Stages work only if each has a step."""
+        is_measured = self.async_scheduling is None and device == "cpu"
+        return _AHEAD_FROM_S if is_measured and self.pipeline_parallel_size == 1 else 0.0
 
     def _lora_config(self) -> cfg.LoRAConfig | None:
         if not self.enable_lora:

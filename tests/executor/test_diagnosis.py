@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,9 @@ def test_whose_failure_explains_the_others() -> None:
     assert RanksFailedError({0: lonely, 1: CLOSED}).cause == 1
     assert RanksFailedError({1: raised(1, "RendezvousError"), 0: lonely}).cause == 1
     assert RanksFailedError({1: CLOSED, 0: CLOSED}).cause == 1
+    # The next stage notices first that rank 0 has left, which had waited for rank 1 in vain.
+    third = replace(raised(2, "CollectiveError"), waited_for=0)
+    assert RanksFailedError({2: third, 0: replace(lonely, waited_for=1)}).cause == 0
 
 
 def test_what_a_machine_lacked_travels_with_the_failure() -> None:

@@ -123,7 +123,7 @@ def test_group_that_is_ended_in_a_step_or_call(launcher: FakeLauncher, work: str
     if work == "step":
         group.send_step(1, b"p", TIMEOUT_S)
     with pytest.raises(EngineError, match="the engine was shut down"):
-        group.take_answer(TIMEOUT_S) if work == "step" else group.call("load_model")
+        group.take_answers(TIMEOUT_S) if work == "step" else group.call("load_model")
     ending.join(TIMEOUT_S)
     assert group.loss is None
 

@@ -43,9 +43,6 @@ _POSITIONS = """
 """The positional arguments of `EngineArgs` in vLLM 0.5.4."""
 # Why an argument is refused, and what to use.
 _NO_SCALES = "the scales of K and V are 1; use kv_cache_dtype alone"
-_NO_STAGES = (
-    "ranks split every layer, and layers are not spread over them; use tensor_parallel_size"
-)
 _NO_OFFLOAD = "weights stay on the device; use tensor_parallel_size or quantization"
 _NO_CODE = "code is taken from the model's own files; use revision"
 _ANY_LENGTH = "decode steps are recorded for any length; use enforce_eager to record none"
@@ -102,7 +99,6 @@ class EngineArgs(engine_args.EngineArgs, _Positions):
     disable_logprobs_during_spec_decoding: bool | None = option(None, only_for=NOTHING)
 
     quantization_param_path: str | None = option(None, refused=_NO_SCALES)
-    pipeline_parallel_size: int = option(1, short="-pp", refused=_NO_STAGES)
     cpu_offload_gb: float = option(0, refused=_NO_OFFLOAD)
     code_revision: str | None = option(None, refused=_NO_CODE)
     max_context_len_to_capture: int | None = option(None, refused=_ANY_LENGTH)

@@ -30,8 +30,8 @@ class ModelConfig(config.ModelConfig):
         return self.total_num_heads // parallel_config.tensor_parallel_size
 
     def get_num_layers(self, parallel_config: config.ParallelConfig) -> int:
-        """Each rank has a part of every layer."""
-        return self.num_layers
+        """Layers of a stage, if all have the same number."""
+        return self.num_layers // parallel_config.pipeline_parallel_size
 
 
 class CacheConfig(config.CacheConfig):
@@ -43,9 +43,6 @@ class CacheConfig(config.CacheConfig):
 
 class ParallelConfig(config.ParallelConfig):
     """`tpengine.config.ParallelConfig`."""
-
-    world_size = property(attrgetter("tensor_parallel_size"))
-    pipeline_parallel_size = 1
 
     @property
     def distributed_executor_backend(self) -> str | None:

@@ -162,14 +162,17 @@ class RanksFailedError(EngineError):
         """The rank whose failure explains the others.
 
         A rank's own exception explains more than a broken connection, and that more than a rank's
-        report that another rank is missing. Of equals the first one counts.
+        report that another rank is missing; and this explains least if the other one has reported
+        the same of a third. Of equals the first one counts.
         """
 
         def weight(rank: int) -> int:
             failure = self.failures[rank]
             if not isinstance(failure, RankFailure):
                 return 1
-            return 2 if failure.is_consequence else 0
+            if not failure.is_consequence:
+                return 0
+            return 3 if failure.waited_for in self.failures else 2
 
         return min(self.failures, key=weight)
 

@@ -83,9 +83,9 @@ class Executor(ABC):
         self._run_workers("load_vocabulary", vocabulary)
 
     def compile_grammars(self, grammars: list[str], dropped: list[str], wait_s: float) -> int:
-        """Has rank 0 compile grammars beside its steps; see `Vocabulary.compile`."""
-        num_left: int = self._run_workers("compile_grammars", grammars, dropped, wait_s)[0]
-        return num_left
+        """Has the rank that samples compile grammars beside its steps; see `Vocabulary.compile`."""
+        num_left: list[int] = self._run_workers("compile_grammars", grammars, dropped, wait_s)
+        return max(num_left)
 
     def send_step(self, step: StepInput) -> None:
         """Has every rank run a step, after those that were sent before; here, in `take_answer`.

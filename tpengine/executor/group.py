@@ -72,7 +72,7 @@ class Group:
         self._start_timeout_s = limits.start_timeout_s
         self._step_timeout_s = limits.step_timeout_s
         self._check_cancelled = check_cancelled
-        self._size = config.parallel.tensor_parallel_size
+        self._size = config.parallel.world_size
         self._diagnosis = diagnosis.Diagnosis(self._agents, epoch, [])
         self._channels: list[Sequence[Channel]] = []
         self._exchange: Exchange | None = None
@@ -215,17 +215,18 @@ class Group:
         with self._in_step() as exchange:
             exchange.send_step(number, payload, timeout_s)
 
-    def take_answer(self, timeout_s: float) -> bytes:
-        """Waits for the oldest step without an answer; returns rank 0's answer.
+    def take_answers(self, timeout_s: float) -> list[bytes]:
+        """Waits for the oldest step without an answer; returns the answer of the first rank of each
+        stage. The last of them samples.
 
         Raises:
             GroupLostError: a rank was lost.
         """
         self._check_alive()
         with self._in_step() as exchange:
-            answer = exchange.take_answers(self._unanswered[0], timeout_s)[0]
+            answers = exchange.take_answers(self._unanswered[0], timeout_s)
             self._unanswered.popleft()
-        return answer
+        return answers[:: self._config.parallel.tensor_parallel_size]
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[Exchange]:

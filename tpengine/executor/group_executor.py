@@ -68,7 +68,7 @@ class GroupExecutor(Executor):
         self._turn = threading.Lock()
         self._is_cancelled = threading.Event()
         self._is_shut_down = False
-        size = config.parallel.tensor_parallel_size
+        size = config.parallel.world_size
         self._reserve = host.FileReserve(_RESERVE + _RESERVE_PER_RANK * size)
 
     def _check(self) -> None:
@@ -215,7 +215,10 @@ class GroupExecutor(Executor):
     def take_answer(self) -> StepOutput:
         """See `Executor`."""
         group, num_tokens = self._require_group(), self._unanswered.popleft()
-        answer = decode_output(group.take_answer(self._deadline.of(num_tokens)))
+        *earlier, last = group.take_answers(self._deadline.of(num_tokens))
+        answer = decode_output(last)
+        for stage in map(decode_output, earlier):
+            answer.adapter_errors.update(stage.adapter_errors)
         self._deadline.observe(num_tokens, answer.model_s)
         return answer
 

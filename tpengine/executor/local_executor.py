@@ -67,7 +67,7 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
 
         if args.executor == "auto":
             text = "Ray is not installed: %d ranks run as processes of this machine"
-            logger.info(text, args.tensor_parallel_size)
+            logger.info(text, args.world_size)
         config = args.create_engine_config(processes.detect_device(args.device))
         return config, GroupExecutor(config, processes.ProcessHome(config))
     from tpengine.executor.launch import ray_connection, ray_home

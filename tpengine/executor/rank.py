@@ -55,6 +55,7 @@ class Rank:
             faulthandler.enable(sys.stderr)  # a crash in native code leaves its stack in the log
         self.place: RankPlace | None = None
         self._rank = 0
+        self._samples = False
         self._begun: deque[int] = deque()  # steps without an answer
         self._waited_s = self._idle_since = 0.0
         self._log = LastLines()
@@ -124,7 +125,8 @@ class Rank:
             self._begun.popleft()
             output.waited_s = self._waited_s
             # The other ranks' samples are the same; their empty answer says that they are done.
-            answer = output if self._rank == 0 else StepOutput(output.step, [])
+            errors = output.adapter_errors
+            answer = output if self._samples else StepOutput(output.step, [], adapter_errors=errors)
             answers.append((FrameKind.ANSWER, output.step, encode(answer)))
         return answers
 
@@ -152,6 +154,7 @@ class Rank:
     def create(self, config: EngineConfig) -> None:
         """Makes the worker, which imports torch."""
         self._worker = _import_worker()(config, rank=self._rank)
+        self._samples = self._rank == config.parallel.sampling_rank
 
     def failure(self, error: BaseException, phase: str) -> RankFailure:
         """An exception of this rank, as data.

@@ -1,34 +1,42 @@
 """The walk of `cluster/README.md`, from `ray up` to `ray down`, over three machines.
 
 The commands are the README's own, the `ray up` file is ours with its CHANGE lines filled in, and
-what one rank on each of two machines generates is what one process generates.
+what one rank on each of two machines generates is what one process generates. So is what three
+pipeline stages generate, one on each machine, also when the one in the middle is killed meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
+import shlex
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from recovery.campaign_driver import NUM_STREAMS
 from support.machines import Machines, wait_until
 from support.system_packages import require
 
+from executor.driver_process import DriverProcess
 from tpengine import LLM, SamplingParams
 from tpengine.config import EMBEDDED_MODEL
 
 pytestmark = pytest.mark.check
 ROOT = Path(__file__).parents[3]
+TESTS = ROOT / "tests"
 README = (ROOT / "cluster" / "README.md").read_text()
 NUM_MACHINES = 3
 MODEL = "~/models/my-model"
 """Where the file puts it."""
 LIMITS_S = {"ray up": 200.0, "ray exec": 90.0, "ray submit": 200.0, "ray down": 90.0}
 WORKERS_S = 120.0
+LINE_S = 90.0
 END_S = 30.0
 LOOK_S = 0.5
 """Between two looks, each of which starts processes."""
@@ -161,6 +169,38 @@ def check_places(machines: Machines, output: str) -> None:
         assert f"rank {rank} of 2 at {address} (interface eth0) by gloo" in output
 
 
+def check_stages(machines: Machines) -> None:
+    """Three stages on three machines: their tokens are those of one process, also when the rank in
+    the middle is killed."""
+    stages = {"pipeline_parallel_size": NUM_MACHINES, "ray_placement_strategy": "STRICT_SPREAD"}
+    driver = f"{TESTS / 'recovery' / 'campaign_driver.py'} {MODEL} ray auto"
+    program = f"PYTHONPATH=$PYTHONPATH:{TESTS} RAY_AUTH_MODE=token python {driver}"
+    command = f"{program} {shlex.quote(json.dumps(stages))} 2> ~/stages.log"
+    process = DriverProcess(machines.command(0, command, 4 * LINE_S), stdin=subprocess.PIPE)
+    log = machines.folder_of(0, "home") / "stages.log"
+    try:
+        ranks = process.hear(LINE_S)
+        assert [address for address, _ in ranks] == machines.addresses
+        process.say("decode", 0.01)
+        assert process.hear(LINE_S) == ranks
+        killed = machines.run(1, f"kill -KILL {ranks[1][1]}")
+        assert killed.returncode == 0, killed.stdout
+        same, _, _, error, loss = process.hear(LINE_S)
+        assert (same, error) == (NUM_STREAMS, "")
+        assert f"rank 1 on node {machines.addresses[1]}" in loss
+        process.say("end", 0.0)
+        assert process.hear(LINE_S) == "closed"
+        process.say()
+        assert process.process.wait(LINE_S) == 0
+    finally:
+        process.end()
+        print(log.read_text(errors="replace")[-6000:])
+    for rank, address in enumerate(machines.addresses):
+        place = f"rank {rank} of {NUM_MACHINES} at {address} (interface eth0)"
+        line = f"{place} by stage {rank} of {NUM_MACHINES} (sockets)"
+        assert log.read_text().count(line) == 2, "not over sockets, before or after the kill"
+
+
 @pytest.mark.timeout(600)
 def test_from_ray_up_to_ray_down(machines: Machines) -> None:
     at_desk(machines, typed("ray get-auth-token"))
@@ -174,6 +214,7 @@ def test_from_ray_up_to_ray_down(machines: Machines) -> None:
     answers = generated(output)
     assert len(answers) == 4, output
     assert answers == generate_here()
+    check_stages(machines)
     for machine in range(NUM_MACHINES):
         wait_until(
             lambda m=machine: not processes(machines, m, "ray::RayWorker"),

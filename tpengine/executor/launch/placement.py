@@ -307,7 +307,7 @@ class Placer:
             advice = f"give each rank less (--ray-bundle {smaller}), " if smaller else ""
             raise PlacementError(
                 f"the ranks cannot be placed on the Ray at {_address()}{without}: {reason}; "
-                f"{advice}lower tensor_parallel_size, or add machines"
+                f"{advice}lower tensor_parallel_size or pipeline_parallel_size, or add machines"
             )
         selector = {_NODE_LABEL: f"!in({', '.join(sorted(excluded))})"}
         selectors = [selector] * self.size if excluded else None

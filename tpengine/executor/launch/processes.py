@@ -284,7 +284,7 @@ class ProcessHome(Home):
     def __init__(
         self, config: EngineConfig, devices: Sequence[tuple[str, ...]] | None = None
     ) -> None:
-        ranks, self._size = config.parallel.ranks, config.parallel.tensor_parallel_size
+        ranks, self._size = config.parallel.ranks, config.parallel.world_size
         assert ranks is not None, "ranks in processes of their own need config.parallel.ranks"
         self._model_impl = config.model.model_impl
         self._devices = devices or rank_devices(config.device, self._size)
@@ -345,8 +345,8 @@ def rank_devices(device: str, size: int) -> list[tuple[str, ...]]:
     count, names = count_gpus(), envs.visible_gpus()
     if count < size:
         raise ConfigError(
-            f"tensor_parallel_size = {size} needs a GPU for each rank, and this machine shows "
-            f"{counted(count, 'GPU')}; lower it, or run the ranks on several machines with "
-            "executor='ray'"
+            f"{size} ranks need a GPU each, and this machine shows {counted(count, 'GPU')}; lower "
+            "tensor_parallel_size or pipeline_parallel_size, or run the ranks on several machines "
+            "with executor='ray'"
         )
     return [(str(rank) if names is None else names[rank],) for rank in range(size)]

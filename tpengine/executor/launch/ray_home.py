@@ -61,7 +61,7 @@ class RayHome(Home):
             raise EngineError(RAY_IS_GONE)
 
     def _placer(self, check: Check) -> Placer:
-        size = self._config.parallel.tensor_parallel_size
+        size = self._config.parallel.world_size
         find_silent = partial(self._agents.silent, check=check)
         return Placer(self._bundle, size, self._ray_config, find_silent, check)
 
