@@ -11,6 +11,7 @@ import pytest
 from support.engines import greedy, with_steps_in_flight
 from support.foretold import foretell, totals
 from support.models import ModelShop
+from support.ranks import ThreadedExecutor
 from support.zoo import PLAIN, ZOO
 
 from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -69,6 +70,7 @@ def answers(
     num_steps: int,
     stops: list[dict[str, Any]],
     known: list[Any] | None = None,
+    num_stages: int = 1,
     **args: Any,
 ) -> Served:
     """The outputs with so many steps in flight at most.
@@ -79,11 +81,14 @@ def answers(
     folder = models.folder(PLAIN, tokenizer=True)
     prompts = models.oracle(folder).prompts(LENGTHS, seed=4)
     fields = {"max_model_len": 256, "num_device_blocks_override": 400, **args}
+    if num_stages > 1:
+        fields |= {"pipeline_parallel_size": num_stages, "executor": "processes"}
     config = EngineArgs(str(folder), dtype="float32", **fields).create_engine_config("cpu")
     config = with_steps_in_flight(config, num_steps)
+    executor = LocalExecutor(config) if num_stages == 1 else ThreadedExecutor(config, 1)
     last: dict[str, RequestOutput] = {}
     most, drafts = 0, (0, 0)
-    with LLMEngine(config, LocalExecutor(config), log_stats=False) as engine:
+    with LLMEngine(config, executor, log_stats=False) as engine:
         if known is not None:
             texts = zip(prompts, known, strict=True)
             foretell(engine, {tuple(p): [c[0] for c in outputs[0]] for p, outputs in texts})
@@ -146,6 +151,25 @@ def test_drafts_change_nothing(
     served = answers(models, 2, stops, outputs, **lookahead, **MODES[mode])
     assert 20 < served.num_accepted < served.num_drafted
     assert served.most == 2
+    assert (served.num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
+    for number, (output, other) in enumerate(zip(served.outputs, outputs, strict=True)):
+        assert output == other, f"request {number}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+def test_stages_change_nothing(
+    models: ModelShop, expected: tuple[list[dict[str, Any]], list[Any]], mode: str, drafts: bool
+) -> None:
+    """Two stages, each with its own thread, and three steps in flight; log probabilities are equal
+    as bits, as no sum is divided."""
+    stops, outputs = expected
+    known, lookahead = None, {}
+    if drafts:
+        known, lookahead = outputs, {"speculative_model": "[ngram]", "num_speculative_tokens": 3}
+    served = answers(models, 3, stops, known, 2, **lookahead, **MODES[mode])
+    assert drafts or served.most == 3
+    assert (served.num_accepted > 20) == drafts
     assert (served.num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
     for number, (output, other) in enumerate(zip(served.outputs, outputs, strict=True)):
         assert output == other, f"request {number}"

@@ -31,6 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_model": "[ngram]"},
     "two slots, scarce": {"max_loras": 2, **SCARCE},
     "two ranks": {"tp_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
     "two ranks, scarce": {"tp_size": 2, "max_loras": 3, **SCARCE},
 }
 FAMILIES = {variant.model_type: variant for variant in reversed(VARIANTS)}

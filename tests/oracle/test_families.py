@@ -34,7 +34,7 @@ ERROR = 3e-3
 reach 96 (`gemma3_text-ropes`); tpengine's is 0.6e-3 from it."""
 
 
-def _divides(variant: Variant, tp_size: int) -> bool:
+def divides(variant: Variant, tp_size: int) -> bool:
     config = variant.config
     heads = config.get("n_head") or config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads", heads)
@@ -51,7 +51,7 @@ def variants_of(mode: str | int) -> list[Any]:
     the modes above, and each other one in one of them; the rest is marked soak."""
     cases, families = [], set()
     for place, variant in enumerate(VARIANTS):
-        modes = [mode for mode in MODES if isinstance(mode, str) or _divides(variant, mode)]
+        modes = [mode for mode in MODES if isinstance(mode, str) or divides(variant, mode)]
         if mode in modes:
             is_first = variant.model_type not in families and mode in OF_EVERY_FAMILY
             is_kept = is_first or mode == modes[place % len(modes)]
@@ -163,7 +163,7 @@ def test_ranks_on_a_gpus_way(subjects: Subjects, monkeypatch: pytest.MonkeyPatch
     """Graphs that contain sums, and steps that begin early. All ranks must do the same, or one of
     them waits for the others in a different exchange."""
     walk = walk_the_gpus_way(monkeypatch)
-    subject = subjects(next(variant for variant in VARIANTS if _divides(variant, 2)))
+    subject = subjects(next(variant for variant in VARIANTS if divides(variant, 2)))
     args = {"max_num_batched_tokens": 3 * CHUNK, "num_device_blocks_override": JUST_TWO + 1}
     assert_equal_to_oracle(subject, generate(subject, 2, max_num_seqs=8, **args))
     assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0

@@ -1,7 +1,8 @@
-"""A driver of two ranks that serves eight streams whenever it is told to, and tells how they went.
+"""A driver of several ranks that serves eight streams whenever it is told to; tells how they went.
 
-Its arguments: a model's folder, an executor and Ray's address. Its input and output are lines of
-JSON. It says the addresses and processes of its ranks when it is ready. For each line
+Its arguments: a model's folder, an executor, Ray's address and, as JSON, options of the engine.
+With pipeline stages among these, the streams must be those of one process. Its input and output are
+lines of JSON. It says the addresses and processes of its ranks when it is ready. For each line
 `[moment, pace_s]` it serves the streams, a step every `pace_s` seconds. At the moment, `decode` or
 `prefill`, it says its ranks again, and at last: how many streams were right, the longest gap in
 seconds, the attempts at new groups, the error that ended the engine, and the last loss. At
@@ -76,13 +77,25 @@ def is_same(answer: tuple[list[int], list[float]], wanted: tuple[list[int], list
     return answer[0] == wanted[0] and len(answer[1]) == len(wanted[1]) and close
 
 
-def main(folder: str, executor: str, ray_address: str) -> None:
+def serve_all(engine: LLMEngine) -> dict[str, Streams]:
+    """The streams of each moment, undisturbed."""
+    return {moment: serve(engine, moment, 0.0, False)[0] for moment in PROMPT_TOKENS}
+
+
+def main(
+    folder: str, executor: str, ray_address: str, options: str = '{"tensor_parallel_size": 2}'
+) -> None:
     # Without memory no thread can then start. Of small stacks glibc keeps some for later threads.
     threading.stack_size(64 << 20)
     args: dict[str, Any] = {"ray_address": ray_address} if executor == "ray" else {}
-    args |= {"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 32, "max_recoveries": 10_000}
-    with rank_engine(folder, 2, executor=executor, **args) as engine:
-        expected = {moment: serve(engine, moment, 0.0, False)[0] for moment in PROMPT_TOKENS}
+    batch = {"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 32}
+    args |= batch | {"max_recoveries": 10_000} | json.loads(options)
+    tp_size, expected = args.pop("tensor_parallel_size", 1), {}
+    if "pipeline_parallel_size" in args:
+        with rank_engine(folder, 1, executor="local", **batch) as engine:
+            expected = serve_all(engine)
+    with rank_engine(folder, tp_size, executor=executor, **args) as engine:
+        expected = expected or serve_all(engine)
         tell_of_ranks(engine)
         for line in sys.stdin:
             moment, pace_s = json.loads(line)

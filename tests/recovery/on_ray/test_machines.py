@@ -1,13 +1,16 @@
 """A machine is cut off, another loses its power: the ranks go on elsewhere, and only once.
 
-Four machines and two ranks; after the first loss three are left, with one to spare.
+Five machines. Four ranks in two pipeline stages lose one rank, three stages the machine of the
+middle one, two ranks without stages two machines; then two machines are left.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from tpengine.config import EMBEDDED_MODEL
 
 TESTS = Path(__file__).parents[2]
 DRIVER = TESTS / "recovery" / "campaign_driver.py"
-NUM_MACHINES = 4
+NUM_MACHINES = 5
 HEAD = "10.77.0.254"
 START_S, LINE_S, FENCE_S = 120.0, 90.0, 60.0
 RAY = (
@@ -56,13 +59,73 @@ def num_ranks(machines: Machines, machine: int) -> int:
     return sum(name.startswith("ray::RayWorker") for name in names)
 
 
+@contextmanager
+def campaign(machines: Machines, **options: int) -> Iterator[DriverProcess]:
+    """A driver at the desk, which is told to end at last."""
+    program = f"PYTHONPATH=$PYTHONPATH:{TESTS} python {DRIVER} {EMBEDDED_MODEL} ray auto"
+    command = f"{program} '{json.dumps(options)}' 2> ~/log"
+    command = machines.command(None, command, 5 * LINE_S)
+    driver = DriverProcess(command, stdin=subprocess.PIPE)
+    try:
+        yield driver
+        driver.say("end", 0.0)
+        assert driver.hear(LINE_S) == "closed"
+        driver.say()
+        assert driver.process.wait(LINE_S) == 0
+    finally:
+        driver.end()
+        print(machines.run(None, "tail -c 6000 ~/log").stdout)
+
+
+def check_loss(driver: DriverProcess, rank: int, address: str) -> None:
+    """All streams are right, and the loss that is told is this one."""
+    same, *_, error, loss = driver.hear(LINE_S)
+    assert (same, error) == (NUM_STREAMS, "")
+    assert f"rank {rank} on node {address}" in loss
+    assert "its node does not answer" in loss
+
+
+@pytest.mark.soak  # half a minute
+@pytest.mark.timeout(400)
+def test_two_stages_of_two_ranks(machines: Machines) -> None:
+    with campaign(machines, tensor_parallel_size=2, pipeline_parallel_size=2) as driver:
+        ranks = driver.hear(LINE_S)
+        driver.say("decode", 0.01)
+        assert driver.hear(LINE_S) == ranks
+        address, pid = ranks[2]  # it samples
+        killed = machines.run(machines.addresses.index(address), f"kill -KILL {pid}")
+        assert killed.returncode == 0, killed.stdout
+        same, *_, error, loss = driver.hear(LINE_S)
+        assert (same, error) == (NUM_STREAMS, "")
+        assert f"rank 2 on node {address}" in loss
+    log = machines.run(None, "cat ~/log").stdout
+    for rank, (address, _) in enumerate(ranks):
+        how = f"gloo, stage {rank // 2} of 2 (sockets)"
+        assert f"rank {rank} of 4 at {address} (interface eth0) by {how}" in log
+
+
+@pytest.mark.soak  # half a minute
+@pytest.mark.timeout(400)
+def test_lost_stage(machines: Machines) -> None:
+    with campaign(machines, pipeline_parallel_size=3) as driver:
+        ranks = driver.hear(LINE_S)
+        assert len({address for address, _ in ranks}) == 3
+        driver.say("decode", 0.01)
+        assert driver.hear(LINE_S) == ranks
+        address = ranks[1][0]
+        machines.kill(machines.addresses.index(address))
+        check_loss(driver, 1, address)
+        driver.say("prefill", 0.0)
+        ranks = driver.hear(LINE_S)
+        assert driver.hear(LINE_S)[0] == NUM_STREAMS
+        assert address not in {address for address, _ in ranks}
+        assert len({address for address, _ in ranks}) == 3
+
+
 @pytest.mark.soak  # a minute
 @pytest.mark.timeout(400)
 def test_lost_machines(machines: Machines) -> None:
-    program = f"PYTHONPATH=$PYTHONPATH:{TESTS} python {DRIVER} {EMBEDDED_MODEL} ray auto"
-    command = machines.command(None, f"{program} 2> ~/log", 5 * LINE_S)
-    driver = DriverProcess(command, stdin=subprocess.PIPE)
-    try:
+    with campaign(machines, tensor_parallel_size=2) as driver:
         ranks = driver.hear(LINE_S)
         for way in ("cut", "kill"):
             driver.say("decode", 0.01)
@@ -78,18 +141,8 @@ def test_lost_machines(machines: Machines) -> None:
                     FENCE_S,
                     "the rank behind the cut link lives on",
                 )
-            same, *_, error, loss = driver.hear(LINE_S)
-            assert (same, error) == (NUM_STREAMS, "")
-            assert f"rank 1 on node {address}" in loss
-            assert "its node does not answer" in loss
+            check_loss(driver, 1, address)
             driver.say("prefill", 0.0)
             ranks = driver.hear(LINE_S)
             assert driver.hear(LINE_S)[0] == NUM_STREAMS
             assert address not in {address for address, _ in ranks}
-        driver.say("end", 0.0)
-        assert driver.hear(LINE_S) == "closed"
-        driver.say()
-        assert driver.process.wait(LINE_S) == 0
-    finally:
-        driver.end()
-        print(machines.run(None, "tail -c 6000 ~/log").stdout)
