@@ -18,10 +18,12 @@ BENCHMARKS = {
     "lookahead": "answers with and without drafts, on ten prompts",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "peers": "output tokens/s beside transformers' continuous batching, on the same requests",
+    "pipeline": "stages of a pipeline beside one process: many streams, and a long prompt",
     "recovery": "kills of ranks: found, ready, longest gap on a stream; with and without spares",
     "scheduler": "time of schedule and update with many running and waiting requests",
     "transport": "a step without a model, driver to ranks and back, against Ray's own calls",
     "visit": "all checks and measurements that need a GPU, in less than ten minutes",
+    "wire": "pipeline stages beside ranks that share each layer, over a slow wire; needs root",
 }
 MODULES = {"kernels": "kernel_times", "recovery": "lost_ranks"}
 """A module's name, if it is not the benchmark's: Python puts this folder into `sys.path`, where

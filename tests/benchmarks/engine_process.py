@@ -43,7 +43,7 @@ class Stepping(Engine):
     def __init__(self, settings: dict[str, Any]) -> None:
         options = {"max_num_seqs": MAX_NUM_SEQS, "disable_log_stats": True, **settings["options"]}
         if settings["engine"] == "tpengine":
-            options |= {"device": "cpu", "cpu_kv_cache_space": KV_CACHE_GIB}
+            options = {"device": "cpu", "cpu_kv_cache_space": KV_CACHE_GIB} | options
         else:
             options |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
             os.environ |= {
