@@ -3,17 +3,20 @@
 engine.svg shows driver, ranks and one step. recovery.svg shows what recovery.json holds, which
 `python tests/benchmarks recovery --executor ray --json docs/recovery.json` measured. blocks.svg
 shows what blocks.json holds, which `python docs/draw.py --record-blocks` noted in a real run;
-steps.svg shows steps.json, of `--record-steps`.
+steps.svg shows steps.json, of `--record-steps`; pipeline.svg shows pipeline.json, of
+`PYTHONPATH=tests python docs/draw.py --record-pipeline`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 WIDTH, HEIGHT = 860, 376
@@ -438,18 +441,93 @@ def draw_steps(data: dict[str, Any]) -> str:
     return svg(WIDTH, top + 32, [], shapes)
 
 
+NUM_PARTS = 8
+
+
+def cpu_name() -> str:
+    """Of this machine."""
+    facts = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next(line.partition(": ")[2] for line in facts if line.startswith("model name"))
+    return f"{cpu}, two cores"
+
+
+def record_pipeline() -> dict[str, Any]:
+    """Runs a Llama of 124 million parameters in two stages: 64 streams, and a prompt of 4,000
+    tokens. Returns when each stage computed each of some steps, in seconds."""
+    from support import timed_rank
+
+    from tpengine import EngineArgs, LLMEngine, SamplingParams
+    from tpengine.bench.harness import shape_folder
+    from tpengine.executor.launch import processes
+
+    processes._PROGRAM = timed_rank.__name__
+    args: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "executor": "processes"}
+    args |= {"pipeline_parallel_size": 2, "cpu_kv_cache_space": 0.5, "max_num_batched_tokens": 512}
+    runs: dict[str, list[list[tuple[float, float]]]] = {}
+    with shape_folder("llama-124m", 8192) as folder, TemporaryDirectory() as times:
+        os.environ["STEP_TIMES"] = times
+        with LLMEngine.from_engine_args(EngineArgs(folder, **args)) as engine:
+            places = engine._executor.places  # type: ignore[attr-defined]
+
+            def serve(lengths: list[int], num_tokens: int) -> None:
+                params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+                for number, length in enumerate(lengths):
+                    ids = list(range(number, number + length))
+                    engine.add_request(str(number), None, params, prompt_token_ids=ids)
+                while engine.has_unfinished_requests():
+                    engine.step()
+
+            serve([16] * 64, 60)
+            last = engine.counters.num_steps
+            serve([4000], 1)
+        lines = [(Path(times) / str(p.pid)).read_text().splitlines() for p in places]
+    stages = [{int(n): (float(a), float(b)) for n, a, b in map(str.split, x)} for x in lines]
+    for name, first in (("64 streams", last - 40), ("a prompt of 4,000 tokens", last + 1)):
+        shown = [[stage[first + i] for i in range(NUM_PARTS)] for stage in stages]
+        start = shown[0][0][0]
+        runs[name] = [[(a - start, b - start) for a, b in stage] for stage in shown]
+    return runs
+
+
+def draw_pipeline(data: dict[str, Any]) -> str:
+    """Which step each stage computes, over time."""
+    shapes, top = list[str](), 28
+    for name, stages in data["runs"].items():
+        end_s = max(end for stage in stages for _, end in stage)
+        scale = (RIGHT + 60 - 80) / end_s
+        shapes.append(words(20, top, f"{name}: {NUM_PARTS} steps in {1e3 * end_s:.0f} ms", 14))
+        for row, stage in enumerate(stages):
+            y = top + 10 + 26 * row
+            shapes.append(words(70, y + 15, f"stage {row}", anchor="end"))
+            for number, (begin, end) in enumerate(stage):
+                x, width = 80 + scale * begin, scale * (end - begin)
+                fill = (BAR, "#a9d5b8")[number % 2]
+                shapes.append(
+                    f"<rect x='{x:.1f}' y='{y}' width='{max(width, 1):.1f}' height='22' "
+                    f"fill='{fill}' stroke='{LINE}'/>"
+                )
+                shapes.append(words(x + width / 2, y + 15, str(number + 1), 10, "middle"))
+        top += 100
+    shapes.append(words(20, top - 6, data["work"], 11))
+    return svg(WIDTH, top + 8, [], shapes)
+
+
 def main() -> None:
     """Writes the pictures beside this file."""
     here = Path(__file__).parent
     if "--record-steps" in sys.argv:
         names = {"one step at a time": 1, "two steps in flight": 2}
         runs = {name: record_steps(count) for name, count in names.items()}
-        facts = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.partition(": ")[2] for line in facts if line.startswith("model name"))
-        work = f"Llama of 124 M parameters on 2 ranks, {NUM_STREAMS} streams; {cpu}, two cores"
+        work = f"Llama of 124 M parameters on 2 ranks, {NUM_STREAMS} streams; {cpu_name()}"
         (here / "steps.json").write_text(json.dumps({"work": work, "runs": runs}, indent=1) + "\n")
     steps = json.loads((here / "steps.json").read_text())
     (here / "steps.svg").write_text(draw_steps(steps))
+    if "--record-pipeline" in sys.argv:
+        work = f"Llama of 124 M parameters in two stages of one thread each; {cpu_name()}"
+        record = {"work": work, "runs": record_pipeline()}
+        (here / "pipeline.json").write_text(json.dumps(record) + "\n")
+    pipeline = json.loads((here / "pipeline.json").read_text())
+    (here / "pipeline.svg").write_text(draw_pipeline(pipeline))
     if "--record-blocks" in sys.argv:
         (here / "blocks.json").write_text(json.dumps(record_blocks(), indent=1) + "\n")
     (here / "engine.svg").write_text(draw_engine())

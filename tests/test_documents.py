@@ -21,7 +21,7 @@ NOT_RUN = {
     "`examples/offline_inference.py`, all that follows the set-up, runs below",
     "PYTHONPATH=. python3": "it needs a GPU; tests/bench/test_visit.py runs the same command",
     "cmake ": "the build of the CUDA library takes minutes; `make setup` runs the same files",
-    "ray ": "tests/executor walks these five commands over three machines made of namespaces",
+    "ray ": "tests/executor walks these commands over machines made of namespaces",
 }
 """Beginnings of commands, with the reason why this test does not run them."""
 SERVES = "tpengine serve"
@@ -111,10 +111,10 @@ def test_the_demo_completes_four_prompts() -> None:
 
 
 def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
-    for name in ("draw.py", "recovery.json", "blocks.json", "steps.json"):
+    for name in ("draw.py", "recovery.json", "blocks.json", "steps.json", "pipeline.json"):
         (tmp_path / name).write_bytes((ROOT / "docs" / name).read_bytes())
     python(tmp_path / "draw.py")
-    for name in ("engine.svg", "recovery.svg", "blocks.svg", "steps.svg"):
+    for name in ("engine.svg", "recovery.svg", "blocks.svg", "steps.svg", "pipeline.svg"):
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text()
 
 

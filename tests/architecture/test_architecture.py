@@ -22,13 +22,13 @@ VAGUE_NAMES = {"one", "given", "found", "about", "told"}
 """They say what happened to a value, but not what it is."""
 
 # Budgets. A commit that raises one says what the lines buy.
-MAX_PACKAGE_LINES = 28_490
+MAX_PACKAGE_LINES = 29_250
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
 MAX_NATIVE_LINES = 8_255
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_CORE_LINES = 6_300
+MAX_CORE_LINES = 6_420
 """Lines of code of the files that docs/reading.md lists: `LLM.generate` on one device."""
-MAX_TEST_LINES = 39_120
+MAX_TEST_LINES = 40_200
 """Lines of code of tests/."""
 
 # room: rooms that it may import, besides itself and the files at the package's root
@@ -87,6 +87,7 @@ FEATURES = {
     ),
     "fair shares": "scheduling.fairness",
     "lookahead": "scheduling.drafter scheduling.token_index worker.draft_model",
+    "pipelines": "models.stages scheduling.stage_groups worker.stage_ends",
     "GGUF": "checkpoint.gguf_config checkpoint.gguf_file checkpoint.gguf_weights",
     "ranks in other processes": "executor.launch executor.group_executor distributed",
     "GPUs": "worker.gpu layers.gpu_attention",
