@@ -52,11 +52,14 @@ class DraftModel:
         self.num_computed_tokens = np.zeros(len(batch.num_tokens), np.int32)
 
     def apply(self, step: StepInput) -> None:
-        """Follows the changes of a step, like `InputBatch.apply`."""
+        """Follows the changes of a step, after `InputBatch.apply`."""
+        computed = self.num_computed_tokens
         for sequence in step.new_sequences:
-            self.num_computed_tokens[sequence.slot] = 0
+            computed[sequence.slot] = 0
+        # What was computed of rejected drafts is computed again.
+        np.minimum(computed, self._batch.num_tokens - 1, out=computed)
         for fork in step.forks:
-            self.num_computed_tokens[fork.child_slot] = self.num_computed_tokens[fork.parent_slot]
+            computed[fork.child_slot] = computed[fork.parent_slot]
         self._cache_engine.move(step.block_moves)
 
     def guess(self, step: StepInput) -> None:
@@ -65,8 +68,6 @@ class DraftModel:
         slots = np.array([slot for slot, _ in step.drafts], np.int64)
         counts = np.array([len(drafts) for _, drafts in step.drafts])
         known = batch.num_tokens[slots]
-        # What was computed of rejected drafts is computed again.
-        computed[slots] = np.minimum(computed[slots], known - 1)
         for slot, end in zip(slots.tolist(), known.tolist(), strict=True):
             self._catch_up(slot, end - 2)
         # The last draft of the step before was not computed; if it came true, two tokens are new.
