@@ -242,6 +242,7 @@ class StepOutput:
         rejected: indexes in `token_ids` of what was sampled after a wrong draft: it does not count.
         forced: by index in `token_ids`, tokens that follow because the sequence's grammar allows no
             other text.
+        behind: slots whose sequences the draft model must still read, so that it guessed nothing.
     """
 
     step: int
@@ -255,6 +256,7 @@ class StepOutput:
     adapter_errors: dict[bytes, str] = field(default_factory=dict)
     rejected: list[int] = field(default_factory=list)
     forced: dict[int, list[int]] = field(default_factory=dict)
+    behind: list[int] = field(default_factory=list)
     chosen_logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 

@@ -68,6 +68,7 @@ FULL_OUTPUT = messages.StepOutput(
     adapter_errors={bytes(range(224, 256)): "its rank is 65"},
     rejected=[1],
     forced={0: [8, 9]},
+    behind=[5],
     chosen_logprobs=array("f", [-0.1, float("-inf")]),
 )
 

@@ -39,7 +39,7 @@ class Foretold(Drafter):
             guesses.append(Guess(abs(token_id - is_wrong), WRONG if is_wrong else RIGHT, 1))
         return guesses
 
-    def count(self, sequence: Sequence, guesses: list[Guess], num_accepted: int) -> None:
+    def count(self, sequence: Sequence, guesses: list[Guess], num_accepted: int, *_: bool) -> None:
         super().count(sequence, guesses, num_accepted)
         assert all(guess.source is RIGHT for guess in guesses[:num_accepted])
 

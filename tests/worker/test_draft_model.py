@@ -44,7 +44,13 @@ class FakeModel:
 
 
 class Rank:
-    """A batch and its draft model, whose cache is compared with the batch after each step."""
+    """A batch and its draft model.
+
+    Attributes:
+        behind: slots for which the latest step could not guess.
+    """
+
+    behind: list[int]
 
     def __init__(self, max_step_tokens: int) -> None:
         self.batch = InputBatch(8, 64, 4, Uploads(torch.device("cpu")))
@@ -77,8 +83,7 @@ class Rank:
         batch, drafter = self.batch, self.drafts
         batch.apply(step)
         drafter.apply(step)
-        if drafts:
-            drafter.guess(step)
+        self.behind = drafter.guess(step) if drafts else []
         ends = {slot: int(batch.num_tokens[slot]) for slot in sampled}
         guesses = [batch.token_ids[s, e : e + num_drafts].tolist() for s, e in ends.items()]
         batch.note_computed(step)
@@ -106,3 +111,22 @@ def test_rejected_drafts_leave_nothing_behind(num_right: int) -> None:
     rank.check()
     assert rank.step({2: [0, 0]}, 1) == [[54]]
     rank.check()
+
+
+def test_long_sequences_are_read_over_several_steps() -> None:
+    """A step computes a limited number of tokens, however many sequences have their first drafts;
+    those that are read already have drafts meanwhile."""
+    rank = Rank(max_step_tokens=16)
+    lengths, known = [30, 3, 30], []
+    new = [rank.enter(slot, *range(size)) for slot, size in enumerate(lengths)]
+    for _ in range(6):
+        rank.model.sizes.clear()
+        fields = {} if known else {"new_sequences": new}
+        guesses = rank.step({slot: [40, 0] for slot in range(3)}, 1, **fields)
+        rank.check()
+        assert sum(rank.model.sizes) <= 16 + 2 * 3
+        known.append([slot not in rank.behind for slot in range(3)])
+        expected = [[size] if len(known) == 1 else [41] for size in lengths]
+        for slot in range(3):
+            assert guesses[slot] == (expected[slot] if known[-1][slot] else [0])
+    assert [sum(step) for step in known] == [1, 2, 2, 3, 3, 3], "the shortest first"

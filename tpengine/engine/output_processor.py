@@ -125,7 +125,7 @@ class OutputProcessor:
         An error in the processing of one request ends that request alone.
         """
         failed_adapters = list(output.adapter_errors)
-        decisions = StepDecisions(failed_adapters=failed_adapters)
+        decisions = StepDecisions(failed_adapters=failed_adapters, behind=output.behind)
         beams: dict[str, list[Sampled]] = {}
         now = time.time()
         for row, part in output.prompt_logprobs.items():

@@ -129,12 +129,14 @@ class _Text:
     Attributes:
         guesses: of the tokens that follow `index.tokens`.
         is_worth: whether the latest guesses were worth a row.
+        is_behind: whether the draft model must read on before it guesses; a draft lets it do so.
     """
 
     index: TokenIndex
     rates: _Rates = field(default_factory=_Rates)
     guesses: list[Guess] = field(default_factory=list)
     is_worth: bool = False
+    is_behind: bool = False
 
     def read(self, token_ids: list[int]) -> None:
         """Takes the tokens that are new, and compares them with the guesses."""
@@ -218,6 +220,7 @@ class Drafter:
             text = self._texts[sequence.seq_id] = _Text(TokenIndex(config.ngram_prompt_lookup_min))
         if config.draft_model is None:
             text.read(sequence.token_ids)
+        most = min(most, 1) if text.is_behind else most
         chance, drafts, text.guesses = 1.0, list[Guess](), list[Guess]()
         for guess in islice(self._guesses(request, sequence, text), config.num_speculative_tokens):
             text.guesses.append(guess)
@@ -275,10 +278,20 @@ class Drafter:
         driver some, too, and the step that would else have been in flight."""
         self._prices.note(num_rows, seconds)
 
-    def count(self, sequence: Sequence, guesses: list[Guess], num_accepted: int) -> None:
-        """Counts the drafts of a sequence in an answered step."""
+    def count(
+        self, sequence: Sequence, guesses: list[Guess], num_accepted: int, is_behind: bool = False
+    ) -> None:
+        """Counts the drafts of a sequence in an answered step.
+
+        Args:
+            is_behind: the draft model has not read the sequence, so that these are no guesses.
+        """
         self._save(num_accepted * self._token_s - len(guesses) * self._row_s)
         text = self._texts.get(sequence.seq_id)
+        if text is not None:
+            text.is_behind = is_behind
+        if is_behind:
+            return
         if text is not None and self._config.draft_model is not None:
             for place, guess in enumerate(guesses[: num_accepted + 1]):
                 text.rates.note(guess.kind, place < num_accepted)

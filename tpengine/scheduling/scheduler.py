@@ -245,7 +245,7 @@ class Scheduler:
         for sequence, drafts in output.drafts.items():
             if sequence.slot is not None:  # else it ended while the step was in flight
                 num_accepted = sequence.num_tokens - sequence.num_computed_tokens - 1
-                drafter.count(sequence, drafts, num_accepted)
+                drafter.count(sequence, drafts, num_accepted, sequence.slot in decisions.behind)
                 sequence.num_computed_tokens += num_accepted
                 self.block_manager.mark_computed(sequence, sequence.num_computed_tokens)
         for sequence, token_ids in decisions.forced:

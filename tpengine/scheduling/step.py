@@ -37,6 +37,7 @@ class StepDecisions:
         failed_adapters: keys of adapters that could not be loaded.
         to_report: by id, requests whose user may be told something new after the update.
         forced: sequences, each with tokens that its grammar forces after its last one.
+        behind: see `StepOutput`.
         first_token_s: seconds from a request's arrival to its first token, of those that got it.
         inter_token_s: seconds from a request's last token to this one, of the other requests.
     """
@@ -49,6 +50,7 @@ class StepDecisions:
     failed_adapters: list[bytes] = field(default_factory=list)
     to_report: dict[str, Request] = field(default_factory=dict)
     forced: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    behind: list[int] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
 

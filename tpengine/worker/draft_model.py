@@ -27,7 +27,7 @@ class DraftModel:
     """The model over its own cache, on CPU.
 
     Args:
-        max_step_tokens: most tokens that it computes at once.
+        max_step_tokens: most tokens that it catches up with in a step.
 
     Attributes:
         num_computed_tokens: int32 `[max_num_seqs]`, tokens at the beginning of each slot's sequence
@@ -62,17 +62,23 @@ class DraftModel:
             computed[fork.child_slot] = computed[fork.parent_slot]
         self._cache_engine.move(step.block_moves)
 
-    def guess(self, step: StepInput) -> None:
-        """Writes the drafts of a step into the batch, in place of those of the message."""
+    def guess(self, step: StepInput) -> list[int]:
+        """Writes the drafts of a step into the batch, in place of those of the message; returns the
+        slots for which it could not, because their sequences are not computed yet."""
         batch, computed = self._batch, self.num_computed_tokens
         slots = np.array([slot for slot, _ in step.drafts], np.int64)
         counts = np.array([len(drafts) for _, drafts in step.drafts])
         known = batch.num_tokens[slots]
-        for slot, end in zip(slots.tolist(), known.tolist(), strict=True):
-            self._catch_up(slot, end - 2)
+        left = self._max_step_tokens
+        for place in np.argsort(known - computed[slots], kind="stable").tolist():
+            end = min(known[place] - 2, computed[slots[place]] + left)
+            left -= self._catch_up(int(slots[place]), int(end))
+        is_ready = computed[slots] >= known - 2
+        behind, slots = slots[~is_ready].tolist(), slots[is_ready]
+        counts, known = counts[is_ready], known[is_ready]
         # The last draft of the step before was not computed; if it came true, two tokens are new.
         num_new = known - computed[slots]
-        for number in range(counts.max()):
+        for number in range(counts.max(initial=0)):
             chosen = counts > number
             own, ends = slots[chosen], (known + number)[chosen]
             sizes = num_new[chosen] if number == 0 else np.ones(len(own), np.int32)
@@ -82,15 +88,18 @@ class DraftModel:
             logits = self._model.compute_logits(hidden[torch.from_numpy(last)])
             batch.token_ids[own, ends] = self._sample(logits, own, ends)
             computed[own] = ends
+        return behind
 
-    def _catch_up(self, slot: int, end: int) -> None:
-        """Computes a sequence's tokens before `end`."""
-        while (start := int(self.num_computed_tokens[slot])) < end:
-            size = min(end - start, self._max_step_tokens)
-            arrays = self._batch.arrays([slot], [size], np.array([start], np.int32))
-            token_ids, metadata = upload_step(arrays, self._batch.uploads)
-            self._model.forward(token_ids, self._cache_engine.kv_caches, metadata)
-            self.num_computed_tokens[slot] = start + size
+    def _catch_up(self, slot: int, end: int) -> int:
+        """Computes the tokens of a sequence before `end`; returns how many it computed."""
+        start = int(self.num_computed_tokens[slot])
+        if start >= end:
+            return 0
+        arrays = self._batch.arrays([slot], [end - start], np.array([start], np.int32))
+        token_ids, metadata = upload_step(arrays, self._batch.uploads)
+        self._model.forward(token_ids, self._cache_engine.kv_caches, metadata)
+        self.num_computed_tokens[slot] = end
+        return end - start
 
     def _forward(self, slots: Int64, positions: Int32) -> torch.Tensor:
         """Computes the tokens at these positions; hidden states `[num_rows, hidden_size]`."""

@@ -75,6 +75,7 @@ class _PendingStep:
 
     Attributes:
         start: when it was launched, in seconds of `time.perf_counter`.
+        behind: see `StepOutput`.
         freed_slots: by steps after it; other sequences may have these slots now.
     """
 
@@ -82,6 +83,7 @@ class _PendingStep:
     answer: PendingAnswer
     start: float
     adapter_errors: dict[bytes, str]
+    behind: list[int] = field(default_factory=list)
     freed_slots: set[int] = field(default_factory=set)
 
 
@@ -170,7 +172,10 @@ class ModelRunner:
         if not is_last:
             self._pass_on(step)
             return [StepOutput(step.step, [], adapter_errors=adapter_errors)]
-        drafting_s = self._guess(step)
+        start, behind = time.perf_counter(), list[int]()
+        if self.draft_model is not None and step.drafts:
+            behind = self.draft_model.guess(step)
+        drafting_s = time.perf_counter() - start
         inputs, has_all_ids = self.prepare_outputs(step), not self._pending
         # Before the layers, if it can be: the masks of grammars are made while these run.
         parameters = self._sampling_parameters(step) if has_all_ids else None
@@ -181,7 +186,7 @@ class ModelRunner:
         if not has_all_ids:
             parameters = self._sampling_parameters(step)
         answer = self.sample(step, inputs, parameters, hidden)
-        self._pending.append(_PendingStep(step, answer, start, adapter_errors))
+        self._pending.append(_PendingStep(step, answer, start, adapter_errors, behind))
         return outputs if self._works_ahead else [*outputs, *self.finish()]
 
     def _pass_on(self, step: StepInput) -> None:
@@ -192,14 +197,6 @@ class ModelRunner:
             take_ids = self._ends.ids_of(step)
             answer = PendingAnswer(None, lambda: [take_ids(), sampler.Findings(), {}])
             self._pending.append(_PendingStep(step, answer, 0.0, {}))
-
-    def _guess(self, step: StepInput) -> float:
-        """Lets the draft model, if there is one, make a step's drafts; returns the seconds."""
-        if self.draft_model is None or not step.drafts:
-            return 0.0
-        start = time.perf_counter()
-        self.draft_model.guess(step)
-        return time.perf_counter() - start
 
     def finish(self) -> list[StepOutput]:
         """Waits for the step that was begun first, if there is one, and appends its ids to the
@@ -226,6 +223,7 @@ class ModelRunner:
                 adapter_errors=pending.adapter_errors,
                 rejected=rejected,
                 forced=forced,
+                behind=pending.behind,
                 chosen_logprobs=findings.chosen_logprobs,
             )
         ]
