@@ -150,6 +150,27 @@ def test_guesses_that_fail_cost_no_more_rows_and_return_when_they_hold(
     assert sizes[-5:] == [4] * 5
 
 
+def test_a_model_is_judged_by_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked in steps of several sequences; if it fails, by no request, but now and then."""
+    monkeypatch.undo()
+    drafter = make_drafter("small", draft_model=object())
+    requests = [ask(1, 2, 3, index=index) for index in range(300)]
+
+    def try_it(request: Request, num_accepted: int, is_behind: bool = False) -> int:
+        size = len(look(drafter, request, num_sequences=6))
+        guesses = [Guess(0, "model", place) for place in range(1, size + 1)]
+        drafter.count(request.sequences[0], guesses, min(num_accepted, size), is_behind)
+        return size
+
+    assert try_it(requests[0], 0, is_behind=True) == 1
+    assert [try_it(requests[0], 0, is_behind=True) for _ in range(60)] == [1] * 60, "not judged"
+    assert [try_it(request, 4) for request in requests[1:20]][-1] == 4
+    sizes = [try_it(request, 0) for request in requests[20:]]
+    assert sizes[40:].count(0) > 200
+    sizes = [try_it(requests[0], 4) for _ in range(3000)]
+    assert sizes[-1] == 4, "it came to fit"
+
+
 @pytest.mark.parametrize(
     ("fields", "num_sequences", "most", "num_drafts"),
     [

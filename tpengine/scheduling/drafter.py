@@ -8,7 +8,8 @@ Where each decision stands:
         stood before: in the sequence itself (prompt lookup, as `[ngram]` in vLLM), and for
         `[suffix]` in earlier outputs of the same client too, by frequency (SuffixDecoding, arXiv
         2411.04975). Tokens that a grammar forces come first.
-    how likely a guess is right: `_Rates`, from the guesses that came true before.
+    how likely a guess is right: `_Rates`, from the guesses that came true before: of the request,
+        or, of a model, of all requests.
     how many are worth a row: `Drafter.draft`, by the price of a row (`RowPrices`).
     whether to guess at all: `Drafter.begin_step`, by what guesses have saved and cost.
 """
@@ -30,6 +31,9 @@ _MAX_RATE = 17
 """Longer matches have one rate."""
 _FORCED = 0
 """In place of a length of match: a grammar forces the token."""
+_OF_MATCHES = [0.95, *(length / (length + 1.5) for length in range(1, _MAX_RATE + 1))]
+"""How often guesses are right, by kind: longer matches more often than short ones."""
+_OF_MODEL = [0.7] * (_MAX_RATE + 1)
 _FADING = 32
 """Guesses after which older ones count half."""
 _PRICE = 0.15
@@ -74,12 +78,16 @@ class DraftStats(NamedTuple):
 
 
 class _Rates:
-    """How often guesses of each kind were right; longer matches more often than short ones."""
+    """How often guesses of each kind were right.
 
-    def __init__(self) -> None:
-        self._right = [2 * kind / (kind + 1.5) for kind in range(_MAX_RATE + 1)]
-        self._right[_FORCED] = 1.9
-        self._all = [2.0] * (_MAX_RATE + 1)
+    Args:
+        usual: of each kind, before any is known.
+    """
+
+    def __init__(self, usual: Tokens[float]) -> None:
+        self._usual = usual
+        self._right = [2 * rate for rate in usual]
+        self._all = [2.0] * len(usual)
 
     def of(self, kind: int) -> float:
         return self._right[kind] / self._all[kind]
@@ -90,6 +98,11 @@ class _Rates:
             self._all[kind] /= 2
         self._right[kind] += is_right
         self._all[kind] += 1
+
+    def hope(self) -> None:
+        """Moves the rates a little to the usual ones, so that a guess is tried again."""
+        for kind, rate in enumerate(self._usual):
+            self._right[kind] += _HOPE * (rate - self.of(kind))
 
 
 class RowPrices:
@@ -133,7 +146,7 @@ class _Text:
     """
 
     index: TokenIndex
-    rates: _Rates = field(default_factory=_Rates)
+    rates: _Rates
     guesses: list[Guess] = field(default_factory=list)
     is_worth: bool = False
     is_behind: bool = False
@@ -175,6 +188,8 @@ class Drafter:
         self._earlier: OrderedDict[tuple[str, str], _Earlier] | None = None
         if config.speculative_model == "[suffix]":
             self._earlier = OrderedDict()
+        # A model is as good for one request as for another, and too dear to be tried by each.
+        self._of_model = None if config.draft_model is None else _Rates(_OF_MODEL)
         self._forced: dict[int, list[int]] = {}  # by id of the sequence
         self._prices = RowPrices()
         self._is_on = False  # in the latest step
@@ -194,6 +209,8 @@ class Drafter:
         self._step_s, self._row_s = self._prices.cost(num_sequences)
         self._plain_s, self._token_s = self._step_s, self._step_s / num_sequences
         self._save(_HOPE * self._plain_s)
+        if self._of_model is not None:
+            self._of_model.hope()
         limit = self._config.speculative_disable_by_batch_size
         is_small = limit is None or num_sequences <= limit
         self._is_on = is_small and self._lowest_chance < _MAX_PRICE and self._savings > 0
@@ -217,7 +234,8 @@ class Drafter:
             return []
         text = self._texts.get(sequence.seq_id)
         if text is None:
-            text = self._texts[sequence.seq_id] = _Text(TokenIndex(config.ngram_prompt_lookup_min))
+            index, rates = TokenIndex(config.ngram_prompt_lookup_min), self._of_model
+            text = self._texts[sequence.seq_id] = _Text(index, rates or _Rates(_OF_MATCHES))
         if config.draft_model is None:
             text.read(sequence.token_ids)
         most = min(most, 1) if text.is_behind else most
@@ -286,12 +304,12 @@ class Drafter:
         Args:
             is_behind: the draft model has not read the sequence, so that these are no guesses.
         """
-        self._save(num_accepted * self._token_s - len(guesses) * self._row_s)
         text = self._texts.get(sequence.seq_id)
         if text is not None:
             text.is_behind = is_behind
         if is_behind:
             return
+        self._save(num_accepted * self._token_s - len(guesses) * self._row_s)
         if text is not None and self._config.draft_model is not None:
             for place, guess in enumerate(guesses[: num_accepted + 1]):
                 text.rates.note(guess.kind, place < num_accepted)
