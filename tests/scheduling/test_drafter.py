@@ -103,6 +103,16 @@ def test_the_suffix_method_takes_the_most_frequent_token() -> None:
     assert look(make_drafter("[ngram]"), ask(*text))[0] == 5
 
 
+def test_the_share_of_a_guess_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guess that comes true as often as its share of the places is worth half of a step."""
+    monkeypatch.setattr(RowPrices, "cost", lambda self, num_rows: (1.0, 0.5))
+    fields = {"num_speculative_tokens": 1, "ngram_prompt_lookup_max": 2}
+    drafter, request = make_drafter("[suffix]", **fields), ask(1, 2)
+    followed = [7 if number % 3 else 50 + number for number in range(90)]
+    sizes = [len(look(drafter, say(request, token_id, 1, 2))) for token_id in followed]
+    assert sizes[-20:] == [1] * 20
+
+
 def test_outputs_of_the_same_client_are_guessed_again() -> None:
     drafter = make_drafter("[suffix]")
     ann, bob = Owner(account="ann"), Owner(account="bob")

@@ -90,14 +90,15 @@ class _Rates:
         self._all = [2.0] * len(usual)
 
     def of(self, kind: int) -> float:
-        return self._right[kind] / self._all[kind]
+        return min(1.0, self._right[kind] / self._all[kind])
 
-    def note(self, kind: int, is_right: bool) -> None:
+    def note(self, kind: int, is_right: bool, share: float = 1.0) -> None:
+        """Counts a guess; one that stands at a share of the places only was expected as rarely."""
         if self._all[kind] >= _FADING:
             self._right[kind] /= 2
             self._all[kind] /= 2
         self._right[kind] += is_right
-        self._all[kind] += 1
+        self._all[kind] += share
 
     def hope(self) -> None:
         """Moves the rates a little to the usual ones, so that a guess is tried again."""
@@ -155,7 +156,7 @@ class _Text:
         """Takes the tokens that are new, and compares them with the guesses."""
         new = token_ids[len(self.index.tokens) :]
         for guess, token_id in zip(self.guesses, new, strict=False):
-            self.rates.note(guess.kind, guess.token_id == token_id)
+            self.rates.note(guess.kind, guess.token_id == token_id, guess.share)
             if guess.token_id != token_id:
                 break
         self.index.extend(new)
