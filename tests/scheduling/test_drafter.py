@@ -239,12 +239,8 @@ def test_the_price_of_a_row_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_kept_of_a_request_that_left() -> None:
     drafter, request = make_drafter(), ask(*CYCLE, *CYCLE)
     look(drafter, request)
-    assert drafter.is_hopeful(request.sequences)
-    look(drafter, request, num_sequences=45)
-    assert not drafter.is_hopeful(request.sequences), "it holds steps up that have no drafts"
-    look(drafter, request)
+    assert drafter._texts
     drafter.leave(request)
-    assert not drafter.is_hopeful(request.sequences)
     assert not drafter._texts
 
 
@@ -254,4 +250,22 @@ def test_no_step_is_planned_behind_one_with_drafts(monkeypatch: pytest.MonkeyPat
     loop = Loop(Limits(tokens=50, in_flight=3, drafts=3))
     loop.add_plain(1)
     assert [len(loop.step().drafts) for _ in range(3)] == [1, 1, 1]
+    loop.run()
+
+
+def test_steps_are_planned_ahead_while_no_sequence_can_have_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Foretold, "begin_step", lambda self, num_sequences: True)
+    loop = Loop(Limits(tokens=4, in_flight=3, drafts=3))
+    loop.add_plain(1)
+    for _ in range(4):
+        loop.step()
+    assert loop.scheduler.wants_drafts
+    loop.restrict([])
+    loop.restrict(None)
+    loop.step()
+    assert not loop.scheduler.wants_drafts, "its tokens are computed again"
+    loop.step()
+    assert loop.scheduler.unanswered
     loop.run()

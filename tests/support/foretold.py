@@ -28,9 +28,6 @@ class Foretold(Drafter):
         self._num_steps += 1
         return self._num_steps % 9 > 1
 
-    def is_hopeful(self, sequences: Sized[Sequence]) -> bool:
-        return self._num_steps % 9 > 1
-
     def draft(self, request: Request, sequence: Sequence, most: int) -> list[Guess]:
         most = min(most, self._config.num_speculative_tokens)
         guesses = []

@@ -251,19 +251,22 @@ class BlockManager:
         self.device.release(shared)
         return Growth(blocks, (shared, own), place)
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Extends the sequence's table until so many tokens have a place, or no block is free that
-        admission could give away; returns the new blocks."""
-        table = self._table(sequence)
+    def num_places(self, sequence: Sequence) -> int:
+        """Tokens that have a place in the sequence's table, or that `reserve` could give one: until
+        only the watermark is free."""
         num_spare = max(0, self.num_free_blocks - self._num_watermark_blocks)
-        wanted = self.num_blocks_for(num_tokens) - len(table)
-        blocks = self.device.take(max(0, min(wanted, num_spare)))
+        return (len(self._table(sequence)) + num_spare) * self.block_size
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Extends the sequence's table until so many tokens have a place; returns the new blocks.
+
+        Args:
+            num_tokens: at most `num_places`.
+        """
+        table = self._table(sequence)
+        blocks = self.device.take(max(0, self.num_blocks_for(num_tokens) - len(table)))
         table.extend(blocks)
         return blocks
-
-    def num_places(self, sequence: Sequence) -> int:
-        """Tokens that have a place in the sequence's table."""
-        return len(self._table(sequence)) * self.block_size
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Gives the child the parent's blocks of the first `num_tokens` tokens, which are computed.

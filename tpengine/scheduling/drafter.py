@@ -142,14 +142,12 @@ class _Text:
 
     Attributes:
         guesses: of the tokens that follow `index.tokens`.
-        is_worth: whether the latest guesses were worth a row.
         is_behind: whether the draft model must read on before it guesses; a draft lets it do so.
     """
 
     index: TokenIndex
     rates: _Rates
     guesses: list[Guess] = field(default_factory=list)
-    is_worth: bool = False
     is_behind: bool = False
 
     def read(self, token_ids: list[int]) -> None:
@@ -193,7 +191,6 @@ class Drafter:
         self._of_model = None if config.draft_model is None else _Rates(_OF_MODEL)
         self._forced: dict[int, list[int]] = {}  # by id of the sequence
         self._prices = RowPrices()
-        self._is_on = False  # in the latest step
         self._num_tokens = self._step_s = self._row_s = 0.0  # of the step that is being chosen
         self._plain_s = self._token_s = 1.0  # of that step without drafts, and of a token of it
         self._savings = _MAX_SAVINGS  # steps whose time guesses have saved
@@ -214,8 +211,7 @@ class Drafter:
             self._of_model.hope()
         limit = self._config.speculative_disable_by_batch_size
         is_small = limit is None or num_sequences <= limit
-        self._is_on = is_small and self._lowest_chance < _MAX_PRICE and self._savings > 0
-        return self._is_on
+        return is_small and self._lowest_chance < _MAX_PRICE and self._savings > 0
 
     @property
     def _lowest_chance(self) -> float:
@@ -249,13 +245,7 @@ class Drafter:
             drafts.append(guess)
             self._num_tokens += chance
             self._step_s += self._row_s
-        text.is_worth = bool(drafts)
         return drafts
-
-    def is_hopeful(self, sequences: Tokens[Sequence]) -> bool:
-        """Whether the latest guesses about any of these sequences were worth a row."""
-        texts = (self._texts.get(sequence.seq_id) for sequence in sequences)
-        return self._is_on and any(text is not None and text.is_worth for text in texts)
 
     def _guesses(self, request: Request, sequence: Sequence, text: _Text) -> Iterator[Guess]:
         """The likeliest tokens, one after another."""

@@ -61,6 +61,9 @@ class Scheduler:
 
     Attributes:
         unanswered: steps that were sent to the ranks, oldest first.
+        wants_drafts: whether a sequence had drafts in the latest step, or would have had some if no
+            other step had been in flight: they are likely to be worth more than a step that is
+            planned ahead.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
@@ -73,6 +76,7 @@ class Scheduler:
         self._prompt_shares = PromptShares(self._queues, config, self._start)
         self._stages = StageGroups(config.num_stages) if config.num_stages > 1 else None
         self.unanswered: deque[SchedulerOutput] = deque()
+        self.wants_drafts = False
         self._num_steps = 0
         self._num_admitted_since_decode = 0
         self._answered_at = 0.0
@@ -278,13 +282,6 @@ class Scheduler:
         self._queues.restrict(allowed)
 
     @property
-    def wants_drafts(self) -> bool:
-        """Whether drafts are likely to be worth more than a step that is planned ahead, with which
-        no sequence could have any."""
-        drafter = self._queues.drafter
-        return drafter is not None and drafter.is_hopeful(self.running_sequences())
-
-    @property
     def drafter(self) -> Drafter | None:
         """What guesses tokens, and has counted how often it was right; None: no drafts."""
         return self._queues.drafter
@@ -428,8 +425,10 @@ class Scheduler:
 
     def _add_drafts(self, drafter: Drafter, step: StepBuilder) -> None:
         """Gives drafts to sequences that the step samples after one token, where rows, tokens and
-        free blocks are left. No request is preempted for them."""
+        free blocks are left. The step preempts no request for them; a later one may, as the blocks
+        of rejected drafts stay with their sequence, for its next tokens."""
         queues, blocks = self._queues, self.block_manager
+        self.wants_drafts = False
         if not drafter.begin_step(len(queues.request_of)) or step.lacks_blocks:
             return
         rows_left = self._config.max_sampled_rows - len(queues.request_of)
@@ -437,17 +436,16 @@ class Scheduler:
         for sequence, _ in step.singles:
             request, num_tokens = queues.request_of[sequence.seq_id], sequence.num_tokens
             # Processors are functions of users, which may count their calls.
-            is_fixed = request.num_candidates or request.rules.logits_processors
-            if is_fixed or sequence in parents or sequence.num_behind > 1:
+            has_none = request.num_candidates or request.rules.logits_processors
+            if has_none or sequence in parents or sequence.num_behind > 1:
                 continue
             most = min(step.tokens_left, rows_left, sequence.max_num_tokens - num_tokens - 1)
+            most = min(most, blocks.num_places(sequence) - num_tokens)
             drafts = drafter.draft(request, sequence, max(0, most))
-            if not drafts or self.unanswered:
-                continue
-            if block_ids := blocks.reserve(sequence, num_tokens + len(drafts)):
-                step.add_blocks(sequence, block_ids)
-            drafts = drafts[: blocks.num_places(sequence) - num_tokens]
-            if drafts:
+            self.wants_drafts = self.wants_drafts or bool(drafts)
+            if drafts and not self.unanswered:
+                if block_ids := blocks.reserve(sequence, num_tokens + len(drafts)):
+                    step.add_blocks(sequence, block_ids)
                 step.add_drafts(sequence, drafts)
                 rows_left -= len(drafts)
 
