@@ -137,10 +137,13 @@ def test_old_outputs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forced_tokens_come_first() -> None:
-    drafter, request = make_drafter(), ask(1, 2, 3, 9, 1)
+    drafter, request = make_drafter(num_speculative_tokens=8), ask(1, 2, 3, 9, 1)
     drafter.note_forced(request.sequences[0], [2])
-    assert look(drafter, request) == [2, 3, 9, 1]
-    assert look(drafter, request) == [], "they are of one step"
+    assert look(drafter, request) == [], "a sequence that is not followed: it may have ended"
+    drafter.note_forced(request.sequences[0], [2])
+    assert look(drafter, request)[:4] == [2, 3, 9, 1]
+    assert look(drafter, request)[:4] == [2, 3, 9, 1]
+    assert look(drafter, say(request, 7)) == [], "it has gone on"
 
 
 def test_guesses_that_fail_cost_no_more_rows_and_return_when_they_hold(

@@ -142,12 +142,15 @@ class _Text:
 
     Attributes:
         guesses: of the tokens that follow `index.tokens`.
+        forced: tokens that a grammar forces after `forced_at` tokens.
         is_behind: whether the draft model must read on before it guesses; a draft lets it do so.
     """
 
     index: TokenIndex
     rates: _Rates
     guesses: list[Guess] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)
+    forced_at: int = 0
     is_behind: bool = False
 
     def read(self, token_ids: list[int]) -> None:
@@ -189,7 +192,6 @@ class Drafter:
             self._earlier = OrderedDict()
         # A model is as good for one request as for another, and too dear to be tried by each.
         self._of_model = None if config.draft_model is None else _Rates(_OF_MODEL)
-        self._forced: dict[int, list[int]] = {}  # by id of the sequence
         self._prices = RowPrices()
         self._num_tokens = self._step_s = self._row_s = 0.0  # of the step that is being chosen
         self._plain_s = self._token_s = 1.0  # of that step without drafts, and of a token of it
@@ -251,7 +253,7 @@ class Drafter:
         """The likeliest tokens, one after another."""
         if self._config.draft_model is not None:
             yield from (Guess(0, "model", min(place, _MAX_RATE)) for place in count(1))
-        forced = self._forced.pop(sequence.seq_id, [])
+        forced = text.forced if text.forced_at == sequence.num_tokens else []
         yield from (Guess(token_id, "grammar", _FORCED) for token_id in forced)
         longest = self._config.ngram_prompt_lookup_max
         tail = [*sequence.token_ids[-longest:], *forced]
@@ -271,7 +273,9 @@ class Drafter:
 
     def note_forced(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Takes the tokens that a grammar forces after the sequence's last one."""
-        self._forced[sequence.seq_id] = token_ids
+        text = self._texts.get(sequence.seq_id)
+        if text is not None:
+            text.forced, text.forced_at = token_ids, sequence.num_tokens
 
     def note_guessing(self, seconds: float) -> None:
         """Takes the time that the choice of a step's drafts took."""
@@ -317,7 +321,6 @@ class Drafter:
         """Forgets a request, and keeps its outputs for later ones of its client."""
         for sequence in request.sequences:
             self._texts.pop(sequence.seq_id, None)
-            self._forced.pop(sequence.seq_id, None)
             if self._earlier is not None and sequence.num_output_tokens:
                 earlier = self._earlier.setdefault(
                     _client(request), _Earlier(self._config.ngram_prompt_lookup_min)
