@@ -267,7 +267,7 @@ class Drafter:
             elif _length(others) == _length(places):
                 places = [*places, *others]
         length = _length(places)
-        for token_id, share in _follow(places):
+        for token_id, share in _follow(places, forced):
             yield Guess(token_id, source, min(length, _MAX_RATE), share)
             length += 1
 
@@ -339,13 +339,14 @@ def _length(matches: list[Match]) -> int:
     return matches[0].length if matches else 0
 
 
-def _follow(places: list[Match]) -> Iterator[tuple[int, float]]:
+def _follow(places: list[Match], forced: list[int]) -> Iterator[tuple[int, float]]:
     """The likeliest tokens after a match, each with the share of the places at which it follows;
-    only places with all tokens before it go on. A text that ends goes on with what was chosen: it
-    repeats itself."""
-    chosen: list[int] = []
+    only places with all tokens before it go on. A text that ends goes on with what is forced and
+    chosen: it repeats itself."""
+    beyond = forced.copy()
     while places:
-        following = [_token_at(match, len(chosen), chosen) for match in places]
+        offset = len(beyond) - len(forced)
+        following = [_token_at(match, offset, beyond) for match in places]
         token_id, number = following[0], 1
         if len(places) > 1:
             ((token_id, number),) = Counter(following).most_common(1)
@@ -353,9 +354,9 @@ def _follow(places: list[Match]) -> Iterator[tuple[int, float]]:
             return
         yield token_id, number / len(places)
         places = [m for m, after in zip(places, following, strict=True) if after == token_id]
-        chosen.append(token_id)
+        beyond.append(token_id)
 
 
-def _token_at(match: Match, offset: int, chosen: list[int]) -> int:
+def _token_at(match: Match, offset: int, beyond: list[int]) -> int:
     place = match.end + offset
-    return match.tokens[place] if place < len(match.tokens) else chosen[place - len(match.tokens)]
+    return match.tokens[place] if place < len(match.tokens) else beyond[place - len(match.tokens)]
