@@ -230,17 +230,19 @@ class ModelRunner:
 
     def _forced_tokens(self, step: StepInput, rejected: list[int]) -> dict[int, list[int]]:
         """What grammars force after the last token of each sequence, by its index among the
-        samples, for drafts; on the rank that samples. Not of beams: the driver replaces their
-        tokens."""
-        samples = self._parallel.samples
-        if self._scheduler.lookahead is None or not samples or self.grammars.is_empty:
+        samples, for drafts of the driver; on the rank that samples. Not of beams: the driver
+        replaces their tokens."""
+        config = self._scheduler.lookahead
+        if config is None or config.draft_model is not None:
+            return {}
+        if not self._parallel.samples or self.grammars.is_empty:
             return {}
         last = {s: at for at, s in enumerate(step.sample_slots) if at not in rejected}
         batch, forced = self.batch, dict[int, list[int]]()
         for slot, at in last.items():
             if not batch.sampling.num_candidates[slot]:
                 forced[at] = self.grammars.forced_after(slot, batch.token_ids, batch.num_tokens)
-        return {at: ids for at, ids in forced.items() if ids}
+        return {at: ids[: config.num_speculative_tokens] for at, ids in forced.items() if ids}
 
     def apply(self, step: StepInput) -> dict[bytes, str]:
         """Brings adapters, batch and cache up to date with the driver; returns why adapters could
