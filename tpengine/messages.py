@@ -293,6 +293,8 @@ class MemoryLedger:
     """See `Weights.form`."""
     adapters_bytes: int = 0
     """Part of the weights: the slots of LoRA adapters."""
+    draft_block_bytes: int = 0
+    """Part of a block that the draft model has, which blocks in the host memory lack."""
     layers: str = ""
     """Which layers a rank of a pipeline has; empty: all."""
 

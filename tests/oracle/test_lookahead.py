@@ -98,6 +98,7 @@ def test_a_model_drafts_for_itself(
     monkeypatch.setattr(RowPrices, "cost", lambda self, num_rows: (1.0, 0.01))
     folder, params = subjects.folder(variant), PARAMS[:3]
     args = {"max_model_len": 64, "block_size": BLOCK_SIZE, "cpu_kv_cache_space": 0.05}
+    args["swap_space"] = 0.01
     with use_cpu_isa(isa):
         with open_engine(folder, **args, **FORMS[form]) as engine:
             expected = [output.outputs for output in serve(engine, PROMPTS[:3], params)]
@@ -112,4 +113,5 @@ def test_a_model_drafts_for_itself(
     assert drafted > 30
     assert accepted == drafted or "quantization" in FORMS[form]
     assert ledger.block_bytes == 2 * plain.block_bytes
+    assert ledger.num_host_blocks == plain.num_host_blocks > 0
     assert ledger.weights_bytes >= 2 * plain.weights_bytes

@@ -35,7 +35,7 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
     num_blocks, num_host_blocks = count_blocks(ledgers)
     ready = time.monotonic()
     form = weights_form(ledgers)
-    block_bytes = min(ledgers, key=lambda ledger: ledger.num_device_blocks).block_bytes
+    fewest = min(ledgers, key=lambda ledger: ledger.num_device_blocks)
     logger.info(
         "%s (%s) on %s: KV cache of %d blocks of %d tokens (%.3f GiB), swap space %.3f GiB, "
         "weights %.3f GiB%s; loaded in %.1f s, ready in %.1f s",
@@ -44,8 +44,8 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
         devices[0] if len(devices) == 1 else f"{len(devices)} ranks",
         num_blocks,
         config.cache.block_size,
-        num_blocks * block_bytes / _GIB,
-        num_host_blocks * block_bytes / _GIB,
+        num_blocks * fewest.block_bytes / _GIB,
+        num_host_blocks * (fewest.block_bytes - fewest.draft_block_bytes) / _GIB,
         sum(ledger.weights_bytes for ledger in ledgers) / _GIB,
         f" ({form})" if form else "",
         loaded - start,

@@ -16,7 +16,7 @@ import torch
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers import sampler
 from tpengine.layers.device_values import Int32, Int64
-from tpengine.messages import StepInput
+from tpengine.messages import BlockMoves, StepInput
 from tpengine.models.registry import CausalLM
 from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording
@@ -60,7 +60,7 @@ class DraftModel:
         np.minimum(computed, self._batch.num_tokens - 1, out=computed)
         for fork in step.forks:
             computed[fork.child_slot] = computed[fork.parent_slot]
-        self._cache_engine.move(step.block_moves)
+        self._cache_engine.move(BlockMoves(copies=step.block_moves.copies))
 
     def guess(self, step: StepInput) -> list[int]:
         """Writes the drafts of a step into the batch, in place of those of the message; returns the
@@ -74,8 +74,8 @@ class DraftModel:
             end = min(known[place] - 2, computed[slots[place]] + left)
             left -= self._catch_up(int(slots[place]), int(end))
         is_ready = computed[slots] >= known - 2
-        behind, slots = slots[~is_ready].tolist(), slots[is_ready]
-        counts, known = counts[is_ready], known[is_ready]
+        behind: list[int] = slots[~is_ready].tolist()
+        slots, counts, known = slots[is_ready], counts[is_ready], known[is_ready]
         # The last draft of the step before was not computed; if it came true, two tokens are new.
         num_new = known - computed[slots]
         for number in range(counts.max(initial=0)):

@@ -191,10 +191,11 @@ class Worker:
         Raises:
             CacheSizeError: not even one block fits.
         """
-        one_block, cache = self._block_bytes, self._config.cache
+        own_block, cache = self._cache_shape(self._require_model()).block_bytes, self._config.cache
+        one_block = own_block + self._draft_block_bytes
         share = device.SWAP_SHARE
         space = device.host_budget_bytes(cache.swap_space_bytes, share, self._num_local_ranks)
-        num_host_blocks = space // one_block
+        num_host_blocks = space // own_block
         # A GPU also holds buffers for swaps, which come with the cache, and attention's scratch,
         # which is there already.
         staging = staged_blocks(one_block, num_host_blocks) * one_block if self._gpu else 0
@@ -219,6 +220,7 @@ class Worker:
             activation_peak_bytes=peak + scratch,
             kv_budget_bytes=budget,
             block_bytes=one_block,
+            draft_block_bytes=self._draft_block_bytes,
             num_device_blocks=budget // one_block if wanted is None else wanted,
             num_host_blocks=num_host_blocks,
             communicator_bytes=self._parallel.communicator_bytes + self._ends.num_bytes,
@@ -298,12 +300,13 @@ class Worker:
             cache = self._make_cache(model, num_blocks, num_host_blocks)
             draft_cache = None
             if draft_model is not None:
-                draft_cache = self._make_cache(draft_model, num_blocks, num_host_blocks)
+                draft_cache = self._make_cache(draft_model, num_blocks)
         except (MemoryError, RuntimeError) as error:
             if is_device_fault(error):
                 raise
-            one_block = self._block_bytes / device.GIB
-            size, host_size = num_blocks * one_block, num_host_blocks * one_block
+            own_block = self._cache_shape(model).block_bytes / device.GIB
+            size = num_blocks * (own_block + self._draft_block_bytes / device.GIB)
+            host_size = num_host_blocks * own_block
             raise CacheSizeError(
                 f"{num_blocks} blocks of the KV cache ({size:.2f} GiB) on {self._device} and "
                 f"{num_host_blocks} on the host ({host_size:.2f} GiB, swap_space) cannot be "
@@ -485,10 +488,9 @@ class Worker:
         return CacheEngine(self._cache_shape(model), num_blocks, num_host_blocks)
 
     @property
-    def _block_bytes(self) -> int:
-        """Bytes of one block, of the model and of the one that makes drafts."""
-        models = [self._require_model(), self._draft_model]
-        return sum(self._cache_shape(model).block_bytes for model in models if model is not None)
+    def _draft_block_bytes(self) -> int:
+        """Bytes of one block of the model that makes drafts, whose cache is not swapped."""
+        return 0 if self._draft_model is None else self._cache_shape(self._draft_model).block_bytes
 
     def _cache_shape(self, model: CausalLM) -> CacheShape:
         layers = list(attention_layers(model))
