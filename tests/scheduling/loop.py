@@ -232,6 +232,7 @@ class Loop:
             held = [s for s in request.sequences if self.blocks.holds_blocks(s)]
             assert all(s.num_unanswered for s in held)
             assert all(s.slot is None for s in request.sequences)
+            self.scheduler.check_invariants()
             self._note(self.processor.report([ended]))
 
     def lose(self, num_blocks: int) -> None:
