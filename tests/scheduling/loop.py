@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from support.foretold import Foretold, totals
+from support.foretold import Foretold, Timeless, totals
 
 from scheduling.fake_worker import VOCAB_SIZE, FakeWorker, key_of, keys_of, sample
 from tpengine.config import LookaheadConfig, SchedulerConfig
@@ -47,6 +47,8 @@ class Limits:
     max_loras: int = 0
     fairness: str = "none"
     drafts: int = 0
+    foretold: bool = True
+    """Whether the drafts are known to come true or not; else the drafter guesses."""
     stages: int = 1
 
     @property
@@ -172,7 +174,9 @@ class Loop:
         self.scheduler = Scheduler(self.config, self.blocks)
         if limits.drafts:
             assert self.config.lookahead is not None
-            self.scheduler._queues.drafter = Foretold(self.config.lookahead, next_tokens)
+            foretold = Foretold(self.config.lookahead, next_tokens)
+            drafter = foretold if limits.foretold else Timeless(self.config.lookahead)
+            self.scheduler._queues.drafter = drafter
         self._sent: deque[StepInput] = deque()  # what the worker has not begun
         self._answers: deque[StepOutput] = deque()
         # Of each unanswered step: the blocks that each row reads, and those that it writes.
@@ -381,7 +385,9 @@ class Loop:
         self._check_all_blocks_are_free()
         scheduler.check_invariants()
         if (drafter := scheduler.drafter) is not None:
+            assert not drafter._texts
             drafted, accepted = totals(drafter)
+            self.events["guesses accepted"] += 0 if self.limits.foretold else accepted
             self.events["drafts accepted"] += accepted
             self.events["drafts rejected"] += drafted - accepted
         self.events["hits"] += self.blocks.device.num_hits

@@ -90,6 +90,7 @@ def traces(groups: bool, disturbed: bool) -> st.SearchStrategy[Trace]:
         "watermark": st.sampled_from([0.0, 0.01, 0.1, 0.2]),
         "window": st.sampled_from([None, None, 2, 6, 11]),
         "drafts": st.sampled_from([0, 0, 1, 3, 7]),
+        "foretold": st.booleans(),
         "model_len": st.just(MAX_MODEL_LEN),
     }
     if groups:
@@ -246,7 +247,7 @@ def check_ending(loop: Loop, request: Request) -> str:
 COMMON = [
     *("completed", "ignored", "abort", "error", "preempted and completed"),
     *("chunks", "ahead", "ended WAITING", "ended RUNNING", "ended in flight"),
-    *("given back", "drafts accepted", "drafts rejected"),
+    *("given back", "drafts accepted", "drafts rejected", "guesses accepted"),
 ]
 OF_SINGLES = [
     *(answer.name for answer in AllocStatus),
