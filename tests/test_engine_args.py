@@ -27,7 +27,7 @@ from tpengine import LLM, EngineArgs, LLMEngine, SamplingParams
 from tpengine.cli.parser import CommandParser
 from tpengine.config import EMBEDDED_MODEL, resolve_max_model_len
 from tpengine.engine_args import AsyncEngineArgs
-from tpengine.errors import CacheSizeError, ConfigError
+from tpengine.errors import CacheSizeError, ConfigError, ModelLoadError
 from tpengine.layers.rotary import rope_parameters
 from tpengine.worker import model_runner
 from tpengine.worker.device import resolve_dtype
@@ -132,6 +132,22 @@ def test_refused(models: ModelShop, args: dict[str, Any], words: str) -> None:
     with refused(ConfigError, words) as raised:
         LLM(str(models.folder(PLAIN)), **args)
     assert ("requests wait" in str(raised.value)) == ("requests wait" in words)
+
+
+def test_refused_draft_models(models: ModelShop, subjects: Subjects, tmp_path: Path) -> None:
+    """A GPU, layers that all have a window, too few positions, and files that cannot be read."""
+    plain, windowed = models.folder(PLAIN), subjects.folder(BY_NAME["mistral-window"])
+    short = shutil.copytree(plain, tmp_path / "short")
+    edit_json(short / "config.json", lambda config: config.update(max_position_embeddings=64))
+    for model, drafts, device, words in (
+        (plain, plain, "cuda", "on CPU only, the device is cuda | '[ngram]'"),
+        (windowed, plain, "cpu", f"a window of {WINDOW} tokens | need the blocks before it"),
+        (plain, short, "cpu", "64 positions | sequences have up to 640 | lower max_model_len"),
+        (plain, tmp_path, "cpu", "cannot be read: | config.json"),
+    ):
+        args = EngineArgs(str(model), speculative_model=str(drafts))
+        with refused((ConfigError, ModelLoadError), f"speculative_model = | {words}"):
+            args.create_engine_config(device)
 
 
 HIDDEN = {
