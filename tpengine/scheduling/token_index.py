@@ -51,7 +51,8 @@ class TokenIndex:
 
     def find(self, tail: Sequence[int], longest: int) -> list[Match]:
         """Returns the places at which the longest end of `tail` stands and is followed by a token,
-        the latest first.
+        the latest first. It compares the latest `_MAX_PLACES` places of the last n-gram: a longer
+        match before them is not found.
 
         Args:
             tail: the last tokens of a text, this one or another.
