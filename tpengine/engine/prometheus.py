@@ -61,7 +61,11 @@ _OF_DRAFTS = (
 # With an attribute of EngineCounters.
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "first_token_s", "From arrival to the first token."),
-    ("inter_token_latency_seconds", "inter_token_s", "Between tokens of a request."),
+    (
+        "inter_token_latency_seconds",
+        "inter_token_s",
+        "Between tokens of a request that come in different steps; accepted drafts come together.",
+    ),
     ("e2e_request_latency_seconds", "whole_s", "From arrival to the end."),
     ("request_queue_time_seconds", "queue_s", "From arrival to the first step."),
     ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of started requests."),

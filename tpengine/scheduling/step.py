@@ -39,7 +39,8 @@ class StepDecisions:
         forced: sequences, each with tokens that its grammar forces after its last one.
         behind: see `StepOutput`.
         first_token_s: seconds from a request's arrival to its first token, of those that got it.
-        inter_token_s: seconds from a request's last token to this one, of the other requests.
+        inter_token_s: seconds from a request's last token to the first one of this step, of the
+            other requests.
     """
 
     tokens: list[tuple[Sequence, int]] = field(default_factory=list)
