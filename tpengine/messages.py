@@ -127,9 +127,10 @@ class StepInput:
     row begins with a token that the worker has sampled and the driver does not know.
 
     A draft is a token that may follow the last one of a sequence. It is computed, and sampled, in a
-    row of its own behind the sequence's row, so that `slots` names the slot once more. What is
-    sampled there counts if the draft, and each one before it, is the token that was sampled in the
-    row before. Example, slot 7 with two drafts, slot 2 without: `slots` is 7 7 7 2.
+    row of its own behind the sequence's row, so that `slots` names the slot once more. A draft is
+    right if it equals the token sampled in the row before it. A row's sample counts if its draft
+    and all drafts before it are right. Example, slot 7 with two drafts, slot 2 without: `slots` is
+    7 7 7 2.
 
     Attributes:
         step: number of the step, counting from 1.

@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import islice
 from typing import NamedTuple
 
 from tpengine.config import LookaheadConfig
@@ -49,6 +49,7 @@ _MAX_DEBT = 0.2
 _MAX_SAVINGS = 1.0
 """Steps; what is above is forgotten."""
 _SEPARATOR = -1
+"""Stands behind each output of a client; no token has this id."""
 _GENERATION_TOKENS = 1 << 15
 _MAX_CLIENTS = 64
 
@@ -252,7 +253,9 @@ class Drafter:
     def _guesses(self, request: Request, sequence: Sequence, text: _Text) -> Iterator[Guess]:
         """The likeliest tokens, one after another."""
         if self._config.draft_model is not None:
-            yield from (Guess(0, "model", min(place, _MAX_RATE)) for place in count(1))
+            for place in range(1, self._config.num_speculative_tokens + 1):
+                yield Guess(0, "model", min(place, _MAX_RATE))
+            return
         forced = text.forced if text.forced_at == sequence.num_tokens else []
         yield from (Guess(token_id, "grammar", _FORCED) for token_id in forced)
         longest = self._config.ngram_prompt_lookup_max

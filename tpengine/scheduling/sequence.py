@@ -88,7 +88,7 @@ class Sequence:
     """Prompt and output tokens at which it ends for its length."""
     num_computed_tokens: int = 0
     num_unanswered: int = 0
-    """Steps that compute or sample it and are not answered yet."""
+    """Its rows in steps that are not answered yet, one more for each that forks it."""
     slot: int | None = None
     status: SequenceStatus = SequenceStatus.WAITING
 

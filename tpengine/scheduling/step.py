@@ -198,10 +198,10 @@ class StepBuilder:
             ends.append(end)
             for _ in self.drafts.get(sequence, ()):
                 message.sample_rows.append(len(rows))
-                for slots in (message.slots, message.sample_slots):
-                    slots.append(slot)
-                for sequences in (rows, sampled):
-                    sequences.append(sequence)
+                message.sample_slots.append(slot)
+                sampled.append(sequence)
+                rows.append(sequence)
+                message.slots.append(slot)
                 message.num_scheduled_tokens.append(1)
                 sequence.num_unanswered += 1
                 ends.append(end)
