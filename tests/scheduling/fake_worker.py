@@ -177,8 +177,10 @@ class FakeWorker:
             if count:
                 output.candidates[place] = candidates_after(self._keys(slot_id), count)
             self._sample(slot_id, output)
-            if not count and output.token_ids[-1] % 2:
-                output.forced[place] = [self._next(slot_id)]
+            if not count and (token_id := output.token_ids[-1]) % 2:
+                keys, slot = self._keys(slot_id), self.slots[slot_id]
+                keys.append(key_of(keys[-1], token_id))
+                output.forced[place] = [sample(keys, slot.new.seed, slot.index)]
         return output
 
     def _verify(self, slot_id: int, place: int, output: StepOutput) -> None:
@@ -287,12 +289,6 @@ class FakeWorker:
         slot.token_ids.append(token_id)
         output.token_ids.append(token_id)
         output.chosen_logprobs.append(-(mix(token_id, len(slot.token_ids)) % 1000) / 100)
-
-    def _next(self, slot_id: int) -> int:
-        """What is sampled after the token that was sampled last."""
-        slot, keys = self.slots[slot_id], self._keys(slot_id)
-        keys.append(key_of(keys[-1], slot.token_ids[-1]))
-        return sample(keys, slot.new.seed, slot.index)
 
     def _place(self, slot: _Slot, position: int) -> int:
         # IndexError: the table is too short.

@@ -7,8 +7,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import Mock
 
-from support.foretold import Foretold, Timeless, totals
+from support.foretold import Foretold, totals
 
 from scheduling.fake_worker import VOCAB_SIZE, FakeWorker, key_of, keys_of, sample
 from tpengine.config import LookaheadConfig, SchedulerConfig
@@ -20,6 +21,7 @@ from tpengine.messages import SamplingRules, StepInput, StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.block_manager import NO_BLOCK, AllocStatus, BlockManager
+from tpengine.scheduling.drafter import Drafter, RowPrices
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import SchedulerOutput
@@ -174,9 +176,10 @@ class Loop:
         self.scheduler = Scheduler(self.config, self.blocks)
         if limits.drafts:
             assert self.config.lookahead is not None
+            drafter = Drafter(self.config.lookahead)
+            drafter._prices = Mock(cost=RowPrices().cost)  # no clock changes what is drafted
             foretold = Foretold(self.config.lookahead, next_tokens)
-            drafter = foretold if limits.foretold else Timeless(self.config.lookahead)
-            self.scheduler._queues.drafter = drafter
+            self.scheduler._queues.drafter = foretold if limits.foretold else drafter
         self._sent: deque[StepInput] = deque()  # what the worker has not begun
         self._answers: deque[StepOutput] = deque()
         # Of each unanswered step: the blocks that each row reads, and those that it writes.

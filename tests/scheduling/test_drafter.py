@@ -175,13 +175,10 @@ def test_a_model_is_judged_by_all_requests(monkeypatch: pytest.MonkeyPatch) -> N
         drafter.count(request.sequences[0], guesses, min(num_accepted, size), is_behind)
         return size
 
-    assert try_it(requests[0], 0, is_behind=True) == 1
-    assert [try_it(requests[0], 0, is_behind=True) for _ in range(60)] == [1] * 60, "not judged"
+    assert {try_it(requests[0], 0, is_behind=True) for _ in range(60)} == {1}, "not judged"
     assert [try_it(request, 4) for request in requests[1:20]][-1] == 4
-    sizes = [try_it(request, 0) for request in requests[20:]]
-    assert sizes[40:].count(0) > 200
-    sizes = [try_it(requests[0], 4) for _ in range(3000)]
-    assert sizes[-1] == 4, "it came to fit"
+    assert [try_it(request, 0) for request in requests[60:]].count(0) > 200
+    assert [try_it(requests[0], 4) for _ in range(3000)][-1] == 4, "it came to fit"
 
 
 @pytest.mark.parametrize(
@@ -256,9 +253,7 @@ def test_no_step_is_planned_behind_one_with_drafts(monkeypatch: pytest.MonkeyPat
     loop.run()
 
 
-def test_steps_are_planned_ahead_while_no_sequence_can_have_drafts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_are_planned_ahead_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Foretold, "begin_step", lambda self, num_sequences: True)
     loop = Loop(Limits(tokens=4, in_flight=3, drafts=3))
     loop.add_plain(1)
@@ -269,6 +264,4 @@ def test_steps_are_planned_ahead_while_no_sequence_can_have_drafts(
     loop.restrict(None)
     loop.step()
     assert not loop.scheduler.wants_drafts, "its tokens are computed again"
-    loop.step()
-    assert loop.scheduler.unanswered
     loop.run()

@@ -41,16 +41,6 @@ class Foretold(Drafter):
         assert all(guess.source is RIGHT for guess in guesses[:num_accepted])
 
 
-class Timeless(Drafter):
-    """Guesses as the drafter does, at prices that no clock changes."""
-
-    def note_guessing(self, seconds: float) -> None:
-        pass
-
-    def note_step(self, num_rows: int, seconds: float) -> None:
-        pass
-
-
 def foretell(engine: LLMEngine, answers: Mapping[tuple[int, ...], Sized[Sized[int]]]) -> Drafter:
     """Lets an engine that looks ahead draft from known outputs.
 
