@@ -382,9 +382,9 @@ def record_steps(num_in_flight: int) -> list[dict[str, float]]:
     schedule, take, steps = scheduler.schedule, executor.take_answer, dict[int, dict[str, float]]()
     answered: list[int] = []
 
-    def note_plan() -> Any:
+    def note_plan(is_alone: bool = False) -> Any:
         start = time.perf_counter()
-        output = schedule()
+        output = schedule(is_alone)
         steps[output.step_input.step] = {"plan": start, "planned": time.perf_counter()}
         return output
 

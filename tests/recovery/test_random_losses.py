@@ -180,8 +180,8 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
             events["decoding when lost"] += running and begun
         restart(scheduler, *args)
 
-    def counting_schedule(scheduler: Scheduler) -> SchedulerOutput:
-        output = schedule(scheduler)
+    def counting_schedule(scheduler: Scheduler, is_alone: bool = False) -> SchedulerOutput:
+        output = schedule(scheduler, is_alone)
         events["preempted"] += len(output.preempted)
         return output
 

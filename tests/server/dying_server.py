@@ -42,7 +42,7 @@ async def told_http_start(*args: Any) -> int:
     return port
 
 
-def failing_schedule(scheduler: Scheduler) -> object:
+def failing_schedule(scheduler: Scheduler, is_alone: bool = False) -> object:
     global num_steps
     num_steps += 1
     if when == "hang":
@@ -51,7 +51,7 @@ def failing_schedule(scheduler: Scheduler) -> object:
             time.sleep(600)
     elif num_steps >= int(when):
         raise ZeroDivisionError("SECRET of the engine")
-    return schedule(scheduler)
+    return schedule(scheduler, is_alone)
 
 
 def endless_start(config: object, executor: Executor) -> None:

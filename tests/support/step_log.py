@@ -61,8 +61,8 @@ def log_steps() -> Iterator[StepLog]:
     log = StepLog()
     schedule = Scheduler.schedule
 
-    def watched(scheduler: Scheduler) -> SchedulerOutput:
-        output = schedule(scheduler)
+    def watched(scheduler: Scheduler, is_alone: bool = False) -> SchedulerOutput:
+        output = schedule(scheduler, is_alone)
         log.record(output)
         return output
 

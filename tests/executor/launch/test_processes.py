@@ -152,7 +152,7 @@ def test_devices(
     monkeypatch.setattr(device, "count_gpus", lambda: len(visible or "01"))
     assert rank_devices("cuda", 2) == devices
     assert rank_devices("cpu", 3) == [()] * 3
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 4 needs .* shows [23] GPUs"):
+    with pytest.raises(ConfigError, match=r"4 ranks need a GPU each, .* shows [23] GPUs"):
         rank_devices("cuda", 4)
 
 
