@@ -91,6 +91,14 @@ def test_stages_change_no_bit(variant: Variant, isa: str, form: str, subjects: S
 
 @pytest.mark.parametrize("form", ["f32", "bf16"])
 def test_two_stages_of_two_ranks_are_two_ranks(form: str, subjects: Subjects) -> None:
+    """Of two tokens that are equally likely, which one is reported as the likeliest depends on the
+    number of rows (torch.topk), so the chosen ones are compared."""
     variant = next(v for v in VARIANTS if divides(v, 2) and not all_windowed(v))
-    expected = answers(subjects, variant, 2, **FORMS[form])
-    assert answers(subjects, variant, 2, pipeline_parallel_size=2, **FORMS[form]) == expected
+    sides = [
+        answers(subjects, variant, 2, pipeline_parallel_size=stages, **FORMS[form])
+        for stages in (1, 2)
+    ]
+    whole, staged = (
+        [(o.token_ids, o.cumulative_logprob) for outputs in side for o in outputs] for side in sides
+    )
+    assert staged == whole
