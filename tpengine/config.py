@@ -535,15 +535,16 @@ def check_stages(
         return
     name = f"pipeline_parallel_size = {count}"
     if implementation != "tpengine":
-        text = f"{name} divides models of tpengine's own code, {architecture_of(hf_config)} runs"
-        raise ConfigError(f"{text} transformers'; use tensor_parallel_size")
+        text = f"{name} needs tpengine's own code, and {architecture_of(hf_config)} runs"
+        hint = "use tensor_parallel_size, or leave model_impl out if it is set"
+        raise ConfigError(f"{text} transformers' code; {hint}")
     num_layers = hf_config.get("num_hidden_layers")
     if isinstance(num_layers, int) and count > num_layers:
         raise ConfigError(f"{name} is more than the {num_layers} layers of the model; lower it")
     if partition is not None and (len(partition) != count or sum(partition) != num_layers):
-        must = f"must be {counted(count, 'number')}, one for each stage ({name}),"
-        got = f"pp_layer_partition = {','.join(map(str, partition))}"
-        raise ConfigError(f"{got} {must} of {num_layers} layers together")
+        got = f"pp_layer_partition = {','.join(map(str, partition))} gives {sum(partition)} layers"
+        got = f"{got} to {counted(len(partition), 'stage')}, and the model has {num_layers} layers"
+        raise ConfigError(f"{got} and {name}; give one number for each stage, of all layers")
 
 
 def replace_rope(
