@@ -32,6 +32,7 @@ FOUR = TinyLlama(64, 4, 2, num_layers=4, tied=True)
         ([1] * 12, 3, [4, 8, 12]),
         ([2] * 11 + [7], 2, [7, 12]),  # the head costs as much as two and a half layers
         ([9, 1, 1, 1, 1, 1], 3, [1, 3, 6]),
+        ([10, 1, 1, 1], 2, [1, 4]),  # as with experts in the first layer only
         ([1, 1, 1], 3, [1, 2, 3]),
         ([5], 1, [1]),
     ],
@@ -40,12 +41,6 @@ def test_division(costs: list[int], num_parts: int, ends: list[int]) -> None:
     parts = divide(costs, num_parts)
     assert [part.stop for part in parts] == ends
     assert [part.start for part in parts] == [0, *ends[:-1]]
-
-
-def test_experts_count_with_their_numbers() -> None:
-    """Stages of a mixture of experts, some of whose layers have one MLP only."""
-    mixed = {"costs": [10, 1, 10, 1], "num_parts": 2}
-    assert [len(part) for part in divide(**mixed)] == [2, 2]
 
 
 @pytest.mark.parametrize("model_type", sorted({v.model_type for v in VARIANTS}))
