@@ -296,8 +296,8 @@ class MemoryLedger:
     """Part of the weights: the slots of LoRA adapters."""
     draft_block_bytes: int = 0
     """Part of a block that the draft model has, which blocks in the host memory lack."""
-    layers: str = ""
-    """Which layers a rank of a pipeline has; empty: all."""
+    stage: str = ""
+    """Stage and layers of a rank of a pipeline; empty: it has all layers."""
 
     @property
     def read_bytes(self) -> int:

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         prompt_len=(4000, "tokens of the long prompt"),
         rounds=(5, "rounds"),
     )
+    parser.add_argument("--pp-layer-partition", help="layers of each stage, such as 7,5")
     parser.add_argument("--quantization")
     parser.add_argument("--dtype", default="auto")
 
@@ -62,6 +63,7 @@ def _engine(folder: str, num_stages: int, args: argparse.Namespace) -> Iterator[
         dtype=args.dtype,
         quantization=args.quantization,
         pipeline_parallel_size=num_stages,
+        pp_layer_partition=args.pp_layer_partition if num_stages > 1 else None,
         executor="local" if num_stages == 1 else "processes",
         cpu_kv_cache_space=_CACHE_GIB / num_stages,
         enable_prefix_caching=False,

@@ -74,7 +74,7 @@ def engine(folder: Path) -> Iterator[LLMEngine]:
 def test_each_stage_is_told_apart(engine: LLMEngine) -> None:
     ledgers = engine.stats().ledgers
     assert [ledger.rank for ledger in ledgers] == [0, 1, 2]
-    assert [entry.layers for entry in ledgers] == [f"layer {i} of 3" for i in range(3)]
+    assert [entry.stage for entry in ledgers] == [f"stage {i}: layer {i} of 3" for i in range(3)]
     assert all(ledger.graphs_bytes > 0 for ledger in ledgers), "decode steps are not recorded"
     assert all(ledger.communicator_bytes > 0 for ledger in ledgers[:2])
 

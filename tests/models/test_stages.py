@@ -16,6 +16,7 @@ from support.variants import VARIANTS
 from support.workers import loaded_worker
 
 from tpengine import EngineArgs
+from tpengine.bench.harness import shape_folder
 from tpengine.distributed.parallel_state import ParallelState, Stage
 from tpengine.errors import ModelLoadError
 from tpengine.layers.weights import Weights
@@ -41,6 +42,12 @@ def test_division(costs: list[int], num_parts: int, ends: list[int]) -> None:
     parts = divide(costs, num_parts)
     assert [part.stop for part in parts] == ends
     assert [part.start for part in parts] == [0, *ends[:-1]]
+
+
+def test_the_output_head_counts_half() -> None:
+    with shape_folder("llama-124m", 64) as folder:  # the head has 3.5 times a layer's numbers
+        model = EngineArgs(folder, skip_tokenizer_init=True).create_engine_config("cpu").model
+        assert layers_of_stages(model, 2) == [range(7), range(7, 12)]
 
 
 @pytest.mark.parametrize("model_type", sorted({v.model_type for v in VARIANTS}))

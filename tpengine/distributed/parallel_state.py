@@ -104,11 +104,12 @@ class Stage:
         return self.index == self.count - 1
 
     def describe(self, num_layers: int) -> str:
-        """Which of a model's layers the stage has; empty: all."""
+        """Names the stage, and which of a model's layers it has; empty: it has all."""
         if self.layers is None or len(self.layers) == num_layers:
             return ""
         first, last = self.layers.start, self.layers.stop - 1
-        return f"{f'layer {last}' if first == last else f'layers {first}-{last}'} of {num_layers}"
+        layers = f"layer {last}" if first == last else f"layers {first}-{last}"
+        return f"stage {self.index}: {layers} of {num_layers}"
 
     @property
     def links(self) -> list[Link]:

@@ -125,7 +125,7 @@ def memory_table(ledgers: Sequence[MemoryLedger], devices: Sequence[str]) -> lis
             f" {activations / _GIB:12.3f} {ledger.communicator_bytes / _GIB:13.3f}"
             f"{gpu_only if on_gpu else ''}"
             f" {ledger.kv_budget_bytes / _GIB:10.3f} {ledger.num_device_blocks:8d}"
-            f"  {f'{ledger.layers}, ' if ledger.layers else ''}{devices[ledger.rank]}"
+            f"  {f'{ledger.stage}, ' if ledger.stage else ''}{devices[ledger.rank]}"
         )
     limiting = [ledger for ledger in ledgers if ledger.num_device_blocks == num_blocks]
     others = [ledger for ledger in ledgers if ledger.num_device_blocks > num_blocks]

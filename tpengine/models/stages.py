@@ -22,9 +22,9 @@ def layers_of_stages(
         num_stages: at most the number of layers.
         sizes: number of layers of each stage; None: they are divided so that the dearest stage is
             as cheap as possible. A layer costs as much as the checkpoint has numbers for it. The
-            output head, which the last stage has too, costs a quarter of what its matrix has: it
-            computes all rows of decodes, and one of a prompt, whose attention costs more besides.
-            The embedding costs nothing: a token looks up one row of it.
+            output head, which the last stage has too, costs half of what its matrix has: it
+            computes all rows of decodes, and one of a prompt. The embedding costs nothing: a token
+            looks up one row of it.
     """
     if sizes is None:
         if num_stages == 1:
@@ -32,7 +32,7 @@ def layers_of_stages(
         whole = Weights(torch.float32, torch.device("meta"), ParallelState())
         build_model(config, whole)
         costs = whole.layer_sizes
-        costs[-1] += config.vocab_size * config.hidden_size // 4
+        costs[-1] += config.vocab_size * config.hidden_size // 2
         return divide(costs, num_stages)
     ends = list(accumulate(sizes))
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -228,7 +228,7 @@ class Worker:
             logits_bytes=logits,
             graphs_bytes=graphs,
             adapters_bytes=0 if self._adapters is None else self._adapters.layers.num_bytes,
-            layers=self._parallel.stage.describe(self._config.model.num_layers),
+            stage=self._parallel.stage.describe(self._config.model.num_layers),
         )
         if ledger.num_device_blocks < 1:
             raise CacheSizeError(

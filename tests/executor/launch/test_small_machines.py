@@ -122,6 +122,7 @@ def test_two_stages_where_one_machine_is_too_small(machines: Machines, tmp_path:
     print(both.stdout)
     assert both.returncode == 0
     for machine, layers in enumerate(("0-5", "6-11")):
-        assert re.search(rf"layers {layers} of 12, .*\(machine{machine}\)", both.stdout)
+        stage = f"stage {machine}: layers {layers} of 12"
+        assert re.search(rf"{stage}, .*\(machine{machine}\)", both.stdout)
     answers = re.findall(r"^'.*' -> (\[\d+(?:, \d+)*\])", both.stdout, re.MULTILINE)
     assert list(map(json.loads, answers)) == generate_here(folder)

@@ -110,6 +110,7 @@ def test_the_feed_of_a_server(server: ServerProcess, door: Door) -> None:
     for use, num_bytes in rank["memory_bytes"].items():
         assert server.metric("tpengine:rank_memory_bytes", rank="0", use=use) == num_bytes
     assert rank["memory_bytes"]["weights"] > 0
+    assert rank["stage"] == ""
     assert rank["memory_bytes"]["kv_cache"] % loads.num_total_blocks == 0
 
 

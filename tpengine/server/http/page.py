@@ -115,6 +115,7 @@ def _ranks(stats: EngineStats, health: EngineHealth) -> Iterator[dict[str, Any]]
         yield {
             "rank": ledger.rank,
             "state": _rank_state(ledger.rank, health),
+            "stage": ledger.stage,
             "device": device,
             "node": node,
             "total_bytes": ledger.total_bytes,

@@ -143,7 +143,7 @@ function drawRanks(ranks) {
     write(entry.querySelector(".name"), `Rank ${rank.rank}`);
     write(pill, rank.state);
     pill.dataset.state = rank.state;
-    write(entry.querySelector(".device"), rank.device);
+    write(entry.querySelector(".device"), [rank.stage, rank.device].filter(Boolean).join(", "));
     const held = Object.values(rank.memory_bytes).reduce((sum, one) => sum + one, 0);
     const uses = { ...rank.memory_bytes, free: Math.max(0, rank.total_bytes - held) };
     const key = JSON.stringify(uses);
