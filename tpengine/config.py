@@ -98,11 +98,17 @@ class ModelConfig:
     @property
     def implementation(self) -> str:
         """Whose code runs the model, and why, for the log."""
+        half = "" if self.text_half_of is None else f", the text half of {self.text_half_of}"
         if self.model_impl == "tpengine":
-            return "tpengine's code"
+            return f"tpengine's code{half}"
         if self.architecture in ARCHITECTURES:
-            return "transformers' code, as model_impl asks"
-        return "transformers' code, tpengine has no code of its own for it"
+            return f"transformers' code, as model_impl asks{half}"
+        return f"transformers' code, tpengine has no code of its own for it{half}"
+
+    @property
+    def text_half_of(self) -> str | None:
+        """Class of the whole model, which reads pictures or sound too; None: this is the whole."""
+        return self.hf_config.get("text_half_of")
 
     @property
     def architecture(self) -> str:
@@ -469,6 +475,8 @@ def _misfit(hf_config: Mapping[str, Any]) -> str | None:
         needed = "transformers' code runs from transformers {}.{}".format(*FALLBACK_NEEDS)
         return f"{needed} on, found {version}; upgrade it"
     architecture, model_type = architecture_of(hf_config), hf_config.get("model_type")
+    if architecture == hf_config.get("text_half_of"):
+        return f"its text half is a {model_type}, which no class of tpengine or transformers runs"
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         lack = "neither tpengine nor the installed transformers has it as a causal decoder"
         return f"{lack}; its model_type is {model_type!r}"

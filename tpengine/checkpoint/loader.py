@@ -21,6 +21,7 @@ from tpengine.checkpoint.gguf_file import is_gguf
 from tpengine.checkpoint.model_files import POINTER, POINTER_FAULT, WEIGHT_FILES, read_json
 from tpengine.checkpoint.quantization_config import read_scheme
 from tpengine.checkpoint.quantized_checkpoint import merge_tensors
+from tpengine.checkpoint.text_tensors import text_tensors
 from tpengine.config import ModelConfig
 from tpengine.errors import ModelLoadError
 from tpengine.layers.weights import (
@@ -96,12 +97,14 @@ class _CheckpointReader:
     def __init__(self, config: ModelConfig, weights: Weights, model: CausalLM) -> None:
         self._folder = Path(config.model)
         self._load_format = config.load_format
+        self._is_text_half = config.text_half_of is not None
         self._scheme = read_scheme(config.hf_config, config.model)
         self._weights = weights
         self._shards = weights.shards
         self._repeated: dict[str, TensorSource] = {}
         self._model = model
         self._missing = set(weights.shards)
+        self._names = dict.fromkeys([*weights.shards, *weights.repeats])
         self._found_repeats: list[CheckpointTensor] = []
         self._problems: list[str] = []
 
@@ -127,14 +130,15 @@ class _CheckpointReader:
             # The library is imported for such files only.
             from tpengine.checkpoint import gguf_weights
 
-            names = [*self._shards, *self._weights.repeats]
-            yield from gguf_weights.read_tensors(str(self._folder), names)
+            yield from gguf_weights.read_tensors(str(self._folder), self._names)
             return
-        tensors = (
+        tensors: Iterator[tuple[str, str, TypedSource]] = (
             (path.name, name, source)
             for path in checkpoint_files(self._folder, self._load_format)
             for name, source in read_tensors(path)
         )
+        if self._is_text_half:
+            tensors = text_tensors(tensors, self._names, self._model.base_prefix)
         if self._scheme is None:
             yield from tensors
         else:

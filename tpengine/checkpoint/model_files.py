@@ -15,6 +15,7 @@ from tpengine.checkpoint import gguf_config
 from tpengine.checkpoint.gguf_file import find_gguf, first_part, is_gguf
 from tpengine.checkpoint.model_defaults import complete_config
 from tpengine.checkpoint.quantization_config import read_scheme
+from tpengine.checkpoint.text_half import fields_of, text_half
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.logger import init_logger
 
@@ -142,7 +143,8 @@ class ModelFiles:
 
 def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
     """Reads `config.json`, or what a GGUF file has of it, and adds the defaults of its
-    architecture, through transformers only if `model_defaults` has no table for it.
+    architecture, through transformers only if `model_defaults` has no table for it. Of a model that
+    reads more than text it returns the text half, see `checkpoint.text_half`.
 
     Raises:
         ConfigError: the architecture of a GGUF file, or a `quantization_config`, is not supported.
@@ -168,10 +170,7 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
             config = AutoConfig.for_model(written.pop("model_type"), **written)
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        fields = json.loads(config.to_json_string(use_diff=False))
-        # Some architectures use other names for common fields (BLOOM: n_layer).
-        renamed = {name: fields.get(own) for name, own in config.attribute_map.items()}
-        return _checked(renamed | fields)
+        return _checked(text_half(config, written) or fields_of(config))
     except (ConfigError, ModelLoadError):
         raise
     except Exception as error:
