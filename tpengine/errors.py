@@ -51,6 +51,11 @@ class InvalidPromptError(RequestError):
     """The prompt is empty, too long, or holds ids outside the vocabulary."""
 
 
+class InvalidPictureError(InvalidPromptError):
+    """A picture of the prompt cannot be fetched, is damaged or of another format, or exceeds a
+    limit. The message never holds what a client or a library has written."""
+
+
 class InvalidAdapterError(RequestError):
     """An adapter cannot be served: its folder, a field of its configuration, or tensors that do not
     fit; the message names all of it."""

@@ -43,6 +43,7 @@ ALLOWED_ROOMS: dict[str, set[str]] = {
     "worker": {"checkpoint", "structured", "models", "layers", "ops", "distributed"},
     "checkpoint": {"models", "layers", "ops", "distributed"},
     "structured": {"layers"},
+    "pictures": set(),
     "models": {"layers", "ops", "distributed"},
     "layers": {"ops", "distributed"},
     "ops": set(),
@@ -70,6 +71,7 @@ HOMES = {
     "orjson": {"server/http"},
     "torch": {"worker", "models", "layers", "distributed", "ops", "checkpoint"},
     "llguidance": {"structured"},
+    "PIL": {"pictures"},
     "transformers": {"config", "checkpoint", "engine/tokenizer", "models/fallback"},
 }
 
