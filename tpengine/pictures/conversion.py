@@ -19,22 +19,20 @@ def to_pixels(image: Image.Image) -> np.ndarray[tuple[int, ...], np.dtype[np.uin
         OSError, ValueError: the image's file cannot be read, or its mode has no RGB.
     """
     image.load()  # before `info` is read: PNG may have its chunks at the end
-    key = image.info.get("transparency")
+    if image.mode == "F":
+        raise ValueError("the range of floating-point levels is not known")
+    orientation, key = _orientation(image), image.info.get("transparency")
     if image.mode.startswith("I"):
         grey = np.asarray(image)
         white = (grey == key) if isinstance(key, int) else np.zeros(grey.shape, bool)
         levels = np.where(white, 255, np.clip(grey, 0, 0xFFFF) >> 8).astype(np.uint8)
         pixels = np.repeat(levels[:, :, None], 3, 2)
     else:
-        if key is not None or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
-            if image.mode in ("La", "PA"):  # they have no direct way
-                image = image.convert("LA" if image.mode == "La" else "RGBA")
-            image = image.convert("RGBA")
+        if key is not None or image.mode in ("RGBA", "LA", "PA", "RGBa"):
             background = Image.new("RGBA", image.size, "white")
-            background.alpha_composite(image)
+            background.alpha_composite(image.convert("RGBA"))
             image = background
         pixels = np.asarray(image.convert("RGB"))
-    orientation = _orientation(image)
     if orientation in (5, 6, 7, 8):  # rows and columns change places
         pixels = pixels.transpose(1, 0, 2)
     down = -1 if orientation in (3, 4, 7, 8) else 1

@@ -81,23 +81,23 @@ def _fetch(url: str, limits: PictureLimits, allowed_hosts: Sequence[str]) -> byt
     except ValueError as error:
         raise InvalidPictureError("the picture's URL is not valid") from error
     if parts.username is not None or parts.password is not None:
-        raise InvalidPictureError(
-            "the picture's URL holds a user's name; only public ones are read"
-        )
+        raise InvalidPictureError("the picture's URL holds a user's name; leave it out")
     if not _is_allowed(host, port, allowed_hosts):
         text = f"{shown} is at a host or port that this server does not fetch from"
         raise InvalidPictureError(f"{text}; send the picture itself, in a data: URL")
     path = urllib.parse.quote(parts.path or "/", _PATH_CHARACTERS)
     query = urllib.parse.quote(parts.query, _PATH_CHARACTERS)
     try:
-        with contextlib.closing(_connect(host, port, deadline)) as plain:
-            link = _secured(plain, host, deadline) if parts.scheme == "https" else plain
-            with contextlib.closing(link):
-                kind = _CONNECTIONS[parts.scheme]
-                connection = kind(host, port)
-                connection.sock = _Timed(link, deadline)
-                connection.request("GET", f"{path}?{query}" if query else path)
-                return _read_answer(connection.getresponse(), shown, limits)
+        with contextlib.ExitStack() as links:
+            link = links.enter_context(_connect(host, port, deadline))
+            if parts.scheme == "https":
+                link.settimeout(_left_s(deadline))
+                context = ssl.create_default_context()
+                link = links.enter_context(context.wrap_socket(link, server_hostname=host))
+            connection = _CONNECTIONS[parts.scheme](host, port)
+            connection.sock = _Timed(link, deadline)
+            connection.request("GET", f"{path}?{query}" if query else path)
+            return _read_answer(connection.getresponse(), shown, limits)
     except InvalidPictureError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -164,12 +164,6 @@ def _is_public(text: str) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
-def _secured(plain: socket.socket, host: str, deadline: float) -> ssl.SSLSocket:
-    """The same connection under TLS, after the server has shown that it is the host."""
-    plain.settimeout(_left_s(deadline))
-    return ssl.create_default_context().wrap_socket(plain, server_hostname=host)
-
-
 def _left_s(deadline: float) -> float:
     left_s = deadline - time.monotonic()
     if left_s <= 0:
@@ -179,13 +173,16 @@ def _left_s(deadline: float) -> float:
 
 class _Timed(io.RawIOBase):
     """A connection as `http.client` uses one. All of it together has a deadline; a socket's own
-    timeout begins anew with each byte."""
+    timeout begins anew with each byte. `http.client` closes it before it has read the answer."""
 
     def __init__(self, link: socket.socket, deadline: float) -> None:
         self._link, self._deadline = link, deadline
 
     def makefile(self, mode: str) -> io.BufferedReader:
         return io.BufferedReader(self)
+
+    def close(self) -> None:
+        pass
 
     def sendall(self, data: bytes) -> None:
         self._link.settimeout(_left_s(self._deadline))

@@ -1,0 +1,98 @@
+"""Files of pictures, and damaged ones."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+def noise(height: int = 19, width: int = 31, num_channels: int = 3) -> np.ndarray:
+    """Random uint8 `[height, width, num_channels]`, always the same."""
+    return np.random.default_rng(7).integers(0, 256, (height, width, num_channels), np.uint8)
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """The image's file."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def with_orientation(value: int, kind: str) -> bytes:
+    """A file whose EXIF has this orientation."""
+    exif = Image.Exif()
+    exif[0x0112] = value
+    image = Image.fromarray(noise(num_channels=3 if kind == "JPEG" else 4))
+    return encoded(image, kind, exif=exif)
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    """A chunk of PNG."""
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png(width: int, height: int, *chunks: bytes) -> bytes:
+    """A grey PNG of these chunks after its header."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + b"".join(chunks) + chunk(b"IEND", b"")
+
+
+def seeds() -> list[bytes]:
+    """Small valid files of the four formats, several kinds of each."""
+    rgb, rgba = Image.fromarray(noise()), Image.fromarray(noise(num_channels=4))
+    frames = [Image.fromarray(noise(9 + i, 9)) for i in range(3)]
+    return [
+        encoded(rgb, "PNG"),
+        encoded(rgba, "PNG", optimize=True),
+        encoded(rgb.quantize(9), "PNG", transparency=3),
+        encoded(Image.fromarray(noise()[..., 0].astype(np.uint16) * 257), "PNG"),
+        encoded(rgb, "JPEG"),
+        encoded(rgb.convert("CMYK"), "JPEG", progressive=True),
+        with_orientation(6, "JPEG"),
+        encoded(rgb, "WEBP"),
+        encoded(rgba, "WEBP", lossless=True),
+        with_orientation(8, "WEBP"),
+        encoded(rgb.quantize(30), "GIF", interlace=1),
+        encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+    ]
+
+
+def mutant(data: bytes, rng: random.Random) -> bytes:
+    """The file with one to four damages: flipped bits, a cut, two pieces in each other's place,
+    four bytes that may be a length, with another value."""
+    for _ in range(rng.randint(1, 4)):
+        changed = bytearray(data)
+        match rng.randrange(4):
+            case 0:
+                for _ in range(rng.randint(1, 8)):
+                    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+            case 1:
+                del changed[rng.randrange(8, len(changed) + 8) :]
+            case 2:
+                a, b, c = sorted(rng.randrange(len(changed) + 1) for _ in range(3))
+                changed = changed[:a] + changed[b:c] + changed[a:b] + changed[c:]
+            case 3:
+                at = rng.randrange(max(len(changed) - 4, 1))
+                value = rng.choice((0, 1, 0x7F, 0xFF, 1 << 15, 1 << 24, 1 << 31, (1 << 32) - 1))
+                changed[at : at + 4] = value.to_bytes(4, rng.choice(("little", "big")))
+        data = bytes(changed) or b"\0"
+    return _with_checksums(data) if data.startswith(b"\x89PNG") and rng.random() < 0.8 else data
+
+
+def _with_checksums(data: bytes) -> bytes:
+    """A PNG whose chunks have right checksums, so that what is in them is read."""
+    changed, at = bytearray(data), 8
+    while at + 12 <= len(data):
+        end = at + 8 + int.from_bytes(data[at : at + 4], "big")
+        if end + 4 <= len(data):
+            changed[end : end + 4] = zlib.crc32(data[at + 4 : end]).to_bytes(4, "big")
+        at = end + 4
+    return bytes(changed)
