@@ -21,6 +21,33 @@ TEMPLATE = (
     "{% endif %}<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
 )
+_ROLE = "{% for m in messages %}<|turn|>{{ m.role }}: "
+_PARTS = "{% for p in m.content %}{{ p.text | trim if p.type == 'text' }}|{% endfor %}"
+_EITHER = "{% if m.content is string %}{{ m.content }}{% else %}" + _PARTS + "{% endif %}"
+_FIRST = "{{ m.content if m.content is string else m.content[0].text }}"
+_END = "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+SMOL = _ROLE + "{% if m.content[0].type == 'image' %}<image>{% endif %}" + _PARTS + _END
+LLAVA = _PARTS.replace("m.content", "m.content | selectattr('type', 'eq', 'text')")
+LLAVA += "{% else %}{{ ' ' + m.content[0].text }}{% endif %}"
+LLAVA = _ROLE + "{% if m.role == 'user' %}" + LLAVA + _END
+QWEN = "{{ tools | tojson if tools }}" + _ROLE + _EITHER + "{{ m.tool_calls }}" + _END
+GEMMA = "{% if m.role == 'system' %}" + _FIRST + "{% else %}"
+GEMMA += "{% set at = loop.index0 - (messages[0].role == 'system') %}"
+GEMMA += "{% if (m.role == 'user') != (at is even) %}{{ raise_exception('turns') }}{% endif %}"
+GEMMA = _ROLE + GEMMA + _EITHER + "{% endif %}" + _END
+MISTRAL = "{% elif m.role == 'system' %}" + _FIRST + "{% elif m.role != 'tool' %}"
+MISTRAL += "{{ m.content + '.' }}{% elif m.tool_call_id | length == 9 %}{{ m.content | tojson }}"
+MISTRAL += "{% else %}{{ raise_exception('nine') }}{% endif %}"
+MISTRAL = _ROLE + "{% if m.role == 'user' %}" + _EITHER + MISTRAL + _END
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def talk(*contents: Any) -> list[dict[str, Any]]:
+    roles = ("system", "user", "assistant", "user")
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
 
 
 def make_hf(**options: Any) -> PreTrainedTokenizerFast:
@@ -126,6 +153,50 @@ def test_chat_ids_are_those_of_the_rendered_template() -> None:
     body = [tokenizer.hf.convert_tokens_to_ids(list(text)) for text in ("user:hi", "assistant:")]
     assert tokenizer.apply_chat_template(messages) == turn + body[0] + turn + body[1]
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == turn + body[0]
+
+
+GIVEN = talk("Rule", parts("one ", "two"), parts("an ", "swer"), "next")
+RENDER: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (SMOL, talk(parts("Rule"), parts("one ", "two"), parts("an ", "swer"), parts("next"))),
+        (LLAVA, talk(parts("Rule"), parts("one ", "two"), parts("an \nswer"), parts("next"))),
+        *((template, GIVEN) for template in (QWEN, GEMMA)),
+        (MISTRAL, talk("Rule", parts("one ", "two"), "an \nswer", "next")),
+        (TEMPLATE, talk("Rule", "one \ntwo", "an \nswer", "next")),
+    ],
+)
+def test_contents_have_the_form_that_the_template_writes(template: str, wanted: Any) -> None:
+    """None that loses a part: some templates read only the first one of a role."""
+    tokenizer = Tokenizer(make_hf(chat_template=template))
+    for start, end in ((0, 4), (0, 2), (1, 2), (3, 4)):
+        text = tokenizer.hf.apply_chat_template(wanted[start:end], **RENDER)
+        assert tokenizer.render_chat(GIVEN[start:end]) == text
+    rules = {"role": "system", "content": parts("Rule", "Law")}
+    text = tokenizer.render_chat([rules, *GIVEN[1:3]], False, continue_final_message=True)
+    assert (text.count("Rule"), text.count("Law"), text[-4:]) == (1, 1, "swer")
+
+
+def test_results_of_tools_have_a_form_of_their_own() -> None:
+    def turns(words: Any, result: Any) -> list[dict[str, Any]]:
+        call = {"id": "123456789", "function": {"name": "sum", "arguments": {"a": 40}}}
+        answer = {"role": "assistant", "content": words, "tool_calls": [call]}
+        return [GIVEN[1], answer, {"role": "tool", "content": result, "tool_call_id": call["id"]}]
+
+    for template, words, result in ((QWEN, parts(""), parts("4", "2")), (MISTRAL, "", "4\n2")):
+        tokenizer, tools = Tokenizer(make_hf(chat_template=template)), [{"name": "sum"}]
+        wanted = tokenizer.hf.apply_chat_template(turns(words, result), tools=tools, **RENDER)
+        assert tokenizer.render_chat(turns(parts(""), parts("4", "2")), tools=tools) == wanted
+
+
+def test_empty_contents_and_a_template_that_refuses_probes() -> None:
+    messages = [{"role": "user", "content": content} for content in ("", [], parts("a", "b"))]
+    tokenizer = Tokenizer(make_hf(chat_template="{{ messages[2].content + '.' }}"))
+    assert tokenizer.render_chat(messages) == "a\nb."
+    assert tokenizer.render_chat(messages[:2], False, SMOL) == "<|turn|>user: |" * 2
 
 
 def test_chat_without_a_template_is_refused(tokenizer: Tokenizer) -> None:

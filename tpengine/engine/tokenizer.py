@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -54,6 +55,13 @@ _METASPACE_STAGES = [
 ]
 _STRIP_STAGE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_TEXT_PARTS = ("text", "refusal")
+"""Types of parts that are text, in a field of the type's name."""
+_PROBE_WORDS, _PROBE_KEY = ("ProbeOne", "ProbeTwo"), "ProbeKey"
+_PROBE_PARTS = [{"type": "text", "text": word, _PROBE_KEY: ""} for word in _PROBE_WORDS]
+_PROBES = {"text": _PROBE_WORDS[0], "part": _PROBE_PARTS[:1], "parts": _PROBE_PARTS}
+"""By name: contents in the forms that a template may accept. A template that writes the key prints
+a list as Python or JSON does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +117,7 @@ class Tokenizer:
         self._plain_backend: Any = self.fast_backend if _decodes_plainly(hf) else None
         if self._plain_backend is not None:
             self.byte_table = _build_byte_table(self._plain_backend)
+        self._content_forms = functools.lru_cache(256)(self._find_content_forms)
         self._vocabulary: Vocabulary | None = None
         self._making = threading.Lock()
 
@@ -202,8 +211,9 @@ class Tokenizer:
 
         Args:
             messages: `{"role": ..., "content": ...}`. The content is a string, or a list of parts
-                `{"type": "text", "text": ...}`, which are joined by line breaks. The template gets
-                other keys too.
+                `{"type": "text", "text": ...}`. A template that writes only one of these forms gets
+                that one: a string becomes a part, and parts become a string, joined by line breaks.
+                The template gets other keys too.
             add_generation_prompt: end with the opening of the assistant's answer.
             chat_template: a template in Jinja, or the name of one of the model's, in place of that
                 which the model has for all conversations, or for those with `tools` ("tool_use").
@@ -229,11 +239,30 @@ class Tokenizer:
         try:
             options |= {"chat_template": chat_template, "tokenize": False}
             options["add_generation_prompt"] = add_generation_prompt
+            template = self.hf.get_chat_template(chat_template, options.get("tools"))
+            for message in conversation:
+                if message.get("content") is not None:
+                    forms = self._content_forms(template, message["role"])
+                    message["content"] = _in_form(message["content"], forms)
             text = self.hf.apply_chat_template(conversation, **options)
         except Exception as error:  # the template is code from the model's folder
             problem = f"the model's chat template refuses these messages: {error}"
             raise errors.InvalidPromptError(problem) from error
         return str(text)
+
+    def _find_content_forms(self, template: str, role: str) -> frozenset[str]:
+        """Returns the keys of `_PROBES` that a template writes whole in messages of a role; if it
+        refuses all of them, those of a user's messages."""
+        of_user = frozenset[str]() if role == "user" else self._content_forms(template, "user")
+        forms = set()
+        for form, content in _PROBES.items():
+            talk = _conversation_around(role, content, _in_form("Hello", of_user))
+            with contextlib.suppress(Exception):  # the template is code from the model's folder
+                text = self.hf.apply_chat_template(talk, chat_template=template, tokenize=False)
+                words = (word for word in _PROBE_WORDS if word in str(content))
+                if _PROBE_KEY not in text and all(word in text for word in words):
+                    forms.add(form)
+        return frozenset(forms) or of_user
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
@@ -348,7 +377,8 @@ def _load_gguf_tokenizer(path: str) -> Tokenizer:
 
 
 def _read_messages(messages: object) -> list[dict[str, Any]]:
-    """Returns a checked conversation; contents are strings, or None beside `tool_calls`."""
+    """Returns a checked conversation; contents are strings, lists of text parts, or None beside
+    `tool_calls`."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         must = 'must be a list of {"role": ..., "content": ...}'
         text = f"{must}, got {type(messages).__name__}"
@@ -363,25 +393,21 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
             raise errors.InvalidPromptError.of_field(place, text)
         fields = dict(message)
         if isinstance(fields.get("content"), (list, tuple)):
-            fields["content"] = _join_parts(fields["content"], f"{place}.content")
+            fields["content"] = _text_parts(fields["content"], f"{place}.content")
         # The template knows what a call of a tool without a text looks like.
         is_call = bool(fields.get("tool_calls")) and fields.get("content") is None
         for key in ("role",) if is_call else ("role", "content"):
             if key not in fields:
                 text = f"{place} has no {key!r}: {fields!r}"
                 raise errors.InvalidPromptError(text, field=f"{place}.{key}")
-            if not isinstance(fields[key], str):
+            if not isinstance(fields[key], (str, list) if key == "content" else str):
                 text = f"must be a string, got {fields[key]!r}"
                 raise errors.InvalidPromptError.of_field(f"{place}.{key}", text)
         conversation.append(fields)
     return conversation
 
 
-_TEXT_PARTS = ("text", "refusal")
-"""Types of parts that are text, in a field of the type's name."""
-
-
-def _join_parts(parts: Sequence[Any], place: str) -> str:
+def _text_parts(parts: Sequence[Any], place: str) -> list[dict[str, str]]:
     """Returns the content of a message that is given as parts.
 
     Args:
@@ -393,7 +419,39 @@ def _join_parts(parts: Sequence[Any], place: str) -> str:
             text = f'must be {{"type": "text", "text": ...}}, got {part!r:.80}'
             text = f"{text}; this engine reads text alone"
             raise errors.InvalidPromptError.of_field(f"{place}[{i}]", text)
-    return "\n".join(part[part["type"]] for part in parts)
+    return [{"type": "text", "text": part[part["type"]]} for part in parts]
+
+
+def _in_form(content: str | list[dict[str, str]], forms: frozenset[str]) -> Any:
+    """Returns a content unchanged if the template accepts it, else in a form that it does accept;
+    a string if it accepts none."""
+    if not isinstance(content, str):
+        if content and "parts" in forms:
+            return content
+        # A template may read the first part alone: several become one.
+        content = "\n".join(part["text"] for part in content)
+    if "text" in forms or "part" not in forms:
+        return content
+    return [{"type": "text", "text": content}]
+
+
+def _conversation_around(role: str, content: Any, hello: Any) -> list[dict[str, Any]]:
+    """Returns a conversation as strict templates want it, with one message of this content; an
+    empty one for an unknown role, of which a client may invent many.
+
+    Args:
+        hello: content of a user's message, if one is needed.
+    """
+    ask, name = {"role": "user", "content": hello}, "probecall"  # Mistral wants nine characters
+    call = {"type": "function", "id": name, "function": {"name": name, "arguments": {}}}
+    message = {"role": role, "content": content, "tool_call_id": name}
+    around = {
+        **{first: [message, ask] for first in ("system", "developer")},
+        "user": [message],
+        "assistant": [ask, message],
+        "tool": [ask, {"role": "assistant", "content": "", "tool_calls": [call]}, message],
+    }
+    return around.get(role, [])
 
 
 def _special_token_ids(hf: Any, backend: Any) -> frozenset[int]:
