@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,16 @@ def test_empty_contents_and_a_template_that_refuses_probes() -> None:
     tokenizer = Tokenizer(make_hf(chat_template="{{ messages[2].content + '.' }}"))
     assert tokenizer.render_chat(messages) == "a\nb."
     assert tokenizer.render_chat(messages[:2], False, SMOL) == "<|turn|>user: |" * 2
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+def test_a_template_for_processors_is_taken_if_there_is_no_other(tmp_path: Path, file: str) -> None:
+    for own, taken in ((None, "old"), ("own", "own")):
+        make_hf(chat_template=own).save_pretrained(tmp_path)
+        (tmp_path / file).write_text(json.dumps({"chat_template": "old"}))
+        tokenizer = load(tmp_path)
+        assert tokenizer is not None
+        assert tokenizer.render_chat(GIVEN) == taken
 
 
 def test_chat_without_a_template_is_refused(tokenizer: Tokenizer) -> None:

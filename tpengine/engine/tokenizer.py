@@ -348,7 +348,12 @@ def _load_hf(config: ModelConfig, folder: Path) -> Any:
     if name is None:
         options["use_fast"] = config.tokenizer_mode != "slow"
         options["trust_remote_code"] = config.trust_remote_code
-    return getattr(transformers, name or "AutoTokenizer").from_pretrained(str(folder), **options)
+    hf = getattr(transformers, name or "AutoTokenizer").from_pretrained(str(folder), **options)
+    for file in ("processor_config.json", "chat_template.json"):
+        # Old vision-language models: transformers gives these only to their processors.
+        if not hf.chat_template and (folder / file).is_file():
+            hf.chat_template = read_json(folder / file).get("chat_template")
+    return hf
 
 
 def _certain_class(folder: Path) -> str | None:

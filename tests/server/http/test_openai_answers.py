@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.server_process import ServerProcess
+from support import byte_llama
+from support.server_process import ServerProcess, serving
 from support.servers import LASTING, MODEL_LENGTH
 from support.waiting import wait_until
 
@@ -101,6 +102,21 @@ def test_forms_of_a_conversation(door: Door, llm: LLM) -> None:
     assert ids(plain, chat_template_kwargs={"enable_thinking": False}) == wanted
     last = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
     assert llm.get_tokenizer().decode(ids(last, continue_final_message=True)).endswith("b c")
+
+
+def test_a_template_of_parts_in_a_file_for_processors(tmp_path: Path) -> None:
+    template = "{% for part in messages[0].content %}{{ part.text }};{% endfor %}"
+    byte_llama.write(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    room = ("--http-port=0", "--cpu-kv-cache-space=0.05")
+    with serving(tmp_path, f"--model={tmp_path}", *room) as process:
+        door = Door(process.http_address)
+        for content in ("ab", [{"type": "text", "text": "ab"}]):
+            body: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
+            with door.open("/tokenize", body) as counted:
+                ids = json.load(counted)["tokens"]
+            body |= {"max_tokens": 1, "return_token_ids": True}
+            assert (len(ids), door.whole("chat/completions", body)["prompt_token_ids"]) == (2, ids)
 
 
 def test_chunks_of_a_stream(door: Door) -> None:
