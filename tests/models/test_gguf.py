@@ -17,7 +17,7 @@ from support.gguf_files import write_gguf
 from support.oracle import Oracle
 from support.programs import python
 from support.subjects import BY_NAME, Subject, Subjects, assert_equal_to_oracle, generate, load
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tpengine import EngineArgs
 from tpengine.checkpoint.gguf_file import open_gguf
@@ -56,7 +56,7 @@ IGNORED = {
 
 
 def make_model(model_type: str, folder: Path, **fields: Any) -> Path:
-    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type], **fields})
+    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS.get(model_type, {}), **fields})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -138,6 +138,57 @@ def test_ids_as_of_the_folder(name: str, tp_size: int, subjects: Subjects, tmp_p
     path = write_gguf(subject.folder, tmp_path / "model.gguf")
     file = Subject(subject.variant, path, subject.oracle, subject.prompts)
     assert_equal_to_oracle(file, generate(file, tp_size))
+
+
+@pytest.mark.parametrize(
+    ("arch", "text", "whole", "sections"),
+    [
+        ("qwen2vl", "qwen2", "qwen2_vl", [2, 3, 3]),
+        ("qwen3vl", "qwen3", "qwen3_vl", [6, 5, 5]),
+        ("qwen3vlmoe", "qwen3_moe", "qwen3_vl_moe", [6, 5, 5]),
+        ("mistral3", "mistral", "mistral3", [1]),
+    ],
+)
+def test_ids_as_of_a_model_that_sees_pictures(
+    arch: str, text: str, whole: str, sections: list[int], tmp_path: Path
+) -> None:
+    """From a folder that holds a projector too."""
+    hf, folder = tmp_path / "hf", tmp_path / "gguf"
+    sizes = {"vocab_size": 320, "max_position_embeddings": 448, "sliding_window": None}
+    half = Oracle(make_model(text, hf, **sizes))
+    config = half.model.config.to_dict()
+    config["rope_parameters"]["mrope_section"] = sections
+    eyes = {"depth": 1, "num_heads": 2, "num_attention_heads": 2, "num_hidden_layers": 1}
+    eyes |= dict.fromkeys(("hidden_size", "out_hidden_size", "embed_dim"), 64)
+    fields = {"text_config": config, "vision_config": eyes, "tie_word_embeddings": False}
+    both = AutoConfig.for_model(whole, **fields)
+    seeing = AutoModelForImageTextToText.from_config(both, dtype=torch.float32)
+    seeing.model.language_model.load_state_dict(half.model.model.state_dict())
+    seeing.lm_head.load_state_dict(half.model.lm_head.state_dict())
+    folder.mkdir()
+    metadata = {f"{arch}.rope.dimension_sections": [*sections, 0], f"{arch}.n_deepstack_layers": 3}
+    write_gguf(hf, folder / "model.gguf", metadata=metadata, arch=arch)
+    write_gguf(hf, folder / "eyes.gguf", metadata={"general.architecture": "clip"})
+    prompts = half.random_prompts((100, 30, 7), seed=1)
+    oracle = Oracle(hf, model=seeing.eval())
+    subject = Subject(BY_NAME["llama-biases"], folder, oracle, prompts)
+    assert_equal_to_oracle(subject, generate(subject, dtype="float32"))
+
+
+def test_projectors_are_left_aside_by_their_metadata(small: Path, tmp_path: Path) -> None:
+    shutil.copy(small, model := tmp_path / "mmproj-model.gguf")
+    for name, metadata in (
+        ("a.gguf", {"general.architecture": "clip"}),
+        ("b.gguf", {"general.type": "mmproj"}),
+    ):
+        eyes = write_gguf(small.parent, tmp_path / name, metadata=metadata)
+        with pytest.raises(ModelLoadError, match=rf"{name} is a projector.*: mmproj-model\.gguf$"):
+            read_hf_config(str(eyes), False)
+        eyes.write_bytes(eyes.read_bytes()[:4096])  # no more of it is read to choose
+    assert ModelFiles(str(tmp_path)).find() == str(model)
+    model.unlink()
+    with pytest.raises(ModelLoadError, match=r"a\.gguf is no whole GGUF file"):
+        open_gguf(ModelFiles(str(tmp_path)).find())
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -252,7 +303,8 @@ def test_sampling_and_end_tokens_come_from_the_file(small: Path, tmp_path: Path)
         ({"llama.context_length": 1 << 31}, "must be one number from 0 to 16777216"),
         ({"general.alignment": 33}, "no power of 2"),
         ({"general.type": "adapter"}, "holds no model, its general.type is 'adapter'"),
-        ({"general.type": "mmproj"}, "holds no model, its general.type is 'mmproj'"),
+        ({"general.type": "mmproj"}, r"is a projector: .* it is published beside this one"),
+        ({"llama.attention.temperature_scale": 0.5}, r"temperature_scale = 0\.5 of .* supported"),
         ({"split.count": [2, 3]}, r"split\.count = \[2 3\]"),
         ({"llama.attention.causal": False}, "causal = False of .* is not supported"),
         ({"llama.logit_scale": 0.5}, r"logit_scale = 0\.5 of .* supported: 1\.0, 0\.0"),

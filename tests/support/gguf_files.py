@@ -18,6 +18,7 @@ from tpengine.config import EMBEDDED_MODEL
 
 ARCHITECTURES = {
     "gemma3_text": "gemma3",
+    "mistral": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -52,6 +53,7 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     only: Callable[[str], bool] = lambda name: True,
     further: dict[str, np.ndarray[Any, Any]] | None = None,
+    arch: str | None = None,
 ) -> Path:
     """Writes the model in `folder` to `path`.
 
@@ -60,11 +62,12 @@ def write_gguf(
         metadata: further values by key; also replaces.
         only: which tensors, by their names in the file.
         further: tensors that are added as they are.
+        arch: of the file; None: that of the model.
     """
     config = json.loads((folder / "config.json").read_text())
     state = load_file(folder / "model.safetensors")
     model_type = config["model_type"]
-    arch = ARCHITECTURES.get(model_type, model_type)
+    arch = arch or ARCHITECTURES.get(model_type, model_type)
     values = _metadata(config, arch, state) | (metadata or {})
     writer = GGUFWriter(path, values.pop("general.architecture", arch))
     for key, value in values.items():
@@ -146,9 +149,9 @@ def _tensors(
         name = name.removeprefix("transformer." if arch == "bloom" else "")
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, name
-        if arch == "llama" and "q_proj" in name:
+        if arch in ("llama", "mistral3") and "q_proj" in name:
             tensor = _permute(tensor, heads)
-        elif arch == "llama" and "k_proj" in name:
+        elif arch in ("llama", "mistral3") and "k_proj" in name:
             tensor = _permute(tensor, config.get("num_key_value_heads") or heads)
         elif arch.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1

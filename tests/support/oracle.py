@@ -33,16 +33,18 @@ class Answer:
 
 
 class Oracle:
-    """Greedy answers of the model in a folder, computed once per prompt.
+    """Greedy answers of the model in a folder, or of `model`, computed once per prompt.
 
     Attributes:
         num_tokens: length of each answer.
     """
 
-    def __init__(self, folder: Path, num_tokens: int = NUM_OUTPUT_TOKENS) -> None:
+    def __init__(
+        self, folder: Path, num_tokens: int = NUM_OUTPUT_TOKENS, model: Any = None
+    ) -> None:
         self._folder = folder
         self.num_tokens = num_tokens
-        self._model: Any = None
+        self._model = model
         self._answers: dict[tuple[int, ...], Answer] = {}
 
     @property

@@ -99,6 +99,11 @@ ARCHITECTURES = {
     ),
     "starcoder2": Architecture("Starcoder2ForCausalLM", "starcoder2", _EPSILON, flags=_USE_BIAS),
 }
+_TEXT_OF = {"mistral3": "llama", "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+"""By architecture of a model that sees pictures: the one that it is for text alone. Then the
+three positions of a token are equal, so that `rope.dimension_sections` changes nothing, and
+`n_deepstack_layers` counts layers that add features of pictures."""
+ARCHITECTURES |= {name: ARCHITECTURES[text] for name, text in _TEXT_OF.items()}
 """By `general.architecture`; a llama that has experts is a mixtral here."""
 
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
@@ -114,7 +119,8 @@ _ROPE = {
 _NO_SCALE = (1.0, 0.0)
 _NEUTRAL: Mapping[tuple[Any, ...], str] = {
     (True,): "attention.causal",
-    (0.0,): "attention.clamp_kqv attention.scale rope.scaling.yarn_log_multiplier",
+    (0.0,): "attention.clamp_kqv attention.scale attention.temperature_scale "
+    "rope.scaling.yarn_log_multiplier",
     _NO_SCALE: "embedding_scale residual_scale logit_scale rope.scaling.alpha expert_weights_scale "
     "expert_gating_func",
     (1.0, -1.0): "rope.scaling.yarn_ext_factor",

@@ -40,6 +40,12 @@ _LENGTH = struct.Struct("<Q")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.(?i:gguf))")
 _NO_MODELS = ("adapter", "imatrix", "mmproj")
 """Values of `general.type`."""
+_PROJECTOR = re.compile(
+    rb"general\.architecture\x08\0{3}\x04\0{7}clip|general\.type\x08\0{3}\x06\0{7}mmproj"
+)
+"""What a projector has in its metadata: key, type, length, text. Old ones lack `general.type`."""
+_HEAD_BYTES = 4096
+"""Where it is looked for: every writer puts `general.architecture` first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +98,28 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def find_gguf(folder: Path) -> Path | None:
-    """Returns the GGUF file of a folder, of a split one the first part; None: it has none.
+    """Returns the GGUF file of a folder, of a split one the first part; None: it has none. A
+    projector counts only if it is alone.
 
     Raises:
         ModelLoadError: it has several.
     """
-    models = {first_part(path) for path in folder.iterdir() if is_gguf(path)}
+    files = _files(folder)
+    models = [path for path in files if not _is_projector(path)] if len(files) > 1 else files
     if len(models) > 1:
-        names = ", ".join(sorted(path.name for path in models))
+        names = ", ".join(path.name for path in models)
         raise ModelLoadError(f"{folder} holds {len(models)} GGUF files ({names}): name one of them")
-    return next(iter(models), None)
+    return next(iter(models or files), None)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted({first_part(path) for path in folder.iterdir() if is_gguf(path)})
+
+
+def _is_projector(path: Path) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return _PROJECTOR.search(file.read(_HEAD_BYTES)) is not None
+    return False  # the one who opens it as a model says what is wrong
 
 
 def first_part(path: Path) -> Path:
@@ -169,6 +187,13 @@ class _Reader:
     def check_part(self, number: int, count: int) -> None:
         """Raises ModelLoadError if the file is not what its name says: it is no model, or another
         part of one, because it was renamed, or its parts were appended to each other."""
+        if _is_projector(self._path):
+            models = [path.name for path in _files(self._path.parent) if not _is_projector(path)]
+            raise ModelLoadError(
+                f"{self._path} is a projector: it turns pictures or sound into a model's inputs, "
+                "which is not supported. Give the file of the language model: "
+                f"{', '.join(models) or 'it is published beside this one'}"
+            )
         if (kind := str(self.metadata.get("general.type"))) in _NO_MODELS:
             raise ModelLoadError(f"{self._path} holds no model, its general.type is {kind!r}")
         part = [str(self.metadata.get(f"split.{key}", 0)) for key in ("no", "count")]
