@@ -119,7 +119,7 @@ def _files(folder: Path) -> list[Path]:
 def _is_projector(path: Path) -> bool:
     with contextlib.suppress(OSError), path.open("rb") as file:
         return _PROJECTOR.search(file.read(_HEAD_BYTES)) is not None
-    return False  # the one who opens it as a model says what is wrong
+    return False  # opening it as a model says what is wrong with it
 
 
 def first_part(path: Path) -> Path:
