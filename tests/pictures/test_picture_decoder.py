@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -43,6 +44,7 @@ from tpengine.errors import (
     RequestFailedError,
     status_of,
 )
+from tpengine.pictures import picture_decoder
 from tpengine.pictures.picture import PictureLimits, from_image
 from tpengine.pictures.picture_decoder import PictureDecoder
 
@@ -140,6 +142,7 @@ BOMBS = {
     "gif": (b"GIF89a" + struct.pack("<HH", 60_000, 60_000) + MODES["GIF"][10:], "60000 x 60000"),
     "jpeg": (MODES["JPEG"].replace(b"\x08\0\x13\0\x1f", b"\x08\xff\xff\xff\xff"), "65535 x 65535"),
     "webp": (b"RIFF\xff\xff\0\0WEBPVP8X\x0a\0\0\0" + WEBP_FRAME + bytes(99), "65536 x 65536"),
+    "none": (png(0, 9, chunk(b"IDAT", ZEROS)), "PNG file that is damaged|0 x 9 pixels"),
     "text": (png(9, 9, chunk(b"zTXt", b"a\0\0" + ZEROS)), "PNG file that is damaged"),
     "profile": (png(9, 9, chunk(b"iCCP", b"a\0\0" + ZEROS)), "PNG file that is damaged"),
     "cut": (MODES["JPEG"][:-99], "JPEG file that is damaged"),
@@ -263,7 +266,7 @@ def test_the_process_has_nothing_but_its_socket(monkeypatch: pytest.MonkeyPatch)
             os.devnull,
             "socket",
         ]
-        assert {*process.environ()} <= {"PYTHONPATH", "OPENBLAS_NUM_THREADS", "LD_LIBRARY_PATH"}
+        assert {*process.environ()} <= {*picture_decoder._VARIABLES, *picture_decoder._SET}
         for kind, value in ((resource.RLIMIT_NOFILE, 3), (resource.RLIMIT_FSIZE, 0)):
             assert process.rlimit(kind) == (value, value)
         assert process.rlimit(resource.RLIMIT_CORE) == (0, 0)
@@ -291,9 +294,13 @@ def test_a_stopped_process_ends_with_its_killed_parent() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        assert host.living_fields(pid) is not None
+        process = psutil.Process(pid)
         parent.kill()
-    wait_until(lambda: host.living_fields(pid) is None)
+    try:
+        wait_until(lambda: host.living_fields(pid) is None, timeout_s=30)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,4 +329,4 @@ def test_mutants_decode_or_are_refused(count: int) -> None:
     print(f"{num_decoded} of {count} decoded, {num_deaths} deaths, resident: {sizes}")
     assert count / 10 < num_decoded < count * 9 / 10
     growth = np.subtract(sizes[count], sizes[min(count // 2, 1000)])
-    assert max(growth) < 16 << 20, f"the parent and the child grew by {growth} bytes"
+    assert max(growth) < 8 << 20, f"the parent and the child grew by {growth} bytes"

@@ -46,9 +46,7 @@ def main() -> None:
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         end_s = math.ceil(time.process_time()) + cpu_s
         resource.setrlimit(resource.RLIMIT_CPU, (end_s if most < 0 else min(end_s, most), most))
-        outcome, size, pixels = _decode(list(FORMATS)[place], orders.read(num_bytes), max_pixels)
-        connection.sendall(ANSWER.pack(outcome, *size))
-        connection.sendall(pixels)
+        _answer(connection, list(FORMATS)[place], orders.read(num_bytes), max_pixels)
 
 
 def _bound(kind: int, value: int) -> None:
@@ -56,6 +54,13 @@ def _bound(kind: int, value: int) -> None:
     most = resource.getrlimit(kind)[1]
     value = value if most == resource.RLIM_INFINITY else min(value, most)
     resource.setrlimit(kind, (value, value))
+
+
+def _answer(connection: socket.socket, name: str, data: bytes, max_pixels: int) -> None:
+    """Sends what became of a file, and keeps nothing of it."""
+    outcome, size, pixels = _decode(name, data, max_pixels)
+    connection.sendall(ANSWER.pack(outcome, *size))
+    connection.sendall(pixels)
 
 
 def _decode(name: str, data: bytes, max_pixels: int) -> tuple[Outcome, tuple[int, int], memoryview]:
@@ -70,8 +75,8 @@ def _decode(name: str, data: bytes, max_pixels: int) -> tuple[Outcome, tuple[int
         if math.prod(size) <= max_pixels:
             image = Image.open(io.BytesIO(data), formats=[name])
             size = (image.height, image.width)
-        if math.prod(size) > max_pixels:
-            return Outcome.TOO_LARGE, size, nothing
+        if not 0 < math.prod(size) <= max_pixels:
+            return Outcome.WRONG_SIZE, size, nothing
         pixels = to_pixels(image)
         height, width, _ = pixels.shape
         return Outcome.DECODED, (height, width), pixels.data

@@ -29,4 +29,4 @@ class Outcome(enum.IntEnum):
 
     DECODED = 0
     DAMAGED = 1
-    TOO_LARGE = 2
+    WRONG_SIZE = 2

@@ -30,6 +30,8 @@ _PROGRAM = "tpengine.pictures.decoder_program"
 """By name: an import of it would import Pillow."""
 _VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """All that the process gets of this one's environment."""
+_SET = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
+"""No further threads; and a fixed threshold, so that memory of large pictures is given back."""
 
 
 class PictureDecoder:
@@ -169,7 +171,7 @@ class _Process:
                     raise OSError("no such size is allowed")
                 pixels = np.frombuffer(self._receive(3 * height * width), np.uint8)
                 return Picture.of_pixels(pixels.reshape(height, width, 3))
-        if outcome == Outcome.TOO_LARGE:
+        if outcome == Outcome.WRONG_SIZE:
             limits.check_size(height, width)
         text = f"the picture is a {name} file that is damaged or of a kind that is not supported"
         raise InvalidPictureError(f"{text}; save it anew, as PNG or JPEG")
@@ -232,7 +234,7 @@ def _keep(
             [sys.executable, "-B", "-P", "-m", _PROGRAM, *map(str, values)],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
-            env={**variables, "OPENBLAS_NUM_THREADS": "1"},
+            env=variables | _SET,
             start_new_session=True,  # a Ctrl-C at the terminal is the parent's alone
         )
     except BaseException as error:
