@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -24,27 +25,14 @@ import numpy as np
 import psutil
 import pytest
 from PIL import Image, ImageOps
-from support.picture_files import (
-    FORMATS,
-    chunk,
-    encoded,
-    mutant,
-    noise,
-    png,
-    seeds,
-    with_orientation,
-)
+from support import picture_files
+from support.picture_files import FORMATS, chunk, encoded, noise, png, with_orientation
 from support.waiting import PATIENCE_S, wait_until
 
-from tpengine import host
-from tpengine.errors import (
-    ConfigError,
-    InvalidPictureError,
-    QueueFullError,
-    RequestFailedError,
-    status_of,
-)
+from tpengine import errors, host
+from tpengine.errors import ConfigError, InvalidPictureError, QueueFullError, RequestFailedError
 from tpengine.pictures import picture_decoder
+from tpengine.pictures.decoder_protocol import ANSWER, Outcome
 from tpengine.pictures.picture import PictureLimits, from_image
 from tpengine.pictures.picture_decoder import PictureDecoder
 
@@ -158,9 +146,9 @@ def test_bombs_and_other_files_are_refused(decoder: PictureDecoder, name: str) -
     data, text = BOMBS[name]
     decoder.decode(MODES["PNG"])
     before = child(decoder)
-    with pytest.raises(InvalidPictureError, match=text) as raised:
+    with pytest.raises(InvalidPictureError, match=text):
         decoder.decode(data)
-    assert status_of(type(raised.value)).http == 400
+    assert errors.status_of(InvalidPictureError).http == 400
     assert child(decoder) == before, "that took a process"
 
 
@@ -225,6 +213,24 @@ def test_a_close_ends_what_is_decoded() -> None:
         assert host.living_fields(process.pid) is None
         with pytest.raises(RequestFailedError, match="closed"):
             slow.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("size", [(1 << 31, 1 << 31), (0, 9), (4096, 4097)])
+def test_false_answers_are_not_followed(decoder: PictureDecoder, size: tuple[int, int]) -> None:
+    for is_early in (True, False):
+        good = decoder.decode(MODES["PNG"])
+        assert decoder._process is not None
+        decoder._process._socket, theirs = socket.socketpair()
+        with theirs, ThreadPoolExecutor(1) as pool:
+            if is_early:  # before the order
+                theirs.sendall(ANSWER.pack(Outcome.DECODED, *size))
+                assert decoder.decode(MODES["PNG"]) == good
+                continue
+            picture = pool.submit(decoder.decode, MODES["PNG"])
+            theirs.recv(1)
+            theirs.sendall(ANSWER.pack(Outcome.DECODED, *size))
+            with pytest.raises(InvalidPictureError, match=BEYOND):
+                picture.result(PATIENCE_S)
 
 
 def test_a_death_between_pictures_costs_none(decoder: PictureDecoder) -> None:
@@ -312,13 +318,13 @@ def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.soak)])
 def test_mutants_decode_or_are_refused(count: int) -> None:
-    rng, files, num_decoded, num_deaths = random.Random(11), seeds(), 0, 0
+    rng, files, num_decoded, num_deaths = random.Random(11), picture_files.seeds(), 0, 0
     sizes: dict[int, tuple[int, int]] = {}
     with PictureDecoder(replace(PATIENT, max_pixels=1 << 20)) as decoder:
         for i in range(1, count + 1):
             before = decoder._process
             try:
-                decoder.decode(mutant(rng.choice(files), rng))
+                decoder.decode(picture_files.mutant(rng.choice(files), rng))
                 num_decoded += 1
             except InvalidPictureError:
                 pass
