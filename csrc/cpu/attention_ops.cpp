@@ -218,12 +218,32 @@ void check_query_start_loc(const char* op, const Tensor& query_start_loc, const 
   }
 }
 
+// The kernel goes through keys once for several queries: no query may see fewer than one before it.
+const int32_t* checked_key_ends(const char* op, const Tensor& key_ends, const AttentionArgs& args,
+                                int64_t num_seqs, int64_t num_tokens) {
+  check_vector(op, "key_ends", key_ends, aoti_torch_dtype_int32(), num_tokens);
+  const int32_t* ends = key_ends.data<int32_t>();
+  for (int64_t s = 0; s < num_seqs; ++s) {
+    const int32_t start = args.query_start_loc[s], stop = args.query_start_loc[s + 1];
+    for (int32_t token = start; token < stop; ++token) {
+      const int32_t own = args.seq_lens[s] - stop + token + 1;
+      const int32_t least = token > start ? std::max(own, ends[token - 1]) : own;
+      if (ends[token] < least || ends[token] > args.seq_lens[s]) {
+        fail(op, "key_ends[" + std::to_string(token) + "] is " + std::to_string(ends[token]) +
+                     "; expected " + std::to_string(least) + " to " +
+                     std::to_string(args.seq_lens[s]));
+      }
+    }
+  }
+  return ends;
+}
+
 void prefill_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
                        const Tensor& v_cache, const Tensor& block_table,
                        const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
                        const Optional<Tensor>& alibi_slopes,
                        const Optional<int64_t>& sliding_window, const Optional<double>& softcap,
-                       double k_scale, double v_scale) {
+                       double k_scale, double v_scale, const Optional<Tensor>& key_ends) {
   const char* op = "prefill_attention";
   check_no_scales(op, k_scale, v_scale);
   AttentionArgs args = make_args(op, out, q, k_cache, v_cache, block_table, seq_lens,
@@ -231,6 +251,7 @@ void prefill_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache
   const int64_t num_seqs = block_table.size(0), threads = num_threads();
   check_query_start_loc(op, query_start_loc, args.seq_lens, num_seqs, q.size(0));
   args.query_start_loc = query_start_loc.data<int32_t>();
+  if (key_ends) args.key_ends = checked_key_ends(op, *key_ends, args, num_seqs, q.size(0));
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t tile = group < kItemRows ? kItemRows / group : 1;
   int64_t num_tiles = 0;

@@ -34,6 +34,7 @@ struct AttentionArgs {
   const int32_t* block_table;      // [num_seqs, block_table_stride]
   const int32_t* query_start_loc;  // [num_seqs + 1]; null: one query per sequence
   const int32_t* seq_lens;         // [num_seqs]
+  const int32_t* key_ends;         // [num_tokens], behind the last key a query sees; null: itself
   const float* alibi_slopes;       // [num_heads]; null: no bias
   int64_t sliding_window;          // keys a query sees, at most
   int64_t num_heads, num_kv_heads, head_dim, block_size;

@@ -206,6 +206,51 @@ def test_chunks_of_a_prompt_give_what_the_whole_gives(
             assert torch.equal(chunk(first, last), whole[first:last])
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("name", "dtype", "cache_dtype"), KERNELS, ids=str)
+def test_queries_that_see_later_keys(
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype, window: int | None
+) -> None:
+    """As in a picture of Gemma 3; also behind cached context, and over a partition's border."""
+    lengths, counts, gen = [1100, 70, 20], [600, 30, 20], generator(8)
+    case = make_case(lengths, 2, 64, dtype, gen, cache_dtype=cache_dtype)
+    q = case.queries(6, counts, gen)
+    starts = [0, *itertools.accumulate(counts)]
+    own = [n - m + 1 + i for n, m in zip(lengths, counts, strict=True) for i in range(m)]
+    ends = torch.tensor(own, dtype=torch.int32)
+    for first, last in ((3, 40), (500, 560), (602, 620), (640, 650)):
+        ends[first:last] = ends[last - 1]
+    rest = (0.125, None, window, None, 1.0, 1.0)
+    answers = []
+    for backend_name in (name, "reference"):
+        with backend(backend_name) as op:
+            attend = op("prefill_attention")
+            answers += [
+                _prefill(attend, case, q, starts, case.seq_lens, *rest, key_ends)
+                for key_ends in (ends, None, torch.tensor(own, dtype=torch.int32))
+            ]
+    seeing, causal, same, expected, *_ = answers
+    assert relative_error(seeing, expected) < ATTENTION_BOUND[dtype]
+    assert torch.equal(causal, same)
+    assert relative_error(causal, expected) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([2, 1, 4, 4], r"key_ends\[1\] is 1; expected 2 to 4"),
+        ([2, 2, 5, 4], "is 5; expected 3 to 4"),
+    ],
+)
+def test_key_ends_out_of_order_are_refused(ends: list[int], words: str) -> None:
+    gen = generator(9)
+    case = make_case([4], 1, 16, torch.float32, gen)
+    q = case.queries(1, [4], gen)
+    rest = (0.25, None, None, None, 1.0, 1.0, torch.tensor(ends, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match=words):
+        _prefill(attention.prefill_attention, case, q, [0, 4], case.seq_lens, *rest)
+
+
 @pytest.mark.parametrize("name", ISAS)
 def test_padding_rows_are_left_alone(name: str) -> None:
     gen = generator(5)

@@ -320,12 +320,14 @@ def attend_sequence(
     alibi_slopes: Tensor | None,
     sliding_window: int | None,
     softcap: float | None = None,
+    key_ends: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last `len(q)` positions of a sequence, computed in float32.
 
     Args:
         q: `[num_queries, num_heads, head_dim]`, any float dtype.
         k, v: `[seq_len, num_kv_heads, head_dim]`, any float dtype.
+        key_ends: see `prefill_attention`.
 
     Returns:
         float32 `[num_queries, num_heads, head_dim]`.
@@ -342,7 +344,7 @@ def attend_sequence(
         logits = softcap * torch.tanh(logits / softcap)
     if alibi_slopes is not None:
         logits = logits + alibi_slopes[:, None, None] * distance
-    hidden = distance > 0
+    hidden = distance > 0 if key_ends is None else key >= key_ends[:, None]
     if sliding_window is not None:
         hidden = hidden | (distance <= -sliding_window)
     logits = logits.masked_fill(hidden, float("-inf"))
@@ -363,6 +365,7 @@ def prefill_attention(
     softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    key_ends: Tensor | None = None,
 ) -> None:
     """Prefill: ragged chunks of queries, each causal over its sequence's whole cached context.
 
@@ -374,6 +377,9 @@ def prefill_attention(
             written.
         query_start_loc: int32 `[num_seqs + 1]`, in ascending order.
         seq_lens: int32 `[num_seqs]`, cached context and the chunk together.
+        key_ends: int32 `[num_tokens]`, the position behind the last key that a query sees, for
+            queries that see later tokens of their chunk; in ascending order in each sequence. A
+            sliding window begins where it would without. None: each query sees itself last.
         block_table and the others: as in `paged_attention`, with the same limits and guarantees; a
             token's result also does not depend on how its prompt was divided into chunks.
 
@@ -390,7 +396,10 @@ def prefill_attention(
             blocks = block_table[seq, : -(-length // block_size)]
             k, v = gather_pages(k_cache, v_cache, blocks)
             k, v = k[:length].float() * k_scale, v[:length].float() * v_scale
-            out[rows] = attend_sequence(q[rows], k, v, scale, alibi_slopes, sliding_window, softcap)
+            ends = None if key_ends is None else key_ends[rows]
+            out[rows] = attend_sequence(
+                q[rows], k, v, scale, alibi_slopes, sliding_window, softcap, ends
+            )
 
 
 def paged_attention(

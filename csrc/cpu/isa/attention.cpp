@@ -117,6 +117,7 @@ inline void attend_rows(const AttentionArgs& a, const AttentionItem& item, int64
     load_row(tile.q + r * a.head_dim, q, a.head_dim);
     tile.end_key[r] = max64(0, length - num_queries + item.first_query + query + 1);
     tile.first_key[r] = max64(0, tile.end_key[r] - a.sliding_window);
+    if (a.key_ends != nullptr) tile.end_key[r] = a.key_ends[first_token + query];
     tile.slope[r] = a.alibi_slopes != nullptr ? a.alibi_slopes[h] : 0.f;
   }
   const int64_t end_key = tile.end_key[count - 1];
