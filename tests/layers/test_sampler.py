@@ -10,7 +10,13 @@ import torch
 from support.distributions import exact_probabilities
 from support.edited_logits import edited
 
-from tpengine.layers.sampler import MAX_COMMON_TOP, noise_keys, sample, token_logprobs
+from tpengine.layers.sampler import (
+    MAX_COMMON_TOP,
+    highest,
+    noise_keys,
+    sample,
+    token_logprobs,
+)
 from tpengine.messages import NewSequence, SamplingRules
 from tpengine.worker.sampling_state import SamplingSlots
 
@@ -85,6 +91,18 @@ def test_logprobs_are_the_same_bits_beside_an_edited_row() -> None:
         batch = slots.gather(np.arange(count), np.full(count, 3, np.int32), token_ids)
         answers.append(sample(logits.clone(), batch).findings.now().chosen_logprobs[:-1])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("count", [1, 3, 17, 300])
+def test_of_equally_likely_tokens_the_first_are_reported(count: int) -> None:
+    """However many rows there are."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(-2, 3, (40, 300), generator=generator).float()
+    for rows in (scores, scores[:1], scores[7]):
+        wanted = rows.sort(dim=-1, descending=True, stable=True)
+        values, indexes = highest(rows, count)
+        assert torch.equal(values, wanted.values[..., :count])
+        assert torch.equal(indexes, wanted.indices[..., :count])
 
 
 def test_any_number_of_tokens_is_reported() -> None:

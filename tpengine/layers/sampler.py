@@ -310,8 +310,8 @@ def token_logprobs(
     vocab_size = shares.shape[1]
     common = max((count for count in num_top if count <= MAX_COMMON_TOP), default=0)
     long = [i for i, count in enumerate(num_top) if count > MAX_COMMON_TOP]
-    tops = [shares.topk(min(common, vocab_size), dim=1)]
-    tops += [shares[i].topk(min(num_top[i], vocab_size)) for i in long]
+    tops = [highest(shares, min(common, vocab_size))]
+    tops += [highest(shares[i], min(num_top[i], vocab_size)) for i in long]
 
     def read(arrays: Sequence[Array]) -> list[TokenLogprobs]:
         logprobs, ranks, values, ids, *rest = (array.tolist() for array in arrays)
@@ -322,8 +322,30 @@ def token_logprobs(
             for i, count in enumerate(num_top)
         ]
 
-    tensors = [tensor for top in tops for tensor in (top.values, top.indices.int())]
+    tensors = [tensor for values, ids in tops for tensor in (values, ids.int())]
     return Pending([own[:, 0], ranks, *tensors], read)
+
+
+def highest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest of the last dimension, and their indexes, int64. On a CPU the first of equal ones
+    count: which ones `torch.topk` takes depends on the number of rows."""
+    values, indexes = scores.topk(count)
+    if not scores.is_cpu or not count:
+        return values, indexes
+    rows, chosen, least = (
+        scores.view(-1, scores.shape[-1]),
+        indexes.view(-1, count),
+        values[..., -1:],
+    )
+    num_candidates = (scores >= least).sum(-1).view(-1)
+    for row in (num_candidates > count).nonzero()[:, 0].tolist():
+        border = rows[row, chosen[row, -1]]
+        higher = chosen[row][rows[row, chosen[row]] > border]
+        equal = (rows[row] == border).nonzero()[: count - len(higher), 0]
+        chosen[row] = torch.cat([higher, equal])
+    indexes = indexes.sort(-1).values
+    values, order = scores.gather(-1, indexes).sort(dim=-1, descending=True, stable=True)
+    return values, indexes.gather(-1, order)
 
 
 def _best_tokens(
@@ -336,7 +358,7 @@ def _best_tokens(
         counts: how many tokens, by row.
         is_ranked: whether to report the tokens' ranks, by row; this sorts the whole row.
     """
-    best, best_ids = scores.topk(min(max(counts), scores.shape[1]), dim=1)
+    best, best_ids = highest(scores, min(max(counts), scores.shape[1]))
     ranked = [i for i, wanted in enumerate(is_ranked) if wanted]
 
     def read(arrays: Sequence[Array]) -> list[Candidates]:
