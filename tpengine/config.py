@@ -49,6 +49,10 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "tpengine.models.smollm3:SmolLM3ForCausalLM",
 }
 """Class of each architecture; its module is imported when a model of it is built."""
+PICTURE_MODELS = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
+"""Values of `model_type` of whole models whose vision towers are run."""
+WHOLE_PICTURES = ("gemma3",)
+"""Those in which the tokens of a picture see each other, also later ones."""
 _CACHED_LAYERS = {"full_attention", "sliding_attention"}
 """Types of layers of transformers whose K and V the paged cache holds."""
 FALLBACK_NEEDS = (5, 4)
@@ -108,7 +112,40 @@ class ModelConfig:
     @property
     def text_half_of(self) -> str | None:
         """Class of the whole model, which reads pictures or sound too; None: this is the whole."""
-        return self.hf_config.get("text_half_of")
+        return None if self.whole is None else architecture_of(self.whole)
+
+    @property
+    def whole(self) -> Mapping[str, Any] | None:
+        """Configuration of the whole model of which this is the text half; None: there is none."""
+        return self.hf_config.get("whole_model")
+
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether prompts may have pictures."""
+        is_known = self.whole is not None and self.whole.get("model_type") in PICTURE_MODELS
+        return is_known and self.model_impl == "tpengine"
+
+    @property
+    def num_picture_layers(self) -> int:
+        """Number of the first layers after each of which features of pictures are added."""
+        sight = (self.whole or {}).get("vision_config") or {}
+        return len(sight.get("deepstack_visual_indexes") or ())
+
+    @property
+    def picture_row_size(self) -> int:
+        """Number of elements that a token of a picture has of its features: what stands in place of
+        its embedding, then what is added after layers."""
+        return self.hidden_size * (1 + self.num_picture_layers)
+
+    @property
+    def picture_rope(self) -> Mapping[str, Any]:
+        """Rotary parameters with `mrope_section`, if tokens of pictures have a position on each of
+        three axes; else empty."""
+        text = (self.whole or {}).get("text_config") or {}
+        rope: Mapping[str, Any] = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        # transformers' code of this one does not ask for the field.
+        alternate = {"mrope_interleaved": True} if text.get("model_type") == "qwen3_vl_text" else {}
+        return {**rope, **alternate} if "mrope_section" in rope else {}
 
     @property
     def architecture(self) -> str:
@@ -290,6 +327,27 @@ class LookaheadConfig:
 
 
 @dataclass(frozen=True)
+class PicturesConfig:
+    """Limits of pictures in prompts.
+
+    Attributes:
+        max_per_prompt: most pictures of a prompt.
+        max_encoder_tokens: most tokens whose features a step computes; one picture may have more.
+        num_cached_rows: features that the ranks keep, in tokens.
+        processor: fields of the model's image processor.
+        are_whole: whether all tokens of a picture are computed in one step, as each sees all.
+        allowed_hosts: from which pictures may be fetched.
+    """
+
+    max_per_prompt: int
+    max_encoder_tokens: int
+    num_cached_rows: int
+    processor: Mapping[str, Any]
+    are_whole: bool = False
+    allowed_hosts: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     """Limits of a step, and the order of requests.
 
@@ -313,6 +371,7 @@ class SchedulerConfig:
         lookahead: None: no drafts.
         num_stages: of the pipeline; running sequences are divided into as many groups, which it
             computes one behind the other.
+        pictures: None: prompts are text alone.
     """
 
     max_num_batched_tokens: int
@@ -328,6 +387,7 @@ class SchedulerConfig:
     fairness: str = "none"
     lookahead: LookaheadConfig | None = None
     num_stages: int = 1
+    pictures: PicturesConfig | None = None
 
     @property
     def max_sampled_rows(self) -> int:
@@ -475,7 +535,7 @@ def _misfit(hf_config: Mapping[str, Any]) -> str | None:
         needed = "transformers' code runs from transformers {}.{}".format(*FALLBACK_NEEDS)
         return f"{needed} on, found {version}; upgrade it"
     architecture, model_type = architecture_of(hf_config), hf_config.get("model_type")
-    if architecture == hf_config.get("text_half_of"):
+    if "whole_model" in hf_config and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return f"its text half is a {model_type}, which no class of tpengine or transformers runs"
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         lack = "neither tpengine nor the installed transformers has it as a causal decoder"

@@ -70,6 +70,47 @@ class NewSequence:
     """Number of candidates to report at each of its samples, for beam search; 0: no candidates."""
     adapter_slot: int | None = None
     """Slot of its adapter; None: it has none."""
+    pictures: list[PictureSpan] = field(default_factory=list)
+    """Where its prompt has pictures, in the order of their positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSpan:
+    """Consecutive tokens of a prompt that stand for a picture, or for a part of one.
+
+    Attributes:
+        start: position of the first token.
+        first_row: the row of the picture's features that this token gets; the others follow.
+        num_columns: tokens that stand for places beside each other; more stand below them.
+        digest: of the picture.
+    """
+
+    start: int
+    num_tokens: int
+    first_row: int
+    num_columns: int
+    digest: bytes
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PictureLoad:
+    """A picture of which the ranks of the first stage compute the features, and keep them.
+
+    Attributes:
+        num_rows: rows of the features; each belongs to a token.
+        pixels: uint8 `[height, width, 3]`, RGB.
+    """
+
+    digest: bytes
+    num_rows: int
+    height: int
+    width: int
+    pixels: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +162,11 @@ class StepInput:
     """One step, from the scheduler to every rank.
 
     Rows are the scheduled sequences: first those with one token to compute, then longer chunks.
-    The worker applies, in this order, `adapter_loads`, `freed_slots`, `new_sequences`, `forks`,
-    `new_block_ids`, `replaced_block_ids`, `token_overrides` and `block_moves`; then it computes all
-    rows and samples. The driver may send a step before it has the answer of the one before: then a
-    row begins with a token that the worker has sampled and the driver does not know.
+    The worker applies, in this order, `adapter_loads`, `dropped_pictures`, `picture_loads`,
+    `freed_slots`, `new_sequences`, `forks`, `new_block_ids`, `replaced_block_ids`,
+    `token_overrides` and `block_moves`; then it computes all rows and samples. The driver may send
+    a step before it has the answer of the one before: then a row begins with a token that the
+    worker has sampled and the driver does not know.
 
     A draft is a token that may follow the last one of a sequence. It is computed, and sampled, in a
     row of its own behind the sequence's row, so that `slots` names the slot once more. A draft is
@@ -148,6 +190,8 @@ class StepInput:
         block_moves: blocks to copy.
         adapter_loads: adapters that come into slots which no running sequence uses.
         drafts: (slot, the sequence's drafts).
+        dropped_pictures: digests of pictures whose features are not needed any more.
+        picture_loads: pictures whose features this step or later ones need.
     """
 
     step: int
@@ -164,6 +208,8 @@ class StepInput:
     block_moves: BlockMoves = field(default_factory=BlockMoves)
     adapter_loads: list[AdapterLoad] = field(default_factory=list)
     drafts: list[tuple[int, list[int]]] = field(default_factory=list)
+    dropped_pictures: list[bytes] = field(default_factory=list)
+    picture_loads: list[PictureLoad] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -224,7 +270,7 @@ class RowError:
 @dataclass(slots=True)
 class StepOutput:
     """The answer of the rank that samples, in the order of `StepInput.sample_slots`; of the first
-    rank of another stage only the errors of adapters count.
+    rank of another stage only the errors of loads count.
 
     Attributes:
         logprobs: by index in `token_ids`, for requests that ask for them, and for those
@@ -239,7 +285,8 @@ class StepOutput:
             meaning, and the request cannot go on.
         chosen_logprobs: float32, log probability of each of `token_ids`; valid where `logprobs` has
             none. An array, since making a list of it costs more than sending it.
-        adapter_errors: by key, why an adapter could not be loaded by all ranks.
+        load_errors: why an adapter could not be loaded by all ranks, by its key, or a picture's
+            features not be computed, by its digest.
         rejected: indexes in `token_ids` of what was sampled after a wrong draft: it does not count.
         forced: by index in `token_ids`, tokens that follow because the sequence's grammar allows no
             other text.
@@ -254,7 +301,7 @@ class StepOutput:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     errors: dict[int, RowError] = field(default_factory=dict)
-    adapter_errors: dict[bytes, str] = field(default_factory=dict)
+    load_errors: dict[bytes, str] = field(default_factory=dict)
     rejected: list[int] = field(default_factory=list)
     forced: dict[int, list[int]] = field(default_factory=dict)
     behind: list[int] = field(default_factory=list)

@@ -96,6 +96,8 @@ def _plain_step(step: messages.StepInput) -> list[Any]:
         step.block_moves or None,
         step.adapter_loads,
         step.drafts,
+        step.dropped_pictures,
+        step.picture_loads,
     ]
 
 
@@ -187,6 +189,7 @@ def _step_input(fields: list[Any]) -> messages.StepInput:
     step.forks = [messages.Fork(*fields) for fields in step.forks]
     step.replaced_block_ids = [(slot, at, block) for slot, at, block in step.replaced_block_ids]
     step.adapter_loads = [messages.AdapterLoad(*fields) for fields in step.adapter_loads]
+    step.picture_loads = [messages.PictureLoad(*fields) for fields in step.picture_loads]
     step.block_moves = messages.BlockMoves(*map(_pairs, step.block_moves or ()))
     return cast(messages.StepInput, step)
 
@@ -198,6 +201,7 @@ def _pairs(values: list[list[int]]) -> list[tuple[int, int]]:
 def _new_sequence(fields: list[Any]) -> messages.NewSequence:
     sequence: Any = messages.NewSequence(*fields)
     sequence.rules = messages.SamplingRules(*sequence.rules)
+    sequence.pictures = [messages.PictureSpan(*fields) for fields in sequence.pictures]
     return cast(messages.NewSequence, sequence)
 
 

@@ -58,7 +58,8 @@ class GroupExecutor(Executor):
         self._limits = limits
         self._engine_id = uuid.uuid4().hex
         self._deadline = StepDeadline(limits.step_timeout_s)
-        self._unanswered: deque[int] = deque()  # tokens of each step
+        # Of each step its tokens, and the rows of features that it computes.
+        self._unanswered: deque[tuple[int, int]] = deque()
         self._group: Group | None = None
         self._times = StartTimes(limits.start_timeout_s)
         self.start_times_s = self._times.seconds
@@ -207,19 +208,19 @@ class GroupExecutor(Executor):
 
     def send_step(self, step: StepInput) -> None:
         """See `Executor`; over the channels."""
-        num_tokens = sum(step.num_scheduled_tokens)
-        timeout_s = self._deadline.of(num_tokens)
-        self._require_group().send_step(step.step, encode(step), timeout_s)
-        self._unanswered.append(num_tokens)
+        num_rows = sum(load.num_rows for load in step.picture_loads)
+        work = sum(step.num_scheduled_tokens), num_rows
+        self._require_group().send_step(step.step, encode(step), self._deadline.of(*work))
+        self._unanswered.append(work)
 
     def take_answer(self) -> StepOutput:
         """See `Executor`."""
-        group, num_tokens = self._require_group(), self._unanswered.popleft()
-        *earlier, last = group.take_answers(self._deadline.of(num_tokens))
+        group, work = self._require_group(), self._unanswered.popleft()
+        *earlier, last = group.take_answers(self._deadline.of(*work))
         answer = decode_output(last)
         for stage in map(decode_output, earlier):
-            answer.adapter_errors.update(stage.adapter_errors)
-        self._deadline.observe(num_tokens, answer.model_s)
+            answer.load_errors.update(stage.load_errors)
+        self._deadline.observe(work[0], answer.model_s)
         return answer
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

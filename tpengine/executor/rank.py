@@ -125,8 +125,8 @@ class Rank:
             self._begun.popleft()
             output.waited_s = self._waited_s
             # The other ranks' samples are the same; their empty answer says that they are done.
-            errors = output.adapter_errors
-            answer = output if self._samples else StepOutput(output.step, [], adapter_errors=errors)
+            errors = output.load_errors
+            answer = output if self._samples else StepOutput(output.step, [], load_errors=errors)
             answers.append((FrameKind.ANSWER, output.step, encode(answer)))
         return answers
 

@@ -254,6 +254,11 @@ def _late(kind: FrameKind, number: int, timeout_s: float) -> ChannelError:
     )
 
 
+_PICTURE_ROW_S = 0.5
+"""For each row of a picture's features that a step computes: a bound that only a hang meets. A
+frozen rank is found earlier, by its heartbeats."""
+
+
 class StepDeadline:
     """The deadline of a step: ten times as long as its tokens should take, and at least `least_s`.
 
@@ -268,12 +273,13 @@ class StepDeadline:
         self._tokens = 0.0
         self._seconds = 0.0
 
-    def of(self, num_tokens: int) -> float:
-        """Seconds for a step of `num_tokens` tokens."""
+    def of(self, num_tokens: int, num_picture_rows: int = 0) -> float:
+        """Seconds for a step of `num_tokens` tokens that computes so many rows of features."""
+        pictures_s = _PICTURE_ROW_S * num_picture_rows
         if not self._tokens:
-            return self._least_s
+            return self._least_s + pictures_s
         predicted_s = num_tokens * self._seconds / self._tokens
-        return max(self._least_s, _PATIENCE * predicted_s)
+        return max(self._least_s, _PATIENCE * predicted_s) + pictures_s
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns how long a step took."""

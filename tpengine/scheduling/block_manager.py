@@ -465,7 +465,8 @@ class BlockManager:
         if sequence.seq_id not in self._chains:
             adapter = request.adapter
             root = root_of(None if adapter is None else adapter.key, request.owner.cache_salt)
-            self._chains[sequence.seq_id] = BlockChain(root=root)
+            pictures = () if request.pictures is None else request.pictures.spans
+            self._chains[sequence.seq_id] = BlockChain(root=root, pictures=pictures)
         return self._chains[sequence.seq_id]
 
     def _cached_window(self, digests: list[bytes]) -> list[int]:

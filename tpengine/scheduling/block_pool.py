@@ -3,9 +3,9 @@
 A block without a holder is free. If its content is known, it stays in a list in order of last use,
 so that a later sequence with the same beginning finds it, until its place is needed (eviction).
 
-The name of a block's content is a SHA-256 digest of the block's tokens and of the digest of the
-block before it; before the first one stands the adapter and the request's salt (`root_of`). So
-equal digests mean equal beginnings, and contents are not compared any further.
+The name of a block's content is a SHA-256 digest of the block's tokens, of the pictures that they
+stand for, and of the digest of the block before it; before the first one stands the adapter and the
+request's salt (`root_of`). So equal digests mean equal beginnings, and contents are not compared.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError
+from tpengine.messages import PictureSpan
 
 _ROOT = b"tpengine"
 
@@ -160,20 +161,26 @@ class BlockChain:
         root: see `root_of`.
         num_published: how many of these blocks were offered to the pool, since their K and V are
             computed.
+        pictures: of the prompt: their tokens have all the same id, so that their digests count.
     """
 
     root: bytes
     digests: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    pictures: Sequence[PictureSpan] = ()
 
     def extend(self, token_ids: list[int], num_blocks: int, block_size: int) -> None:
         """Computes the missing digests of the first `num_blocks` blocks."""
         for index in range(len(self.digests), num_blocks):
             parent = self.digests[-1] if self.digests else self.root
-            ids = token_ids[index * block_size : (index + 1) * block_size]
-            self.digests.append(digest_of(parent, ids))
+            start, end = index * block_size, (index + 1) * block_size
+            for span in self.pictures:
+                if start < span.end and span.start < end:
+                    place = f"{span.start - start} {span.num_tokens} {span.first_row} "
+                    parent = hashlib.sha256(parent + place.encode() + span.digest).digest()
+            self.digests.append(digest_of(parent, token_ids[start:end]))
 
     def fork(self, num_blocks: int) -> BlockChain:
         """The chain of a sequence that shares the first `num_blocks` blocks."""
         published = min(self.num_published, num_blocks)
-        return BlockChain(self.root, self.digests[:num_blocks], published)
+        return BlockChain(self.root, self.digests[:num_blocks], published, self.pictures)

@@ -18,6 +18,7 @@ from tpengine.scheduling.block_pool import expect
 from tpengine.scheduling.drafter import Drafter
 from tpengine.scheduling.fairness import FairShares
 from tpengine.scheduling.passing import Passing
+from tpengine.scheduling.picture_cache import PictureCache
 from tpengine.scheduling.policy import SchedulingPolicy
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import slot_of
@@ -103,6 +104,7 @@ class RequestQueues:
             request id, the number of tokens that the first computes for all. Until then the others
             are WAITING, and have a slot and no blocks.
         passing: decides which requests pass the first waiting one.
+        pictures: features that the ranks hold; None: prompts are text alone.
         drafter: None: no drafts.
         shares: the policy, if it shares the engine among owners; None: it does not.
     """
@@ -121,6 +123,7 @@ class RequestQueues:
         self.unforked: dict[str, int] = {}
         self.slots = BatchSlots(config.max_num_seqs)
         self.adapters = AdapterSlots(config.max_loras)
+        self.pictures = None if config.pictures is None else PictureCache(config.pictures)
         self.passing = Passing(config, blocks, self.adapters, self.running)
         self.drafter = None if config.lookahead is None else Drafter(config.lookahead)
         self.blocks = blocks
@@ -172,6 +175,8 @@ class RequestQueues:
         """See `BatchSlots.tell_changes` and `AdapterSlots.take_loads`."""
         self.slots.tell_changes(message)
         message.adapter_loads = self.adapters.take_loads()
+        if self.pictures is not None:
+            message.dropped_pictures = self.pictures.take_dropped()
 
     def start(self, request: Request) -> None:
         """Waiting to running: a slot for each unfinished sequence, blocks for the first."""
@@ -229,6 +234,8 @@ class RequestQueues:
         self.blocks = blocks
         self.slots = BatchSlots(self._config.max_num_seqs)
         self.adapters.restart()
+        if self.pictures is not None:
+            self.pictures.restart()
         self.passing = Passing(self._config, blocks, self.adapters, self.running)
         self._grammars = frozenset()
         self._sort(lost)

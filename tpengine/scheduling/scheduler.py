@@ -208,7 +208,9 @@ class Scheduler:
         # Before the rows, so that blocks of a failed request are not offered to the prefix cache.
         for request_id, error in decisions.failed.items():
             self.fail_request(request_id, error)
-        queues.adapters.note_failed(decisions.failed_adapters, output.step_input.adapter_loads)
+        queues.adapters.note_failed(decisions.failed_loads, output.step_input.adapter_loads)
+        if queues.pictures is not None:
+            queues.pictures.note_failed(decisions.failed_loads)
         block_size = blocks.block_size
         sizes, ends = output.step_input.num_scheduled_tokens, output.num_computed_tokens
         for sequence, size, num_computed in zip(output.rows, sizes, ends, strict=True):
@@ -343,9 +345,12 @@ class Scheduler:
                 size = len(sequence.token_ids) - sequence.num_computed_tokens
                 if size < 1 and not (size := sequence.num_behind):  # a call for each row costs much
                     continue
-                if size > 1 and not (size := self._chunk_size(request, size, step)):
-                    continue
-                self._add_row(sequence, size, step, lacking > 0)
+                if size > 1:
+                    size = self._chunk_size(request, size, step)
+                elif request.pictures is not None:
+                    size = self._reach(request, size, step)
+                if size:
+                    self._add_row(sequence, size, step, lacking > 0)
 
     def _continue_group(self, request: Request, step: StepBuilder) -> None:
         """Schedules the part of a running request with several sequences that fits."""
@@ -455,7 +460,16 @@ class Scheduler:
         is_divided = request in step.parts or not self._config.enable_chunked_prefill
         if not is_divided and num_left + self._num_without_row(step) - 1 > step.tokens_left:
             self._prompt_shares.divide(request, num_left, step)
-        return min(num_left, step.tokens_left, step.parts.get(request, num_left))
+        size = min(num_left, step.tokens_left, step.parts.get(request, num_left))
+        return self._reach(request, size, step)
+
+    def _reach(self, request: Request, size: int, step: StepBuilder) -> int:
+        """How many of a request's next `size` tokens have the features of their pictures."""
+        pictures = self._queues.pictures
+        if pictures is None or not size:
+            return size
+        left = step.tokens_left
+        return pictures.reach(request, size, left, step.message, self._queues.running)
 
     def _num_without_row(self, step: StepBuilder) -> int:
         return len(self._queues.request_of) - len(step.singles) - len(step.chunks)
@@ -594,7 +608,8 @@ class Scheduler:
             self._compute_common(request, step, grow=False)
         else:
             size = self._chunk_size(request, first.num_behind, step)
-            self._add_row(first, size, step, grow=False)
+            if size:  # else it begins with a picture that this step has no room for
+                self._add_row(first, size, step, grow=False)
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
         """See `hopeless_requests.why_too_long`. Any thread may ask."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from tpengine.errors import IllegalMoveError, RequestError
 from tpengine.inputs import NO_OWNER, Adapter, Owner
-from tpengine.messages import SamplingRules
+from tpengine.messages import PictureLoad, PictureSpan, SamplingRules
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
 
@@ -133,6 +135,19 @@ class Sequence:
         self.status = status
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPictures:
+    """The pictures of a prompt.
+
+    Attributes:
+        spans: the tokens that stand for them, in the order of their positions.
+        loads: by digest.
+    """
+
+    spans: Seq[PictureSpan]
+    loads: Mapping[bytes, PictureLoad]
+
+
 @dataclass(eq=False)
 class CheckedRequest:
     """A request that this model can serve: one prompt as ids, with its sampling parameters."""
@@ -153,6 +168,14 @@ class CheckedRequest:
     """As its folder held it when the request was checked."""
     owner: Owner = NO_OWNER
     """The client that sent it."""
+    pictures: PromptPictures | None = None
+    """None: its prompt is text alone."""
+
+    @property
+    def loaded_keys(self) -> list[bytes]:
+        """Of what ranks load for it: the key of its adapter, the digests of its pictures."""
+        keys = [] if self.adapter is None else [self.adapter.key]
+        return keys + ([] if self.pictures is None else list(self.pictures.loads))
 
 
 @dataclass(eq=False, kw_only=True)

@@ -34,7 +34,7 @@ class StepDecisions:
             no child is a parent.
         overridden: sequences whose token of this step is not the one that rank 0 sampled.
         failed: by id, requests that cannot go on, with the error for the user.
-        failed_adapters: keys of adapters that could not be loaded.
+        failed_loads: keys of adapters, and digests of pictures, that could not be loaded.
         to_report: by id, requests whose user may be told something new after the update.
         forced: sequences, each with tokens that its grammar forces after its last one.
         behind: see `StepOutput`.
@@ -48,7 +48,7 @@ class StepDecisions:
     forks: list[SequencePair] = field(default_factory=list)
     overridden: list[Sequence] = field(default_factory=list)
     failed: dict[str, RequestError] = field(default_factory=dict)
-    failed_adapters: list[bytes] = field(default_factory=list)
+    failed_loads: list[bytes] = field(default_factory=list)
     to_report: dict[str, Request] = field(default_factory=dict)
     forced: list[tuple[Sequence, list[int]]] = field(default_factory=list)
     behind: list[int] = field(default_factory=list)
@@ -166,6 +166,7 @@ class StepBuilder:
                 end_token_ids=sorted(request.end_token_ids) if request.rules.min_tokens else [],
                 num_candidates=request.num_candidates,
                 adapter_slot=adapter_slot,
+                pictures=[] if request.pictures is None else list(request.pictures.spans),
             )
         )
 
