@@ -11,65 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engines import greedy, open_engine, serve
 from support.messages import refused
-from support.tiny_llama import INITIALIZER_RANGE, edit_json
-from transformers import AutoConfig, AutoModelForImageTextToText
+from support.tiny_llama import edit_json
+from support.whole_models import CASES, write_whole
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from tpengine import EngineArgs
 from tpengine.errors import ConfigError, ModelLoadError
 
-TEXT = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 256,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2,
-}  # fmt: skip
-SIGHT = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 2,
-    "image_size": 28, "patch_size": 14, "depth": 2, "num_heads": 2, "out_hidden_size": 64,
-}  # fmt: skip
-WINDOW = {"sliding_window": 24, "query_pre_attn_scalar": 16}
-AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "aya_vision": ("cohere2", {}),  # by transformers' code
-    "gemma3": ("gemma3_text", WINDOW),
-    "idefics2": ("mistral", {}),
-    "idefics3": ("llama", {}),
-    "internvl": ("qwen2", {}),
-    "llava": ("llama", {}),
-    "llava_next": ("mistral", {}),
-    "llava_onevision": ("qwen2", {}),
-    "mistral3": ("mistral", {}),
-    "qwen2_5_vl": ("qwen2_5_vl_text", AXES),
-    "qwen2_vl": ("qwen2_vl_text", AXES),
-    "qwen3_vl": ("qwen3_vl_text", AXES),
-    "smolvlm": ("llama", {}),
-}
-"""By `model_type`: that of the text half, and fields of it."""
 PROMPTS = [[1, *(3 + (7 * i) % 300 for i in range(40))], [1, 9, 17]]
-
-
-def write_whole(folder: Path, model_type: str, **fields: Any) -> Any:
-    """Writes a small random model with both halves; returns it."""
-    text_type, more = CASES.get(model_type, ("gemma", {}))
-    text = {"model_type": text_type, **TEXT, **more}
-    config = AutoConfig.for_model(model_type, text_config=text, vision_config=SIGHT, **fields)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.data.uniform_(0.5, 1.5)
-            elif name.endswith(".bias"):
-                parameter.data.normal_(0.0, INITIALIZER_RANGE)
-    model.save_pretrained(folder)
-    return model
 
 
 def expected(model: Any, prompt: list[int], count: int) -> list[int]:
     ids = torch.tensor([prompt])
     output = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count,
-        min_new_tokens=count, do_sample=False,
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
     )  # fmt: skip
     return list(output[0, len(prompt) :].tolist())
 
@@ -93,7 +49,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ids_of(folder: Path, **args: Any) -> list[list[int]]:
     with open_engine(folder, **args) as engine:
-        return [list(one.outputs[0].token_ids) for one in serve(engine, PROMPTS, greedy(12))]
+        return [list(output.outputs[0].token_ids) for output in serve(engine, PROMPTS, greedy(12))]
 
 
 @pytest.mark.parametrize("places", [{"tp_size": 2}, {"pipeline_parallel_size": 3}], ids=str)

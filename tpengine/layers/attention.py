@@ -25,6 +25,26 @@ _KV_SCALES = (1.0, 1.0)
 better ones."""
 
 
+@dataclass(frozen=True, slots=True)
+class PictureTokens:
+    """What a step needs that computes tokens of pictures.
+
+    Attributes:
+        rotation: places of the step's tokens in a table of their own, int32 `[num_tokens]`, and the
+            table, see `rotary.turned_table`; None: they are rotated as text.
+        rows: int64 `[num_rows]`, tokens that stand for pictures.
+        added: `[num_layers, num_rows, hidden_size]`, what is added to them after each of the first
+            layers.
+        key_ends: of the tokens in chunks, see `ops.reference.prefill_attention`; None: they are
+            causal.
+    """
+
+    rotation: tuple[Tensor, Tensor] | None
+    rows: Tensor
+    added: Tensor
+    key_ends: Tensor | None = None
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """The ragged batch of one step: rows of one token first (decodes), then longer chunks.
@@ -43,6 +63,7 @@ class AttentionMetadata:
         wanted_rows: int64 `[num_wanted]`, the tokens whose final hidden states are needed; None:
             all. For the other tokens the last layer computes K and V only.
         gpu: what attention needs on a GPU in addition; None on CPU.
+        pictures: what tokens that stand for pictures need; None: there are none.
     """
 
     positions: Tensor
@@ -53,6 +74,7 @@ class AttentionMetadata:
     num_decodes: int
     wanted_rows: Tensor | None = None
     gpu: GpuBatch | None = None
+    pictures: PictureTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +149,20 @@ class Attention:
             attend_chunks(out_chunks, heads[decodes:], kv_cache, chunk_table, gpu, self.rule)
             return out
         starts, lengths = metadata.query_start_loc, lengths[decodes:]
-        attention_ops.prefill_attention(
-            out_chunks, q[decodes:], k, v, chunk_table, starts, lengths, *self.rule
-        )
+        chunks = out_chunks, q[decodes:], k, v, chunk_table, starts, lengths
+        if metadata.pictures is None:
+            attention_ops.prefill_attention(*chunks, *self.rule)
+        else:
+            ends = metadata.pictures.key_ends
+            attention_ops.prefill_attention(*chunks, *self.rule, *_KV_SCALES, ends)
         return out
 
     def _write_kv(self, qkv: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
         if self.cos_sin_cache is not None:
             rotated = metadata.positions, qkv, self.cos_sin_cache
+            if metadata.pictures is not None and metadata.pictures.rotation is not None:
+                positions, table = metadata.pictures.rotation
+                rotated = positions, qkv, table
             num_heads = self.num_heads, self.num_kv_heads
             cache_ops.rotary_write_kv_cache(
                 *rotated, metadata.slot_mapping, *kv_cache, *num_heads, is_neox=True

@@ -80,6 +80,34 @@ def build_cos_sin_cache(
     return torch.cat([angles.cos(), angles.sin()], dim=1).mul_(magnitude).to(device)
 
 
+def frequency_axes(rope: Parameters, num_frequencies: int) -> torch.Tensor:
+    """Returns the axis (time, height, width) whose position turns each frequency, int64
+    `[num_frequencies]`, for tokens that have a position on each: in sections that follow each other
+    (Qwen2-VL, https://arxiv.org/abs/2409.12191) or alternate (Qwen3-VL)."""
+    sections = rope["mrope_section"]
+    axes = torch.zeros(num_frequencies, dtype=torch.int64)
+    for axis in (1, 2):
+        if rope.get("mrope_interleaved"):
+            axes[axis : 3 * sections[axis] : 3] = axis
+        else:
+            start = sum(sections[:axis])
+            axes[start : start + sections[axis]] = axis
+    return axes
+
+
+def turned_table(table: torch.Tensor, axes: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Returns the cosines and sines of tokens that have a position on each axis, float32
+    `[num_tokens, rotary_dim]`.
+
+    Args:
+        table: see `build_cos_sin_cache`.
+        axes: see `frequency_axes`.
+        positions: int64 `[3, num_tokens]`.
+    """
+    places = positions[axes].t()
+    return torch.cat([half.gather(0, places) for half in table.chunk(2, dim=1)], dim=1)
+
+
 def _powers(rotary_dim: int, parameters: Parameters) -> torch.Tensor:
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     return _number(parameters, "rope_theta") ** exponents

@@ -135,6 +135,11 @@ class Decoder:
         """
         return None, self.embed_tokens.forward(token_ids)
 
+    @property
+    def rotary_table(self) -> Tensor | None:
+        """The table of `layers.rotary` that the first layer has; None: it does not rotate."""
+        return self.layers[0].attention.attention.cos_sin_cache
+
     def forward(
         self,
         token_ids: Tensor,
@@ -146,10 +151,13 @@ class Decoder:
         x, residual = None, hidden
         if residual is None:
             x, residual = self.embed(token_ids, metadata.positions)
-        last = len(self.layers) - 1
+        last, pictures = len(self.layers) - 1, metadata.pictures
         for i, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             step = LayerStep(kv_cache, metadata, metadata.wanted_rows if i == last else None)
             x, residual = layer.forward(x, residual, step)
+            if pictures is not None and i < len(pictures.added):  # on the first stage
+                assert x is not None, "a layer has an output"
+                x.index_add_(0, pictures.rows, pictures.added[i])
         norm = self.norm if self.stage.is_last else _NONE  # else the sum goes on to the next stage
         return norm.add_forward(x, residual)
 

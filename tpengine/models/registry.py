@@ -78,6 +78,14 @@ class CausalLM(Protocol):
                 tokens.
         """
 
+    def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What the first layer takes, see `Decoder.embed`; called only for prompts with pictures,
+        whose features replace rows of it."""
+
+    @property
+    def rotary_table(self) -> Tensor | None:
+        """See `Decoder.rotary_table`; the same."""
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
 
@@ -109,6 +117,12 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
 def import_fallback() -> Any:
     """Imports transformers, and the module that runs its models; only ranks that need it do so."""
     return importlib.import_module("tpengine.models.fallback.model")
+
+
+def import_vision_tower() -> Any:
+    """Imports transformers, and the module that runs vision towers; only the rank that has one does
+    so."""
+    return importlib.import_module("tpengine.models.vision_tower")
 
 
 def require(config: ModelConfig, field: str, default: Any, *supported: Any) -> Any:

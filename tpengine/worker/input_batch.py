@@ -18,6 +18,7 @@ from tpengine.layers.attention import AttentionMetadata
 from tpengine.layers.device_values import Int32, Int64
 from tpengine.layers.sampler import Filters, SamplingBatch, noise_keys
 from tpengine.messages import Fork, NewSequence, StepInput
+from tpengine.worker.picture_slots import PictureSlots
 from tpengine.worker.sampling_state import SamplingSlots, num_drafts_before
 from tpengine.worker.transfers import Uploads
 
@@ -74,12 +75,14 @@ class InputBatch:
     Args:
         num_kept_tokens: see `EngineConfig.num_kept_tokens`.
         processed: see `SamplingSlots`.
+        has_axes: whether tokens of pictures have a position on each of three axes.
 
     Attributes:
         token_ids: int32 `[max_num_seqs, max_model_len]`, prompt and output.
         num_tokens, num_computed_tokens: int32 `[max_num_seqs]`.
         block_table: int32 `[max_num_seqs, max_blocks]`.
         sampling: sampling parameters of each slot.
+        pictures: where the prompts have pictures.
         adapter_slots: int32 `[max_num_seqs]`, slot of the sequence's adapter; -1: none.
     """
 
@@ -91,6 +94,7 @@ class InputBatch:
         uploads: Uploads,
         num_kept_tokens: int = sys.maxsize,
         processed: bool = False,
+        has_axes: bool = False,
     ) -> None:
         self.block_size = block_size
         self.uploads = uploads
@@ -104,11 +108,13 @@ class InputBatch:
         self._seeds = [0] * max_num_seqs
         self.adapter_slots = np.full(max_num_seqs, -1, np.int32)
         self.sampling = SamplingSlots(max_num_seqs, uploads.device, processed)
+        self.pictures = PictureSlots(max_num_seqs, has_axes)
 
     def apply(self, step: StepInput) -> None:
         """Applies the driver's changes to the slots, in the order that `StepInput` documents."""
         for slot in step.freed_slots:
             self.sampling.clear(slot)
+            self.pictures.leave(slot)
         for sequence in step.new_sequences:
             self._enter(sequence)
         for fork in step.forks:
@@ -172,6 +178,8 @@ class InputBatch:
         block_ids = self.block_table[token_slots, positions // self.block_size]
         slot_mapping = block_ids * self.block_size + positions % self.block_size
         table = self._kept_blocks(self.block_table[slots, :max_blocks], computed)
+        if self.pictures.has_offsets:
+            positions = positions + self.pictures.offsets[token_slots]
         return StepArrays(
             token_ids, positions, slot_mapping, table, seq_lens, starts, num_decodes, scheduled
         )
@@ -300,13 +308,15 @@ class InputBatch:
         self._seeds[slot] = sequence.seed
         self.adapter_slots[slot] = -1 if sequence.adapter_slot is None else sequence.adapter_slot
         self.sampling.write(slot, sequence, noise_keys(sequence.seed, sequence.index))
+        self.pictures.enter(slot, sequence.pictures)
 
     def _fork(self, fork: Fork) -> None:
         parent, child = fork.parent_slot, fork.child_slot
         num_tokens, num_blocks = self.num_tokens[parent], self._num_blocks[parent]
         self.token_ids[child, :num_tokens] = self.token_ids[parent, :num_tokens]
         self.block_table[child, :num_blocks] = self.block_table[parent, :num_blocks]
-        columns = self.num_tokens, self.num_computed_tokens, self.adapter_slots, self._num_blocks
+        columns = [self.num_tokens, self.num_computed_tokens, self.adapter_slots, self._num_blocks]
+        columns.append(self.pictures.offsets)  # the child computes no token of a picture
         for column in columns:
             column[child] = column[parent]
         seed = self._seeds[child] = self._seeds[parent]

@@ -30,6 +30,7 @@ from tpengine.worker.draft_model import DraftModel
 from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
+from tpengine.worker.picture_store import PictureStore
 from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.stage_ends import StageEnds
 from tpengine.worker.transfers import Downloads, Uploads
@@ -82,7 +83,7 @@ class _PendingStep:
     step: StepInput
     answer: PendingAnswer
     start: float
-    adapter_errors: dict[bytes, str]
+    load_errors: dict[bytes, str]
     behind: list[int] = field(default_factory=list)
     freed_slots: set[int] = field(default_factory=set)
 
@@ -94,6 +95,7 @@ class ModelRunner:
         gpu: what attention needs on a GPU; None: on CPU.
         adapters: None: the engine serves no adapters.
         works_ahead: whether a step's answer may wait until the next step was launched.
+        pictures: None: prompts are text alone.
         ends: of a pipeline stage.
 
     Attributes:
@@ -115,6 +117,7 @@ class ModelRunner:
         gpu: GpuAttention | None = None,
         adapters: AdapterStore | None = None,
         works_ahead: bool = False,
+        pictures: PictureStore | None = None,
     ) -> None:
         self.model = model
         self.cache_engine = cache_engine
@@ -124,6 +127,7 @@ class ModelRunner:
         self.draft_model: DraftModel | None = None
         self._adapters = adapters
         self._works_ahead = works_ahead
+        self._pictures = pictures
         self._ends = ends
         self._pending: deque[_PendingStep] = deque()
         self._finished_at = 0.0
@@ -137,7 +141,8 @@ class ModelRunner:
         self._max_logprobs = vocab_size if most == -1 else min(most, vocab_size)
         limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len
         block_size, num_kept = config.cache.block_size, config.num_kept_tokens
-        self.batch = InputBatch(*limits, block_size, self.uploads, num_kept, self._processed)
+        sizes, has_axes = (*limits, block_size), bool(config.model.picture_rope)
+        self.batch = InputBatch(*sizes, self.uploads, num_kept, self._processed, has_axes)
 
     @property
     def grammars(self) -> GrammarSlots:
@@ -168,10 +173,10 @@ class ModelRunner:
         if not is_last:
             for _ in range(self._ends.num_needed([p.step for p in self._pending], step)):
                 self.finish()
-        adapter_errors = self.apply(step)
+        load_errors = self.apply(step)
         if not is_last:
             self._pass_on(step)
-            return [StepOutput(step.step, [], adapter_errors=adapter_errors)]
+            return [StepOutput(step.step, [], load_errors=load_errors)]
         start, behind = time.perf_counter(), list[int]()
         if self.draft_model is not None and step.drafts:
             behind = self.draft_model.guess(step)
@@ -186,7 +191,7 @@ class ModelRunner:
         if not has_all_ids:
             parameters = self._sampling_parameters(step)
         answer = self.sample(step, inputs, parameters, hidden)
-        self._pending.append(_PendingStep(step, answer, start, adapter_errors, behind))
+        self._pending.append(_PendingStep(step, answer, start, load_errors, behind))
         return outputs if self._works_ahead else [*outputs, *self.finish()]
 
     def _pass_on(self, step: StepInput) -> None:
@@ -220,7 +225,7 @@ class ModelRunner:
                 candidates=findings.candidates,
                 prompt_logprobs=prompt_logprobs,
                 errors=findings.errors,
-                adapter_errors=pending.adapter_errors,
+                load_errors=pending.load_errors,
                 rejected=rejected,
                 forced=forced,
                 behind=pending.behind,
@@ -245,9 +250,11 @@ class ModelRunner:
         return {at: ids[: config.num_speculative_tokens] for at, ids in forced.items() if ids}
 
     def apply(self, step: StepInput) -> dict[bytes, str]:
-        """Brings adapters, batch and cache up to date with the driver; returns why adapters could
-        not be loaded."""
+        """Brings adapters, pictures, batch and cache up to date with the driver; returns what could
+        not be loaded, and why."""
         errors = {} if self._adapters is None else self._adapters.load(step.adapter_loads)
+        if self._pictures is not None:
+            errors |= self._pictures.apply(step)
         for pending in self._pending:
             pending.freed_slots.update(step.freed_slots)
         self.batch.apply(step)
@@ -283,7 +290,12 @@ class ModelRunner:
         grouped = None
         if self._adapters is not None:
             grouped = group_rows(self.batch.adapter_slots[slots], arrays.num_scheduled_tokens)
+        pictures = None
+        if self._pictures is not None:
+            pictures = self._pictures.of_step(step, arrays, self.batch)
         recorded = self.recorded if grouped is None else self.recorded_adapters
+        if pictures is not None:  # a recording has no such inputs
+            recorded = None
         if recorded is not None and arrays.num_decodes == num_rows <= recorded.max_rows:
             self.cache_engine.kv_caches.wait()  # a recording does not iterate over the layers
             recorded.write(arrays, self.uploads, token_ids)
@@ -292,11 +304,13 @@ class ModelRunner:
             return lambda: keep_rows(recorded.run(num_rows), wanted)
         sent_ids, metadata = self._upload(arrays)
         ids = sent_ids if token_ids is None else token_ids.int()
-        if grouped is None:
+        if pictures is not None:
+            entering = pictures.enter(self.model, ids, metadata, self.uploads, entering)
+        if grouped is None and pictures is None:
             metadata.wanted_rows = wanted
             return lambda: self._forward(ids, metadata, entering)
         # The last layer keeps all rows, so that all layers have the same ones.
-        lora_rows = LoRARows(*self.uploads.send(grouped))
+        lora_rows = None if grouped is None else LoRARows(*self.uploads.send(grouped))
         return lambda: keep_rows(self._forward(ids, metadata, entering, lora_rows), wanted)
 
     def _ids_in_flight(self, step: StepInput, arrays: StepArrays) -> torch.Tensor | None:

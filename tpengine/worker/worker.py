@@ -17,13 +17,13 @@ from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import make_store
 from tpengine.distributed.shared_memory import SharedMemoryCollectives
-from tpengine.errors import CacheSizeError, counted, is_device_fault
+from tpengine.errors import CacheSizeError, ConfigError, counted, is_device_fault
 from tpengine.layers.adapter_parts import Targets
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import Weights
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
-from tpengine.models.registry import CausalLM, import_fallback
+from tpengine.models.registry import CausalLM, import_fallback, import_vision_tower
 from tpengine.models.stages import layers_of_stages
 from tpengine.ops.recording import has_recordings
 from tpengine.structured.grammars import Vocabulary
@@ -35,6 +35,7 @@ from tpengine.worker.draft_model import DraftModel
 from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers, check_attention
 from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
 from tpengine.worker.model_runner import ModelRunner
+from tpengine.worker.picture_store import PictureStore
 from tpengine.worker.stage_ends import StageEnds
 
 
@@ -68,6 +69,7 @@ class Worker:
         self._ends: StageEnds  # from `load_model` on
         self._all_record: bool | None = None
         self._adapters: AdapterStore | None = None
+        self._pictures: PictureStore | None = None
         self._draft_model: CausalLM | None = None
         self._runner: ModelRunner | None = None
 
@@ -135,6 +137,7 @@ class Worker:
             weights = Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
             self._model = load_model(model, weights, lambda made: self._check(made, weights))
             self._weights_bytes, digest = weights.num_bytes, weights.digest
+            self._load_pictures()
             if (config := self._config.of_draft_model) is not None:
                 drafting = self._load_draft_model(config)
                 self._weights_bytes += drafting.num_bytes
@@ -154,6 +157,28 @@ class Worker:
     @property
     def _num_stages(self) -> int:
         return self._config.parallel.pipeline_parallel_size
+
+    def _load_pictures(self) -> None:
+        """Loads what sees, on the first rank, and counts the room for features on the first stage.
+
+        Raises:
+            ConfigError: the first stage has too few layers.
+        """
+        config, parallel, tower = self._config, self._parallel, None
+        if (limits := config.scheduler.pictures) is None:
+            return
+        model = config.model
+        if parallel.stage.is_first:
+            num_layers = len(parallel.stage.layers or range(model.num_layers))
+            if num_layers < model.num_picture_layers:
+                text = f"features of pictures are added after {model.num_picture_layers} layers"
+                raise ConfigError(f"{text}, and the first stage has fewer; set pp_layer_partition")
+            if parallel.tp_rank == 0:
+                tower = import_vision_tower().VisionTower(model, self._dtype, self._device)
+                self._weights_bytes += tower.num_bytes
+            row_bytes = model.picture_row_size * self._dtype.itemsize
+            self._weights_bytes += limits.num_cached_rows * row_bytes
+        self._pictures = PictureStore(tower, config, self._dtype, self._device, parallel)
 
     def _load_draft_model(self, config: EngineConfig) -> Weights:
         """Loads the model that makes drafts; returns its weights."""
@@ -291,6 +316,7 @@ class Worker:
         finally:
             self._parallel.close()
         self._store = self._model = self._gpu = self._runner = self._adapters = None
+        self._pictures = None
         self._draft_model = None
         self._release()
 
@@ -468,6 +494,7 @@ class Worker:
                 self._gpu,
                 self._adapters,
                 self._works_ahead,
+                self._pictures,
             )
         except (MemoryError, RuntimeError) as error:
             if is_device_fault(error):

@@ -1,0 +1,68 @@
+"""Pictures in prompts, beside the whole model of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import greedy, open_engine
+from support.matrix import matrix
+from support.whole_models import MODELS, PICTURES, PROMPTS, Whole, picture, serve_prompts, write
+from transformers import AutoTokenizer, Idefics3Processor
+
+
+@pytest.fixture(scope="module")
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return write(request.param, tmp_path_factory.mktemp(request.param))
+
+
+ARGS: dict[str, dict[str, Any]] = {
+    "two-stages": {"pipeline_parallel_size": 2, "pp_layer_partition": "2,1"},
+    "whole": {},
+    "chunks": {"max_num_batched_tokens": 7},
+    "one-by-one": {"max_num_batched_tokens": 16, "max_encoder_tokens": 1, "encoder_cache": 1.2e-5},
+    "prefix-cache": {"enable_prefix_caching": True, "block_size": 8},
+    "two-ranks": {"tp_size": 2},
+}
+
+
+@pytest.mark.parametrize(("whole", "args"), matrix(list(MODELS), list(ARGS)), indirect=["whole"])
+def test_ids_are_those_of_transformers(whole: Whole, args: str) -> None:
+    with open_engine(whole.folder, **ARGS[args]) as engine:
+        for _ in range(2):
+            outputs = serve_prompts(engine, PROMPTS)
+            for output, (_, images) in zip(outputs, PROMPTS, strict=True):
+                assert output.error is None
+                wanted = whole.ids(output.prompt_token_ids, images)
+                assert list(output.outputs[0].token_ids) == wanted
+
+
+@pytest.mark.parametrize("whole", ["smolvlm"], indirect=True)
+@pytest.mark.parametrize(
+    ("height", "width"), [(28, 28), (90, 31), (20, 200), (27, 85), (84, 84), (1, 9)]
+)
+def test_the_tokens_of_a_picture_are_those_of_the_models_processor(
+    whole: Whole, height: int, width: int
+) -> None:
+    """SmolVLM's own needs a package for videos; that of Idefics3 writes the same for pictures."""
+    tokenizer = AutoTokenizer.from_pretrained(whole.folder)
+    processor = Idefics3Processor(whole.processor, tokenizer, image_seq_len=1)
+    image, text = picture(5, height, width), "ab <image>\nWhat is this?"
+    wanted = processor(images=[image], text=text, input_data_format="channels_last")["input_ids"][0]
+    with open_engine(whole.folder) as engine:
+        engine.add_request("0", {"prompt": text, "multi_modal_data": {"image": image}}, greedy(1))
+        (output,) = engine.step()
+    assert output.prompt_token_ids == wanted
+
+
+def test_what_stands_beside_a_picture_of_gemma_joins_the_text(tmp_path: Path) -> None:
+    """Its processor replaces text, so that line ends may become one token."""
+    whole = write("gemma3", tmp_path)
+    text, picture_text = "ab{}\nab", "\n\n<start_of_image>{}<end_of_image>\n\n"
+    expanded = text.format(picture_text.format("<image_soft_token>" * 4))
+    with open_engine(whole.folder) as engine:
+        inputs: Any = {"prompt": text.format("<image>"), "multi_modal_data": {"image": PICTURES[0]}}
+        engine.add_request("0", inputs, greedy(1))
+        (output,) = engine.step()
+    assert output.prompt_token_ids == AutoTokenizer.from_pretrained(tmp_path)(expanded)["input_ids"]
