@@ -113,7 +113,12 @@ def test_what_is_not_served_is_refused_by_name(llm: LLM, name: str) -> None:
     [
         (None, None, "none of them"),
         ({"prompt_token_id": [1]}, None, "prompt_token_ids | prompt_token_id'"),
-        ({"prompt_token_ids": [5], "multi_modal_data": {}}, None, "multi_modal_data | text alone"),
+        ({"prompt_token_ids": [5], "multi_modal_data": {"image": 1}}, None, "text alone"),
+        (
+            {"prompt_token_ids": [5], "multi_modal_data": {"audio": 1}},
+            None,
+            "must be {'image': ...}",
+        ),
         (7, None, "int | prompt_token_ids"),
         (["a", "b"], None, "list"),
         (None, 7, "int | list of integers"),

@@ -35,6 +35,7 @@ Config = TypeVar("Config")
 _GPUS, _RANKS, _RAY = "GPUs", "ranks in processes of their own", "ranks on Ray"
 _DRAFTS, _MATCHES = "a speculative_model", "[ngram] and [suffix]"
 _NUM_DRAFTS = 8
+_MAX_PICTURES = 16
 _LONGEST_MATCH = {"[ngram]": 8, "[suffix]": 32}
 
 
@@ -173,6 +174,16 @@ class EngineArgs(Options):
     as --num-speculative-tokens."""
 
     _: KW_ONLY
+    limit_mm_per_prompt: Mapping[str, Any] | None = option(None, metavar="JSON")
+    """Most pictures of a prompt, such as {"image": 4}; default: {"image": 16}. With 0 the vision
+    tower is not loaded."""
+    allowed_media_hosts: str | Sequence[str] | None = option(None, takes_words=True)
+    """Hosts from which pictures are fetched, as in example.org, *.example.org, 10.0.0.5:8000; a
+    name must lead to public addresses alone; default: none, pictures come in data: URLs."""
+    max_encoder_tokens: int = option(4096, at_least=1)
+    """Most tokens of pictures whose features a step computes; one picture may have more."""
+    encoder_cache: float = option(0.25, more_than=0)
+    """GiB for features of pictures on each rank of the first stage."""
     scheduling_policy: str = option("fcfs", cfg.SCHEDULING_POLICIES)
     """Order of requests: fcfs is first come, first served; priority serves the lowest number first,
     with a limit on how often a request is overtaken."""
@@ -489,7 +500,43 @@ class EngineArgs(Options):
             num_stages=self.pipeline_parallel_size,
             max_loras=self.max_loras if self.enable_lora else 0,
             lookahead=self._lookahead_config(model, device),
+            pictures=self._pictures_config(model, device, budget),
         )
+
+    def _pictures_config(
+        self, model: cfg.ModelConfig, device: str, budget: int
+    ) -> cfg.PicturesConfig | None:
+        limits = self.limit_mm_per_prompt or {}
+        most = limits.get("image", _MAX_PICTURES)
+        if limits.keys() - {"image"} or type(most) is not int or most < 0:
+            text = f'limit_mm_per_prompt = {limits!r} must be as in {{"image": 4}}'
+            raise ConfigError(f"{text}: only pictures are served")
+        if not most or not model.reads_pictures:
+            return None
+        processor = model_files.read_image_processor(model.model)
+        if processor is None:
+            words = "%s has no preprocessor_config.json: its prompts are text alone"
+            logger.info(words, model.model)
+            return None
+        row_bytes = 4 * model.picture_row_size  # of the widest dtype; auto is decided on the ranks
+        num_rows = int(self.encoder_cache * (1 << 30)) // row_bytes
+        assert model.whole is not None, "`reads_pictures` says so"
+        are_whole = model.whole["model_type"] in cfg.WHOLE_PICTURES
+        if are_whole and device != "cpu":
+            words = (
+                "%s: its prompts are text alone, as no kernel for GPUs attends to whole pictures"
+            )
+            logger.info(words, model.model)
+            return None
+        needed = model.whole["mm_tokens_per_image"] if are_whole else 0
+        if needed > budget:
+            text = (
+                f"max_num_batched_tokens = {budget} is less than the {needed} tokens of a picture"
+            )
+            raise ConfigError(f"{text}, which are computed together; raise it")
+        hosts = ",".join(each(self.allowed_media_hosts)).lower().replace(",", " ").split()
+        room = most, self.max_encoder_tokens, num_rows
+        return cfg.PicturesConfig(*room, processor, are_whole, hosts)
 
     def _lookahead_config(self, model: cfg.ModelConfig, device: str) -> cfg.LookaheadConfig | None:
         source = self.speculative_model

@@ -12,18 +12,25 @@ from tpengine.options import read_int
 from tpengine.sampling_params import SamplingParams
 
 
+class MultiModalData(TypedDict):
+    """The pictures of a prompt: one or a list, each a `PIL.Image.Image`, an array uint8 `[height,
+    width, 3]`, the bytes of a file, a URL or a `Picture`."""
+
+    image: Any
+
+
 class TextPrompt(TypedDict):
-    """A prompt as text. `multi_modal_data` may only be None."""
+    """A prompt as text, with a placeholder such as `<image>` for each of its pictures."""
 
     prompt: str
-    multi_modal_data: NotRequired[None]
+    multi_modal_data: NotRequired[MultiModalData | None]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids. `multi_modal_data` may only be None."""
+    """A prompt as token ids, with a placeholder for each of its pictures."""
 
     prompt_token_ids: list[int]
-    multi_modal_data: NotRequired[None]
+    multi_modal_data: NotRequired[MultiModalData | None]
 
 
 PromptInputs = str | TextPrompt | TokensPrompt

@@ -254,6 +254,20 @@ def read_generation_config(folder: str) -> dict[str, Any]:
     return read_json(path)
 
 
+def read_image_processor(folder: str) -> dict[str, Any] | None:
+    """What says how a model's pictures are prepared; None: the folder has no such file.
+
+    Raises:
+        ModelLoadError: it is not valid JSON.
+    """
+    path = Path(folder)
+    if (own := path / "preprocessor_config.json").is_file():
+        return read_json(own)
+    shared = path / "processor_config.json"  # transformers 5 writes all processors into one file
+    fields = read_json(shared).get("image_processor") if shared.is_file() else None
+    return fields if isinstance(fields, dict) else None
+
+
 def read_end_token_ids(folder: str, hf_config: Mapping[str, Any]) -> frozenset[int]:
     """Ids that end a sequence, from `config.json` and `generation_config.json`.
 

@@ -38,8 +38,8 @@ def text_half(config: Any, written: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the fields of the text model inside a model's configuration; None: the model is no
     more than one decoder.
 
-    Its class is in `architectures`, that of the whole model in `text_half_of`. If no class runs the
-    text model alone, `architectures` has the whole one.
+    Its class is in `architectures`, all fields of the whole model are in `whole_model`. If no class
+    runs the text model alone, `architectures` has the whole one.
 
     Args:
         config: configuration of transformers.
@@ -70,5 +70,5 @@ def text_half(config: Any, written: Mapping[str, Any]) -> dict[str, Any] | None:
         fields = fields_of(AutoConfig.for_model(**fields))
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     fields["architectures"] = whole if decoder is None else [decoder]
-    fields["text_half_of"] = whole[0]
+    fields["whole_model"] = fields_of(config) | {"architectures": whole}
     return fields | {name: written[name] for name in _OF_THE_WHOLE if name in written}

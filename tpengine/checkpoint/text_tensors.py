@@ -1,6 +1,6 @@
 """The tensors of a text half among those of a whole checkpoint.
 
-They have the names of the decoder behind a prefix that differs from class to class. It is found by
+They have the names of the decoder behind a prefix that differs from class to class. It is unread by
 the names that the decoder declares.
 """
 
@@ -23,16 +23,16 @@ def text_tensors(
         declared: names of the decoder's tensors.
         base_prefix: see `registry.CausalLM`.
     """
-    found, prefixes = deque(tensors), Counter[str]()
-    for _, name, _ in found:
+    unread, prefixes = deque(tensors), Counter[str]()
+    for _, name, _ in unread:
         for prefix, rest in _divided(name):
             prefixes[prefix] += rest in declared or base_prefix + rest in declared
     text_prefix = max(prefixes, key=prefixes.__getitem__, default="")
     # An output head may lie beside the decoder, not in it.
     outer = {prefix for prefix, _ in _divided(text_prefix)} | {text_prefix}
     parts = {_part(name) for name in declared}
-    while found:
-        file, name, source = found.popleft()
+    while unread:
+        file, name, source = unread.popleft()
         for prefix, rest in _divided(name):
             is_text = prefix == text_prefix or (prefix in outer and rest in declared)
             if is_text and not parts.isdisjoint((_part(rest), _part(base_prefix + rest))):

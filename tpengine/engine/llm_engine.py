@@ -19,6 +19,7 @@ from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConf
 from tpengine.engine import requests as checks
 from tpengine.engine import stats as figures
 from tpengine.engine.output_processor import OutputProcessor
+from tpengine.engine.picture_prompts import read_expansion
 from tpengine.engine.recovery import Recovery
 from tpengine.engine.request_grammars import RankGrammars
 from tpengine.engine.requests import GenerateRequest
@@ -68,6 +69,7 @@ class LLMEngine:
         self.counters = figures.EngineCounters()
         try:
             tokenizer = load_tokenizer(config.model)
+            self._picture_prompts = read_expansion(config, tokenizer)
             ledgers = start_workers(config, executor)
             blocks = make_block_manager(config, *count_blocks(ledgers))
             self._adapters = executor.adapter_checks(config.lora)
@@ -148,6 +150,16 @@ class LLMEngine:
     def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
         """The tokenizer of transformers, for all adapters; None for a model folder without one."""
         return None if self.tokenizer is None else self.tokenizer.hf
+
+    @property
+    def picture_placeholder(self) -> str | None:
+        """What a prompt has for each picture; None: it has none, or there is no tokenizer."""
+        return None if self._picture_prompts is None else self._picture_prompts.placeholder
+
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether prompts may have pictures."""
+        return self._picture_prompts is not None
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait, run or are swapped out."""
@@ -282,8 +294,26 @@ class LLMEngine:
             RequestError: this request cannot be served.
         """
         return checks.check_request(
-            request, self._config, self.tokenizer, self._adapters, self._grammar_checks
+            request,
+            self._config,
+            self.tokenizer,
+            self._adapters,
+            self._grammar_checks,
+            self._picture_prompts,
         )
+
+    def chat_token_ids(self, messages: Any, **options: Any) -> list[int]:
+        """Returns the prompt of a conversation, with the tokens of its pictures; any thread may
+        call it.
+
+        Args:
+            options: see `Tokenizer.render_chat`.
+
+        Raises:
+            RequestError: it cannot be one.
+        """
+        request = GenerateRequest(messages=messages, chat_options=options)
+        return self.check_request(request).prompt_token_ids
 
     def add_checked(
         self, request_id: str, checked: CheckedRequest, arrival_time: float | None = None
@@ -490,6 +520,8 @@ class LLMEngine:
         """Ends the workers; a second call has no effect."""
         self._executor.shutdown()
         self._grammar_checks.close()
+        if self._picture_prompts is not None:
+            self._picture_prompts.close()
         self._recovery.close()
 
     def __enter__(self) -> LLMEngine:

@@ -124,8 +124,8 @@ class OutputProcessor:
 
         An error in the processing of one request ends that request alone.
         """
-        failed_adapters = list(output.adapter_errors)
-        decisions = StepDecisions(failed_adapters=failed_adapters, behind=output.behind)
+        failed_loads = list(output.load_errors)
+        decisions = StepDecisions(failed_loads=failed_loads, behind=output.behind)
         beams: dict[str, list[Sampled]] = {}
         now = time.time()
         for row, part in output.prompt_logprobs.items():
@@ -137,12 +137,12 @@ class OutputProcessor:
             except Exception as error:
                 _fail(tracked.request, error, decisions)
         # Not only those with rows: beams that were swapped in may have none in this step.
-        for known in self._requests.values() if output.adapter_errors else ():
-            adapter, sequences = known.request.adapter, known.request.sequences
-            is_running = any(sequence.slot is not None for sequence in sequences)
-            if adapter is not None and is_running and adapter.key in output.adapter_errors:
-                lost = RequestFailedError(output.adapter_errors[adapter.key])
-                _fail(known.request, lost, decisions)
+        for known in self._requests.values() if output.load_errors else ():
+            is_running = any(s.slot is not None for s in known.request.sequences)
+            for key in known.request.loaded_keys if is_running else ():
+                if key in output.load_errors:
+                    lost = RequestFailedError(output.load_errors[key])
+                    _fail(known.request, lost, decisions)
         rejected, previous, num_before = set(output.rejected), None, 0
         for place, sequence in enumerate(scheduled.sampled):
             num_before = num_before + 1 if sequence is previous else 0

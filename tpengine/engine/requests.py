@@ -17,6 +17,8 @@ from tpengine import errors, sampling_params
 from tpengine.checkpoint.adapter_files import AdapterChecks
 from tpengine.config import MAX_PRIORITY, EngineConfig, ModelConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
+from tpengine.engine.picture_prompts import PicturePrompts
+from tpengine.engine.picture_reader import take_pictures
 from tpengine.engine.request_grammars import read_grammar
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import counted
@@ -24,7 +26,7 @@ from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PromptInputs
 from tpengine.messages import SamplingRules
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import WHOLE_VOCABULARY, LogitsProcessor, SamplingParams
-from tpengine.scheduling.sequence import CheckedRequest
+from tpengine.scheduling.sequence import CheckedRequest, PromptPictures
 from tpengine.structured.grammar_checks import GrammarChecks
 
 _MAX_PICKLED_BYTES = 1 << 20
@@ -114,9 +116,13 @@ def check_request(
     tokenizer: Tokenizer | None,
     adapters: AdapterChecks,
     grammar_checks: GrammarChecks,
+    prompts: PicturePrompts | None,
 ) -> CheckedRequest:
     """Checks all of a request but its id against the limits of model and engine, and tokenizes its
     prompt. This takes time and may run on any thread.
+
+    Args:
+        prompts: None: the engine reads text alone.
 
     Raises:
         RequestError: this request cannot be served.
@@ -127,7 +133,11 @@ def check_request(
     end_token_ids = _end_ids(params, model, tokenizer)
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
     adapter = adapters.check(request.lora_request)
-    text, token_ids = _read_prompt(request, params.truncate_prompt_tokens, tokenizer, model)
+    num_kept = params.truncate_prompt_tokens
+    text, token_ids, images = _read_prompt(request, num_kept, tokenizer, model, prompts)
+    pictures = None
+    if images is not None:
+        token_ids, pictures = _put_pictures(images, text, token_ids, request, prompts, tokenizer)
     is_chat = request.messages is not None
     rules = sampling_rules(params, model, tokenizer, is_local=is_local)
     grammar = read_grammar(params, text, is_chat, model, tokenizer, grammar_checks)
@@ -141,6 +151,7 @@ def check_request(
         candidates,
         adapter,
         request.owner,
+        pictures,
     )
 
 
@@ -174,23 +185,50 @@ def need_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> Tokenizer
     return tokenizer
 
 
+def _put_pictures(
+    images: Any,
+    text: str | None,
+    token_ids: list[int],
+    request: GenerateRequest,
+    prompts: PicturePrompts | None,
+    tokenizer: Tokenizer | None,
+) -> tuple[list[int], PromptPictures]:
+    if prompts is None:
+        text = "the prompt has pictures, and this engine reads text alone"
+        raise errors.InvalidPromptError(f"{text}: docs/pictures.md lists the models that see")
+    if request.params.truncate_prompt_tokens is not None:
+        text = "does not fit a prompt with pictures, which would lose their tokens; leave it out"
+        raise _wrong_params("truncate_prompt_tokens", text)
+    encode = None
+    if text is not None and tokenizer is not None:
+        encode = tokenizer.encode if request.messages is None else tokenizer.encode_chat
+        if encode(text) != token_ids:  # the ids were given, and the text is only repeated
+            encode = None
+    return prompts.put(images, token_ids, request.owner, text, encode)
+
+
 def _read_prompt(
-    request: GenerateRequest, num_kept: int | None, tokenizer: Tokenizer | None, model: ModelConfig
-) -> tuple[str | None, list[int]]:
-    """Returns the prompt's text, if it has one, and its last `num_kept` ids, checked."""
-    prompt, token_ids = request.prompt, request.prompt_token_ids
+    request: GenerateRequest,
+    num_kept: int | None,
+    tokenizer: Tokenizer | None,
+    model: ModelConfig,
+    pictures: PicturePrompts | None,
+) -> tuple[str | None, list[int], Any]:
+    """Returns the prompt's text, if it has one, its last `num_kept` ids, checked, and its pictures,
+    unchecked; None: it has none."""
+    prompt, token_ids, images = request.prompt, request.prompt_token_ids, None
     if request.messages is not None:
         if prompt is not None or token_ids is not None:
             text = "a request has messages or a prompt, and this one has both; give one of them"
             raise errors.InvalidPromptError(text)
         tokenizer = need_tokenizer(tokenizer, model)
-        prompt = tokenizer.render_chat(request.messages, **request.chat_options)
-        token_ids = tokenizer.encode(prompt, add_special_tokens=False)  # the template writes them
+        messages, parts = take_pictures(request.messages)
+        token = None if pictures is None else pictures.placeholder
+        prompt = tokenizer.render_chat(messages, picture_token=token, **request.chat_options)
+        token_ids, images = tokenizer.encode_chat(prompt), parts or None
     if isinstance(prompt, Mapping):
         fields: dict[str, Any] = {**prompt}
-        if fields.pop("multi_modal_data", None) is not None:
-            text = "multi_modal_data is given, but this engine reads text alone"
-            raise errors.InvalidPromptError(text)
+        images = _images_of(fields.pop("multi_modal_data", None))
         unknown = fields.keys() - {"prompt", "prompt_token_ids"}
         if unknown:
             hint = "; did you mean prompt_token_ids?" if "input_ids" in unknown else ""
@@ -219,7 +257,17 @@ def _read_prompt(
         token_ids = token_ids[-num_kept:]
     if not token_ids:
         raise errors.InvalidPromptError("the prompt is empty: it has no tokens; give at least one")
-    return prompt, check_token_ids("prompt_token_ids", token_ids, model.vocab_size)
+    return prompt, check_token_ids("prompt_token_ids", token_ids, model.vocab_size), images
+
+
+def _images_of(data: Any) -> Any:
+    """The pictures in `multi_modal_data`; None: there are none."""
+    if data is None:
+        return None
+    if not isinstance(data, Mapping) or data.keys() - {"image"}:
+        text = f"multi_modal_data must be {{'image': ...}}, got {data!r:.80}"
+        raise errors.InvalidPromptError(f"{text}; other kinds of data are not served")
+    return data.get("image")
 
 
 def read_sampling_params(

@@ -59,7 +59,12 @@ _TEXT_PARTS = ("text", "refusal")
 """Types of parts that are text, in a field of the type's name."""
 _PROBE_WORDS, _PROBE_KEY = ("ProbeOne", "ProbeTwo"), "ProbeKey"
 _PROBE_PARTS = [{"type": "text", "text": word, _PROBE_KEY: ""} for word in _PROBE_WORDS]
-_PROBES = {"text": _PROBE_WORDS[0], "part": _PROBE_PARTS[:1], "parts": _PROBE_PARTS}
+PICTURE_PART = {"type": "image"}
+"""What a chat template gets for a picture."""
+_PROBES = {
+    "text": _PROBE_WORDS[0], "part": _PROBE_PARTS[:1], "parts": _PROBE_PARTS,
+    "pictures": [PICTURE_PART, _PROBE_PARTS[0], PICTURE_PART, _PROBE_PARTS[1]],
+}  # fmt: skip
 """By name: contents in the forms that a template may accept. A template that writes the key prints
 a list as Python or JSON does."""
 
@@ -92,18 +97,23 @@ class Tokenizer:
         eos_token_id: id of the end token; None if the tokenizer names none.
         byte_table: None if a token's text depends on its neighbours in other ways than UTF-8.
 
+    Args:
+        processor_template: chat template of the model's processor, for a tokenizer without one.
+
     Raises:
         ConfigError: `hf` is no tokenizer of transformers.
     """
 
     tokenizer = property(attrgetter("hf"))
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, processor_template: str | None = None) -> None:
         if not hasattr(hf, "is_fast"):
             hint = "load it with transformers.AutoTokenizer.from_pretrained"
             text = f"a tokenizer must be one of transformers, got {hf!r:.80}; {hint}"
             raise errors.ConfigError(text)
         self.hf = hf
+        self._processor_template = None if hf.chat_template else processor_template
+        hf.chat_template = hf.chat_template or processor_template
         self.fast_backend: Any = hf.backend_tokenizer if hf.is_fast else None
         self.special_token_ids: frozenset[int] = _special_token_ids(hf, self.fast_backend)
         if self.fast_backend is not None:
@@ -197,14 +207,24 @@ class Tokenizer:
         Raises:
             InvalidPromptError: malformed messages, no chat template, or the template refuses.
         """
-        text = self.render_chat(messages, add_generation_prompt, **options)
-        return self.encode(text, add_special_tokens=False)  # the template writes them
+        return self.encode_chat(self.render_chat(messages, add_generation_prompt, **options))
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Returns the ids of a conversation's text.
+
+        The template writes all special tokens, unless it is a processor's: to its text transformers
+        adds those that the tokenizer adds to any text, if it does not begin with the first one.
+        """
+        begin = self.hf.bos_token
+        is_whole = self._processor_template is None or bool(begin and text.startswith(begin))
+        return self.encode(text, add_special_tokens=not is_whole)
 
     def render_chat(
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
+        picture_token: str | None = None,
         **options: Any,
     ) -> str:
         """Returns the text of a conversation in the form that the model was trained on.
@@ -213,17 +233,19 @@ class Tokenizer:
             messages: `{"role": ..., "content": ...}`. The content is a string, or a list of parts
                 `{"type": "text", "text": ...}`. A template that writes only one of these forms gets
                 that one: a string becomes a part, and parts become a string, joined by line breaks.
-                The template gets other keys too.
+                `{"type": "image"}` stands for a picture. The template gets other keys too.
             add_generation_prompt: end with the opening of the assistant's answer.
             chat_template: a template in Jinja, or the name of one of the model's, in place of that
                 which the model has for all conversations, or for those with `tools` ("tool_use").
+            picture_token: text of a picture, where the template writes none; None: the model reads
+                text alone.
             options: further arguments of transformers' `apply_chat_template` (such as `tools` and
                 `continue_final_message`); it passes on to the template what it does not know.
 
         Raises:
             InvalidPromptError: malformed messages, no chat template, or the template refuses.
         """
-        conversation = _read_messages(messages)
+        conversation = _read_messages(messages, picture_token)
         if not (chat_template or self.hf.chat_template):
             raise errors.InvalidPromptError(
                 "this model's tokenizer has no chat template (chat_template in its "
@@ -242,24 +264,31 @@ class Tokenizer:
             template = self.hf.get_chat_template(chat_template, options.get("tools"))
             for message in conversation:
                 if message.get("content") is not None:
-                    forms = self._content_forms(template, message["role"])
-                    message["content"] = _in_form(message["content"], forms)
+                    forms = self._content_forms(template, message["role"], picture_token)
+                    message["content"] = _in_form(message["content"], forms, picture_token)
             text = self.hf.apply_chat_template(conversation, **options)
         except Exception as error:  # the template is code from the model's folder
             problem = f"the model's chat template refuses these messages: {error}"
             raise errors.InvalidPromptError(problem) from error
         return str(text)
 
-    def _find_content_forms(self, template: str, role: str) -> frozenset[str]:
+    def _find_content_forms(
+        self, template: str, role: str, picture_token: str | None
+    ) -> frozenset[str]:
         """Returns the keys of `_PROBES` that a template writes whole in messages of a role; if it
         refuses all of them, those of a user's messages."""
-        of_user = frozenset[str]() if role == "user" else self._content_forms(template, "user")
-        forms = set()
+        of_user, forms = frozenset[str](), set[str]()
+        if role != "user":
+            of_user = self._content_forms(template, "user", picture_token)
         for form, content in _PROBES.items():
             talk = _conversation_around(role, content, _in_form("Hello", of_user))
             with contextlib.suppress(Exception):  # the template is code from the model's folder
                 text = self.hf.apply_chat_template(talk, chat_template=template, tokenize=False)
-                words = (word for word in _PROBE_WORDS if word in str(content))
+                words = [word for word in _PROBE_WORDS if word in str(content)]
+                if form == "pictures" and text.count(str(picture_token)) != content.count(
+                    PICTURE_PART
+                ):
+                    continue
                 if _PROBE_KEY not in text and all(word in text for word in words):
                     forms.add(form)
         return frozenset(forms) or of_user
@@ -286,7 +315,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     try:
         if is_gguf(folder):
             return _load_gguf_tokenizer(str(folder))
-        return Tokenizer(_load_hf(config, folder))
+        return _load_hf(config, folder)
     except errors.ModelLoadError:
         raise
     except Exception as error:  # parsers and remote tokenizers raise errors of any type
@@ -338,7 +367,7 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     return sorted({file for kind in _SHARED_FILES for file in folder.glob(kind)})
 
 
-def _load_hf(config: ModelConfig, folder: Path) -> Any:
+def _load_hf(config: ModelConfig, folder: Path) -> Tokenizer:
     """Loads the tokenizer of transformers, by its class where that is certain."""
     import transformers
 
@@ -349,11 +378,12 @@ def _load_hf(config: ModelConfig, folder: Path) -> Any:
         options["use_fast"] = config.tokenizer_mode != "slow"
         options["trust_remote_code"] = config.trust_remote_code
     hf = getattr(transformers, name or "AutoTokenizer").from_pretrained(str(folder), **options)
+    template = None
     for file in ("processor_config.json", "chat_template.json"):
         # Old vision-language models: transformers gives these only to their processors.
-        if not hf.chat_template and (folder / file).is_file():
-            hf.chat_template = read_json(folder / file).get("chat_template")
-    return hf
+        if template is None and (folder / file).is_file():
+            template = read_json(folder / file).get("chat_template")
+    return Tokenizer(hf, template)
 
 
 def _certain_class(folder: Path) -> str | None:
@@ -381,8 +411,8 @@ def _load_gguf_tokenizer(path: str) -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(**gguf_tokenizer_parts(path)))
 
 
-def _read_messages(messages: object) -> list[dict[str, Any]]:
-    """Returns a checked conversation; contents are strings, lists of text parts, or None beside
+def _read_messages(messages: object, picture_token: str | None) -> list[dict[str, Any]]:
+    """Returns a checked conversation; contents are strings, lists of parts, or None beside
     `tool_calls`."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         must = 'must be a list of {"role": ..., "content": ...}'
@@ -398,7 +428,8 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
             raise errors.InvalidPromptError.of_field(place, text)
         fields = dict(message)
         if isinstance(fields.get("content"), (list, tuple)):
-            fields["content"] = _text_parts(fields["content"], f"{place}.content")
+            parts = fields["content"]
+            fields["content"] = _read_parts(parts, f"{place}.content", picture_token)
         # The template knows what a call of a tool without a text looks like.
         is_call = bool(fields.get("tool_calls")) and fields.get("content") is None
         for key in ("role",) if is_call else ("role", "content"):
@@ -412,29 +443,40 @@ def _read_messages(messages: object) -> list[dict[str, Any]]:
     return conversation
 
 
-def _text_parts(parts: Sequence[Any], place: str) -> list[dict[str, str]]:
+def _read_parts(
+    parts: Sequence[Any], place: str, picture_token: str | None
+) -> list[dict[str, str]]:
     """Returns the content of a message that is given as parts.
 
     Args:
         place: path of the parts, for the error.
     """
+    read = []
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if part == PICTURE_PART and picture_token is not None:
+            read.append(PICTURE_PART)
+            continue
         if kind not in _TEXT_PARTS or not isinstance(part.get(kind), str):
             text = f'must be {{"type": "text", "text": ...}}, got {part!r:.80}'
-            text = f"{text}; this engine reads text alone"
-            raise errors.InvalidPromptError.of_field(f"{place}[{i}]", text)
-    return [{"type": "text", "text": part[part["type"]]} for part in parts]
+            reads = "text alone" if picture_token is None else "text and pictures alone"
+            raise errors.InvalidPromptError.of_field(
+                f"{place}[{i}]", f"{text}; this engine reads {reads}"
+            )
+        read.append({"type": "text", "text": part[kind]})
+    return read
 
 
-def _in_form(content: str | list[dict[str, str]], forms: frozenset[str]) -> Any:
+def _in_form(
+    content: str | list[dict[str, str]], forms: frozenset[str], picture_token: str | None = None
+) -> Any:
     """Returns a content unchanged if the template accepts it, else in a form that it does accept;
     a string if it accepts none."""
     if not isinstance(content, str):
-        if content and "parts" in forms:
+        if content and ("pictures" if PICTURE_PART in content else "parts") in forms:
             return content
         # A template may read the first part alone: several become one.
-        content = "\n".join(part["text"] for part in content)
+        content = "\n".join(part.get("text", str(picture_token)) for part in content)
     if "text" in forms or "part" not in forms:
         return content
     return [{"type": "text", "text": content}]

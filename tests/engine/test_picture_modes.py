@@ -1,0 +1,214 @@
+"""Prompts with pictures in every mode of the engine: the outputs are bit for bit those of an engine
+with room for all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import open_engine
+from support.messages import refused
+from support.whole_models import IMAGE, PICTURES, PROMPTS, WORDS, picture, serve_prompts, write
+
+from tpengine import LLMEngine, RequestOutput, SamplingParams
+from tpengine.engine_args import EngineArgs
+from tpengine.errors import InvalidPromptError
+from tpengine.executor.group_executor import GroupExecutor
+from tpengine.sampling_params import StructuredOutputsParams
+
+_LENGTH = {"ignore_eos": True, "max_tokens": 30}
+PARAMS = [
+    SamplingParams(temperature=0.0, logprobs=2, **_LENGTH),
+    SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, **_LENGTH),
+    SamplingParams(n=2, temperature=0.9, seed=2, **_LENGTH),
+    SamplingParams(n=2, best_of=2, use_beam_search=True, temperature=0.0, **_LENGTH),
+    SamplingParams(temperature=0.0, prompt_logprobs=1, **_LENGTH),
+    SamplingParams(
+        temperature=1.0, seed=4, structured_outputs=StructuredOutputsParams(regex="[ab]{30}")
+    ),
+]
+REQUESTS = [*PROMPTS, ([1, IMAGE, *WORDS, IMAGE], PICTURES[1:3]), ([97, IMAGE], PICTURES[2:3])]
+SIZES = {"max_model_len": 128, "block_size": 8}
+SCARCE = {"num_device_blocks_override": 16}
+MODES: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 9},
+    "whole-prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+    "swap": {"preemption_mode": "swap", **SCARCE},
+    "recompute": {"preemption_mode": "recompute", **SCARCE},
+    "room-for-one": {"encoder_cache": 1.3e-5, "max_num_batched_tokens": 16},
+    "prefix-cache": {"enable_prefix_caching": True},
+    "drafts": {"speculative_model": "[ngram]", "num_speculative_tokens": 3},
+    "cached-drafts": {"speculative_model": "[ngram]", "enable_prefix_caching": True},
+    "op-by-op": {"enforce_eager": True},
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int8-cache": {"kv_cache_dtype": "int8"},
+}
+
+
+OTHERS = ["gemma3", "llava", "smolvlm", "qwen2_5_vl"]
+
+
+def summaries(outputs: list[RequestOutput]) -> list[Any]:
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [
+        (
+            output.prompt_logprobs,
+            [(o.token_ids, o.cumulative_logprob, o.logprobs) for o in output.outputs],
+        )
+        for output in outputs
+    ]
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_vl", *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS)],
+)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(request.param, tmp_path_factory.mktemp(request.param)).folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[Any]]:
+    """By form."""
+    wanted = {}
+    for form, args in FORMS.items():
+        with open_engine(folder, **SIZES, **args) as engine:
+            wanted[form] = summaries(serve_prompts(engine, REQUESTS, PARAMS))
+    assert wanted["float32"] != wanted["int4"]
+    return wanted
+
+
+CELLS = [("float32", mode) for mode in MODES] + [(form, "chunks") for form in FORMS]
+
+
+@pytest.mark.parametrize(("form", "mode"), dict.fromkeys(CELLS))
+def test_modes_change_nothing(
+    folder: Path, expected: dict[str, list[Any]], form: str, mode: str
+) -> None:
+    args = {**SIZES, "swap_space": 0.01, **FORMS[form], **MODES[mode]}
+    with open_engine(folder, **args) as engine:
+        for _ in range(2):
+            assert summaries(serve_prompts(engine, REQUESTS, PARAMS)) == expected[form]
+        assert (engine.counters.num_preemptions > 0) == (mode in ("swap", "recompute"))
+
+
+def test_lost_ranks(folder: Path) -> None:
+    """Features are computed again. They are those of transformers' code, whose sums depend on the
+    number of threads, so that the outputs are compared with those of the same ranks."""
+    args = EngineArgs(
+        str(folder), dtype="float32", device="cpu", executor="processes", **SIZES,
+        pipeline_parallel_size=2, pp_layer_partition="2,1", max_num_batched_tokens=8,
+    )  # fmt: skip
+    with LLMEngine.from_engine_args(args) as engine:
+        executor = engine._executor
+        assert isinstance(executor, GroupExecutor)
+        expected = summaries(serve_prompts(engine, REQUESTS, PARAMS))
+        for rank in range(2):
+            steps = itertools.count()
+
+            def kill(rank: int = rank, steps: Iterator[int] = steps) -> None:
+                if next(steps) == 3:
+                    os.kill(executor.places[rank].pid, signal.SIGKILL)
+
+            assert summaries(serve_prompts(engine, REQUESTS, PARAMS, kill)) == expected
+            assert len(engine.recoveries) == rank + 1
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("llava", tmp_path_factory.mktemp("llava-alone")).folder
+
+
+@pytest.fixture
+def engine(llava: Path) -> Iterator[LLMEngine]:
+    with open_engine(llava, limit_mm_per_prompt={"image": 2}, enable_prefix_caching=True) as engine:
+        yield engine
+
+
+def test_a_picture_is_computed_once(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another question about it, and the same one again, need no tower; another picture does."""
+    from tpengine.models.vision_tower import VisionTower
+
+    sizes, features = list[int](), VisionTower.features
+    monkeypatch.setattr(
+        VisionTower,
+        "features",
+        lambda self, pixels, height, width: (
+            sizes.append(height) or features(self, pixels, height, width)
+        ),
+    )
+    first = ([1, IMAGE, 5], PICTURES[:1])
+    serve_prompts(engine, [first])
+    assert sizes == [40]
+    serve_prompts(engine, [first, ([7, 8, IMAGE], PICTURES[3:])])
+    assert sizes == [40]
+    serve_prompts(engine, [([1, IMAGE, 5], [picture(9, 41, 60)])])
+    assert sizes == [40, 41]
+
+
+def test_pictures_matter(engine: LLMEngine) -> None:
+    """The prefix cache tells them apart."""
+    prompts = [([1, IMAGE, *WORDS], [image]) for image in PICTURES[:3]]
+    alone = [serve_prompts(engine, [prompt])[0].outputs[0].token_ids for prompt in prompts]
+    again = [output.outputs[0].token_ids for output in serve_prompts(engine, prompts)]
+    assert again == alone
+    assert len({tuple(ids) for ids in alone}) == 3
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "images", "words"),
+    [
+        (
+            [1, IMAGE],
+            PICTURES[:2],
+            "1 placeholder (token 261, '<image>') | 2 pictures | one for each",
+        ),
+        ([1, 5], PICTURES[:1], "0 placeholders | 1 picture"),
+        ([1, IMAGE, IMAGE, IMAGE], PICTURES[:3], "3 pictures | at most 2 | limit_mm_per_prompt"),
+        ([1, IMAGE], ["a.png"], "a picture's URL begins with data:image/"),
+    ],
+)
+def test_wrong_pictures_are_refused(
+    engine: LLMEngine, token_ids: list[int], images: list[Any], words: str
+) -> None:
+    with refused(InvalidPromptError, words):
+        serve_prompts(engine, [(token_ids, images)])
+    assert serve_prompts(engine, PROMPTS[:1])[0].error is None
+
+
+def test_a_picture_without_features_ends_its_request_alone(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpengine.models.vision_tower import VisionTower
+
+    features = VisionTower.features
+
+    def fail(self: Any, pixels: bytes, height: int, width: int) -> Any:
+        if height == 28:
+            raise ValueError("too odd")
+        return features(self, pixels, height, width)
+
+    monkeypatch.setattr(VisionTower, "features", fail)
+    prompts = [([1, IMAGE, 5], [image]) for image in PICTURES[:3]]
+    outputs = serve_prompts(engine, prompts)
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert "cannot take a picture of 28 x 28 pixels" in str(outputs[1].error)
+    monkeypatch.undo()
+    assert serve_prompts(engine, prompts)[1].error is None
+
+
+def test_without_what_sees(llava: Path) -> None:
+    with open_engine(llava, limit_mm_per_prompt={"image": 0}) as engine:
+        with refused(InvalidPromptError, "this engine reads text alone"):
+            serve_prompts(engine, PROMPTS[:1])
+        assert serve_prompts(engine, PROMPTS[2:3])[0].error is None

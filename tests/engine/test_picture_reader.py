@@ -1,0 +1,129 @@
+"""Pictures in messages, in every form in which a caller may give them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from PIL import Image
+from support.engines import greedy, open_llm
+from support.messages import refused
+from support.picture_files import encoded
+from support.small_llavas import (
+    LLAVA_TEMPLATE,
+    NUM_ROWS,
+    QUESTION,
+    data_url,
+    pixels,
+    url_part,
+    user,
+    write_llava,
+)  # fmt: skip
+
+from tpengine.engine.tokenizer import Tokenizer
+from tpengine.errors import InvalidPromptError
+from tpengine.llm import LLM
+from tpengine.pictures.picture import from_image
+
+PICTURE, OTHER = pixels(0), pixels(1, 28, 28)
+FILE = encoded(Image.fromarray(PICTURE), "PNG")
+TEXT_TEMPLATE = "{% for m in messages %}{{ m.role | upper }}: {{ m.content + ' ' }}{% endfor %}"
+
+
+class _Files(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(FILE)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[str]:
+    """HOST:PORT of a server whose only file is a picture."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Files) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llava(tmp_path_factory.mktemp("llava"), LLAVA_TEMPLATE)
+
+
+def answers(llm: LLM, *talks: Any) -> list[tuple[list[int], Sequence[int]]]:
+    """The ids of each prompt and of its answer."""
+    outputs = llm.chat(list(talks), greedy(6), use_tqdm=False)
+    return [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+
+
+def test_all_forms_of_a_picture_are_one(folder: Path, web: str) -> None:
+    forms: list[Any] = [PICTURE, Image.fromarray(PICTURE), from_image(PICTURE), FILE]
+    forms += [bytearray(FILE), data_url(PICTURE), f"http://{web}/a.png"]
+    parts: list[Any] = [{"type": "image", "image": form} for form in forms]
+    parts += [{"type": "image_pil", "image_pil": forms[1]}, url_part(forms[-2])]
+    parts += [{"type": "image_url", "image_url": url} for url in forms[-2:]]
+    with open_llm(folder, allowed_media_hosts=f"a.example,{web}") as llm:
+        first, *others = answers(llm, *(user(part, QUESTION) for part in parts))
+        (unlike,) = answers(llm, user({"type": "image", "image": OTHER}, QUESTION))
+        data: Any = {"prompt": "a" + " <image>" * len(forms), "multi_modal_data": {"image": forms}}
+        (output,) = llm.generate(data, greedy(2), use_tqdm=False)
+    assert others == [first] * len(others)
+    assert (unlike[0] == first[0], unlike[1] == first[1]) == (True, False)
+    assert len(output.prompt_token_ids) == 2 + len(forms) * (1 + NUM_ROWS)
+
+
+@pytest.mark.parametrize("of_processor", [False, True])
+@pytest.mark.parametrize("begin", ["", "<s>"])
+def test_prompts_are_those_of_the_processor(tmp_path: Path, of_processor: bool, begin: str) -> None:
+    """Two pictures in one message, and one in an earlier turn. A processor adds the token of the
+    beginning where its template writes none; the template of a tokenizer says what it wants."""
+    template = begin + LLAVA_TEMPLATE
+    write_llava(tmp_path, template, of_processor)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    processor: Any = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil.from_pretrained(tmp_path), tokenizer, 14, "default",
+        template, num_additional_image_tokens=1,
+    )  # fmt: skip
+    images = [{"type": "image", "image": image} for image in (PICTURE, OTHER, PICTURE)]
+    messages = [*user(images[0], QUESTION), {"role": "assistant", "content": [QUESTION]}]
+    messages += user(images[1], QUESTION, images[2])
+    wanted = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+    wanted = list(wanted[0] if isinstance(wanted[0], list) else wanted)
+    if not begin and not of_processor:
+        wanted.remove(tokenizer.bos_token_id)
+    with open_llm(tmp_path) as llm:
+        assert llm.chat_token_ids(messages) == answers(llm, messages)[0][0] == wanted
+
+
+@pytest.mark.parametrize(
+    ("role", "template", "written"),
+    [
+        ("user", LLAVA_TEMPLATE, "USER: <image>\nWhat is this? <image>\n"),
+        ("user", TEXT_TEMPLATE, "USER: <image>\nWhat is this?\n<image> "),
+        ("system", "{{ messages[0].content[0].text }}", "<image>\nWhat is this?\n<image>"),
+    ],
+)
+def test_where_the_template_writes_no_pictures_they_are_written(
+    folder: Path, role: str, template: str, written: str
+) -> None:
+    messages = [{"role": role, "content": [{"type": "image"}, QUESTION, {"type": "image"}]}]
+    tokenizer = Tokenizer(transformers.AutoTokenizer.from_pretrained(folder))
+    words = {"chat_template": template, "picture_token": "<image>"}
+    assert tokenizer.render_chat(messages, False, **words) == written
+
+
+def test_a_model_without_its_vision_tower_reads_text_alone(folder: Path) -> None:
+    part = {"type": "image", "image": PICTURE}
+    with open_llm(folder, limit_mm_per_prompt={"image": 0}) as llm:
+        with refused(InvalidPromptError, "messages[0].content[1] | reads text alone"):
+            llm.chat(user(QUESTION, part), use_tqdm=False)
+        assert answers(llm, user(QUESTION))
