@@ -23,10 +23,13 @@ from async_engine.tools import (
     until,
 )
 from tpengine import AsyncLLMEngine, errors
-from tpengine.async_engine.admission import QueueLimits
+from tpengine.async_engine import request_table
+from tpengine.async_engine.admission import Admission, QueueLimits
+from tpengine.async_engine.request_table import LiveRequest, RequestTable
 from tpengine.engine.requests import GenerateRequest
 from tpengine.inputs import Owner
-from tpengine.scheduling.sequence import CheckedRequest
+from tpengine.messages import PictureLoad, SamplingRules
+from tpengine.scheduling.sequence import CheckedRequest, PromptPictures
 
 LONG = "long " * 20_000
 
@@ -48,6 +51,32 @@ async def test_full_queue_refuses_then_serves_again(make_held: MakeHeld) -> None
     held.open()
     assert [len(ids) for ids in await asyncio.gather(*running, *waiting)] == [4] * 6
     assert len(await read_ids(engine, [7], stream(4))) == 4
+
+
+async def test_pixels_of_live_requests_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_table, "_MAX_PICTURE_BYTES", 100)
+    table = RequestTable(Admission(QueueLimits()), lambda _: None, False)
+
+    def enter(num_bytes: int) -> LiveRequest:
+        live = table.open(GenerateRequest("a"), False)
+        loads = {b"": PictureLoad(b"", 1, 1, 1, bytes(num_bytes))}
+        pictures = PromptPictures([], loads)
+        checked = CheckedRequest("a", [1], greedy(1), SamplingRules(), pictures=pictures)
+        try:
+            table.admit(live, checked)
+        except errors.QueueFullError as error:
+            table.refuse(live, error)
+            raise
+        return live
+
+    first = enter(120)  # alone it is taken
+    with pytest.raises(errors.QueueFullError, match="120 bytes of pixels; with 1 more"):
+        enter(1)
+    table.finish(first, "stop")
+    assert [enter(num_bytes).num_picture_bytes for num_bytes in (60, 40)] == [60, 40]
+    with pytest.raises(errors.QueueFullError, match="smaller ones"):
+        enter(1)
+    assert table.refused == {"QueueFullError": 2}
 
 
 async def test_the_queue_bounds_tokens_too(make_held: MakeHeld) -> None:

@@ -294,15 +294,15 @@ class AsyncLLMEngine:
         add_generation_prompt: bool = True,
         **options: Any,
     ) -> list[int]:
-        """Returns a conversation as the ids of a prompt, by the model's chat template; for the
-        options see `Tokenizer.render_chat`.
+        """Returns a conversation as the ids of a prompt, by the model's chat template, with the
+        tokens of its pictures; for the options see `Tokenizer.render_chat`.
 
         Raises:
             InvalidPromptError: there is no tokenizer or template, or it refuses the messages.
             QueueFullError: too many texts wait.
         """
-        to_ids = self._tokenizer().apply_chat_template
-        work = partial(to_ids, messages, add_generation_prompt, **options)
+        options["add_generation_prompt"] = add_generation_prompt
+        work = partial(self.llm_engine.chat_token_ids, messages, **options)
         return await self._texts.run(work, (messages, options))
 
     def get_num_unfinished_requests(self) -> int:

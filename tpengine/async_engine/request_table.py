@@ -28,6 +28,8 @@ from tpengine.scheduling.sequence import CheckedRequest
 logger = init_logger(__name__)
 
 _ABORTED = "aborted"
+_MAX_PICTURE_BYTES = 4 << 30
+"""Of the pixels of all live requests: a file of some kilobytes may have 50 MB of them."""
 
 
 def unique_id(name: str) -> str:
@@ -45,6 +47,7 @@ class LiveRequest:
         arrival_time: seconds of `time.time`.
         metrics: the engine's thread sets and fills them; None until it has the request.
         num_prompt_tokens: 0 until they have been counted.
+        num_picture_bytes: of the pixels of its pictures, as well.
         outcome: how it finished, for the log; None while it lives.
         timers: its deadlines.
         ends_as_output: True: an abort, or a prompt that is too long, gives the reader a last
@@ -57,6 +60,7 @@ class LiveRequest:
     arrival_time: float = field(default_factory=time.time)
     metrics: RequestMetrics | None = None
     num_prompt_tokens: int = 0
+    num_picture_bytes: int = 0
     outcome: str | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     ends_as_output: bool = False
@@ -205,14 +209,22 @@ class RequestTable:
         return live
 
     def admit(self, live: LiveRequest, checked: CheckedRequest) -> None:
-        """Counts a request's prompt tokens, after which the engine may have it.
+        """Counts a request's prompt tokens and pixels, after which the engine may have it.
 
         Raises:
-            QueueFullError: too many prompt tokens wait.
+            QueueFullError: too many prompt tokens wait, or pixels are held.
             Exception: the error with which the request finished while it was checked.
         """
         if live.mailbox.error is not None:
             raise live.mailbox.error
+        if checked.pictures is not None:
+            num_bytes = sum(len(load.pixels) for load in checked.pictures.loads.values())
+            held = sum(other.num_picture_bytes for other in self._live.values())
+            if held and held + num_bytes > _MAX_PICTURE_BYTES:
+                text = f"the pictures of unfinished requests have {held} bytes of pixels; with "
+                text = f"{text}{num_bytes} more they would exceed the {_MAX_PICTURE_BYTES} that may"
+                raise errors.QueueFullError(f"{text}; try again later, or send smaller ones")
+            live.num_picture_bytes = num_bytes
         live.num_prompt_tokens = len(checked.prompt_token_ids)
         self._admission.charge(live, live.num_prompt_tokens)
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.picture_reader import is_picture
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import EngineDeadError, QueueFullError
 from tpengine.scheduling.sequence import CheckedRequest
@@ -36,9 +37,9 @@ _Turn = tuple[ThreadPoolExecutor, str]
 
 class TextWorker:
     """Checks requests, which tokenizes their prompts, and runs the work of tokenize and detokenize
-    calls. One thread does what is short; long texts and the checks of grammars have two threads of
-    their own. A tokenizer that is written in Python does not serve two threads at once, so all of
-    its work is done by the first thread.
+    calls. One thread does what is short; long texts, pictures and the checks of grammars have two
+    threads of their own. A tokenizer that is written in Python does not serve two threads at once,
+    so all of its work is done by the first thread.
 
     On each of them owners take turns, and of one owner one piece of work is done at a time, in
     order. All tokenize and detokenize calls together have the turn of one owner.
@@ -66,6 +67,7 @@ class TextWorker:
         token_ids = request.prompt_token_ids
         is_short = isinstance(token_ids, list) and len(token_ids) <= _SHORT_IDS
         is_plain = request.messages is None and request.lora_request is None
+        is_plain &= not isinstance(request.prompt, Mapping)
         has_words = request.params.bad_words or request.params.bad_words_token_ids
         has_grammar = request.params.structured_outputs is not None
         if is_short and is_plain and not has_words and not has_grammar:
@@ -115,6 +117,7 @@ class TextWorker:
         while parts and size <= _LONG_SIZE:
             part = parts.pop()
             if isinstance(part, Mapping):
+                size += (_LONG_SIZE + 1) * (is_picture(part) or "multi_modal_data" in part)
                 parts += part.values()
             elif isinstance(part, list | tuple) and not (part and isinstance(part[0], int)):
                 parts += part
