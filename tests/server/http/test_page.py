@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import re
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageDraw
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from support.browser import WAIT_S, Browser, open_browser
-from support.server_process import ServerProcess
+from support.server_process import ServerProcess, serving
+from support.small_llavas import LLAVA_TEMPLATE, teach, write_llava
 from support.waiting import wait_until
 
 from server.http.open_port import open_port, read_answer, request
@@ -45,6 +48,13 @@ new MutationObserver(() => {
 }).observe(document.body, {subtree: true, childList: true, characterData: true});"""
 """Keeps all texts that the page shows from now on, and presses Stop when an answer has more
 characters than the argument."""
+TRANSFER = """const bytes = Uint8Array.from(atob(arguments[0]), (one) => one.charCodeAt(0));
+const data = new DataTransfer(), more = {bubbles: true, cancelable: true};
+data.items.add(new File([bytes], "a.png", {type: "image/png"}));
+const [input, chat] = ["#input", "#chat"].map((place) => document.querySelector(place));
+input.dispatchEvent(new ClipboardEvent("paste", {clipboardData: data, ...more}));
+chat.dispatchEvent(new DragEvent("drop", {dataTransfer: data, ...more}));"""
+"""Pastes a PNG file, whose bytes are the argument in base64, and drops it."""
 ANSWER = "#log li:last-child .text"
 NOTE = "#log li:last-child .note"
 ENTER, ESCAPE, TAB, SHIFT_ENTER = "\ue007", "\ue00c", "\ue004", "\ue008\ue007\ue000"
@@ -280,6 +290,63 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         browser.type(ESCAPE)
         browser.wait_for("#log li:last-child .error", "needs a token")
         leave(browser, "401")
+
+
+def drawn(shape: str, colour: str) -> Image.Image:
+    image = Image.new("RGB", (320, 320), "white")
+    getattr(ImageDraw.Draw(image), shape)((60, 60, 260, 260), fill=colour)
+    return image
+
+
+@pytest.mark.check
+def test_pictures_are_chosen_pasted_dropped_and_removed(browser: Browser, tmp_path: Path) -> None:
+    """The model was taught what two pictures show."""
+    lessons = {"A red circle.": drawn("ellipse", "#d02020")}
+    lessons["A blue square."] = drawn("rectangle", "#2040d0")
+    folder = write_llava(tmp_path, "<s>" + LLAVA_TEMPLATE)
+    teach(folder, "What is this?", lessons)
+    files = [tmp_path / f"{i}.png" for i in range(2)]
+    for file, picture_drawn in zip(files, lessons.values(), strict=True):
+        picture_drawn.save(file)
+    room = ("--http-port=0", "--cpu-kv-cache-space=0.01", "--dtype=float32")
+    with serving(folder, f"--model={folder}", *room, "--served-model-name=llava") as seeing:
+        browser.driver.get(seeing.http_address)
+        browser.wait_for("#model", "llava")
+        wait_until(lambda: browser.find("#picture").is_displayed(), WAIT_S)
+        fill(browser, temperature="0", max_tokens="30")
+        browser.find("#picture-file").send_keys("\n".join(map(str, files)))
+        wait_until(lambda: num_shown(browser, "#pictures") == 2, WAIT_S)
+        browser.find("#pictures button").click()
+        for place, (file, answer) in enumerate(
+            zip(reversed(files), reversed(lessons), strict=True)
+        ):
+            if place:
+                browser.driver.execute_script(
+                    TRANSFER, base64.b64encode(file.read_bytes()).decode()
+                )
+                wait_until(lambda: num_shown(browser, "#pictures") == 2, WAIT_S)
+                browser.find("#pictures button").click()
+                browser.find("#new").click()
+            ask(browser, "What is this?")
+            browser.wait_for(NOTE, "stop")
+            assert (browser.text(ANSWER), num_shown(browser, "#log")) == (answer, 1)
+            assert num_shown(browser, "#pictures") == 0
+        browser.find("#picture-file").send_keys(str(files[1]))
+        wait_until(lambda: num_shown(browser, "#pictures") == 1, WAIT_S)
+        picture(browser, "picture")
+        browser.show(360, 740)
+        assert too_wide(browser) == []
+        (tmp_path / "not.png").write_text("no picture")
+        browser.find("#picture-file").send_keys(str(tmp_path / "not.png"))
+        ask(browser, "And this?")
+        browser.wait_for("#log li:last-child .error", "no PNG, JPEG, WebP or GIF")
+        assert num_shown(browser, "#pictures") == 2  # they can be removed, and sent again
+        leave(browser, "400")
+
+
+def num_shown(browser: Browser, place: str) -> int:
+    """Pictures that an element shows."""
+    return len(browser.driver.find_elements("css selector", f"{place} img"))
 
 
 def stub() -> Starlette:

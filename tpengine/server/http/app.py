@@ -144,8 +144,10 @@ async def _refuse(request: Request, error: HTTPException) -> NoReturn:
 
 def _server_routes(state: ServerState) -> list[Route]:
     def card(name: str) -> dict[str, Any]:
-        length = state.loaded_engine().model_config.max_model_len
+        engine = state.loaded_engine().llm_engine
+        length = engine.get_model_config().max_model_len
         fields = {"owned_by": "tpengine", "root": state.model, "max_model_len": length}
+        fields["reads_pictures"] = engine.reads_pictures
         if name in state.adapters:
             fields["parent"] = state.model
         return {"id": name, "object": "model", "created": state.created, **fields}

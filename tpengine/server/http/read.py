@@ -270,7 +270,7 @@ class BodyReader:
         if options and self._tokenizer is not None:
             # Names of the server's own arguments to Python's functions.
             apply = self._tokenizer.hf.apply_chat_template
-            own = {"self", "messages", *inspect.signature(apply).parameters}
+            own = {"self", "messages", "picture_token", *inspect.signature(apply).parameters}
             for name in own & options.keys():
                 raise FieldError(f"chat_template_kwargs.{name}", "is the server's; leave it out")
         template = template_text(self._tokenizer, tools is not None)

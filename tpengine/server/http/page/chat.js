@@ -1,6 +1,7 @@
 // The conversation. Text of the model goes into text nodes alone: it is never HTML.
 
 import { call, events, ServerError } from "./api.js";
+import { offerPictures, putPictures, shown, takePictures } from "./pictures.js";
 import { counted } from "./text.js";
 
 const get = (id) => document.getElementById(id);
@@ -18,7 +19,9 @@ let follows = true; // the end of the conversation stays in view
 
 /** Shows the names that the server has; several can be chosen from. */
 export async function loadModels() {
-  const names = (await (await call("v1/models")).json()).data.map((one) => one.id);
+  const models = (await (await call("v1/models")).json()).data;
+  const names = models.map((one) => one.id);
+  offerPictures(models.some((one) => one.reads_pictures));
   get("models").replaceChildren(...names.map((name) => new Option(name)));
   get("model-field").hidden = names.length < 2;
   get("model").textContent = names[0];
@@ -114,6 +117,8 @@ async function open(signal) {
   } catch (error) {
     if (!hasTemplate || error.status !== 400 || !error.message.includes("no chat template")) throw error;
     hasTemplate = false;
+    offerPictures(false);
+    if (history.some((one) => typeof one.content !== "string")) throw error;
     get("notice").hidden = false;
     get("notice").textContent =
       "This model has no chat template, so it continues the text of the conversation.";
@@ -141,10 +146,18 @@ async function receive(answer, message, meter) {
   throw new ServerError("The stream was cut before its end.");
 }
 
-async function answer(text) {
+/** The content of a message in OpenAI's form. */
+function contentOf(text, urls) {
+  if (!urls.length) return text;
+  const pictures = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...pictures, { type: "text", text }] : pictures;
+}
+
+async function answer(text, urls) {
   const said = history.length;
-  history.push({ role: "user", content: text });
+  history.push({ role: "user", content: contentOf(text, urls) });
   const question = new Message("user");
+  question.item.querySelector(".pictures").append(...urls.map(shown));
   question.add(text);
   const message = new Message("assistant");
   const meter = new Meter();
@@ -176,6 +189,7 @@ async function answer(text) {
   } else { // the question is no part of the conversation, and can be sent again
     history.length = said;
     input.value ||= text;
+    if (hasTemplate) putPictures(urls);
   }
 }
 
@@ -184,11 +198,13 @@ function stop() {
 }
 
 function submit() {
-  const text = input.value;
-  if (running || !text.trim()) return;
+  const text = input.value.trim() ? input.value : "";
+  if (running) return;
+  const urls = takePictures();
+  if (!text && !urls.length) return;
   input.value = "";
   follows = true;
-  answer(text);
+  answer(text, urls);
 }
 
 form.addEventListener("submit", (event) => {
