@@ -49,9 +49,10 @@ WRONG = (
     ("json_schema", "{"), ("structural_tag", "a"), ("json_object", False),
     ("choice", pb.ChoiceConstraint()),
 )  # fmt: skip
+MEDIA, UNKNOWN = (pb.MediaRefs(items=[pb.MediaRef(modality=kind)]) for kind in (3, 77))
 OTHERS = (
     ("mm_inputs", pb.MultimodalInputs()), ("extra_mm_inputs", [pb.MultimodalInputs()]),
-    ("media_refs", pb.MediaRefs()), ("kv_transfer_params", pb.KvTransferParams()),
+    ("media_refs", MEDIA), ("media_refs", UNKNOWN), ("kv_transfer_params", pb.KvTransferParams()),
     ("kv_transfer_params_json", "{}"), ("data_parallel_rank", 1), ("request_id", "a b"),
     ("text", "a" * 100_000), ("tokenized", pb.TokenizedInput(input_ids=[5] * (MODEL_LENGTH + 1))),
     ("tokenized", pb.TokenizedInput(input_ids=[1 << 31])), ("tokenized", pb.TokenizedInput()),
@@ -189,7 +190,7 @@ def test_every_field_is_read_or_refused() -> None:
     assert set(params.fields_by_name) - read == {
         "json_schema", *(field.name for field in params.oneofs[0].fields)
     } - read  # fmt: skip
-    read = {"request_id", "tokenized", "text", "sampling_params", "stream"}
+    read = {"request_id", "tokenized", "text", "sampling_params", "stream", "media_refs"}
     assert set(fields.fields_by_name) - read == set(vllm_messages.REFUSED)
 
 

@@ -20,10 +20,10 @@ from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto.parameter_fields import write_parameters
 from tpengine.sampling_params import SamplingParams
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message] | TextPrompt | TokensPrompt
 """A text, token ids, a conversation of messages with `role` and `content`, or a dict with text or
-ids as `LLM.generate` accepts it."""
+ids as `LLM.generate` accepts it. Pictures are bytes of files."""
 Sampling = SamplingParams | Mapping[str, Any]
 """All parameters, or a dict of some: for the others the server takes the model's defaults."""
 
@@ -88,6 +88,8 @@ def to_request(
         if max_queue_ms is not None:
             request.max_queue_ms = max(0, max_queue_ms)
     text, rest = _unpack(prompt)
+    if isinstance(prompt, Mapping) and (data := prompt.get("multi_modal_data")):
+        request.images.extend(_read_pictures(data))
     if rest is None:
         request.prompt = _checked_text(text)
     elif _is_conversation(rest):
@@ -153,10 +155,10 @@ def _unpack(prompt: Prompt) -> tuple[str | None, Sequence[int] | Sequence[Messag
         return prompt, None
     if not isinstance(prompt, Mapping):
         return None, prompt
-    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"}
     if unknown:
         got = sorted(map(str, unknown))
-        problem = f"a prompt's keys are prompt and prompt_token_ids; got {got}"
+        problem = f"a prompt's keys are prompt, prompt_token_ids and multi_modal_data; got {got}"
         raise errors.InvalidPromptError(problem)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and token_ids is None:
@@ -168,8 +170,23 @@ def _is_conversation(rest: Sequence[int] | Sequence[Message]) -> bool:
     return isinstance(rest, Sequence) and len(rest) > 0 and isinstance(rest[0], Mapping)
 
 
+def _read_pictures(data: object) -> Sequence[bytes]:
+    """The files of the pictures of a prompt.
+
+    Raises:
+        InvalidPictureError: it is not `{"image": ...}` with the bytes of files.
+    """
+    match data:
+        case {"image": bytes(image), **rest} if not rest:
+            return [image]
+        case {"image": [*images], **rest} if not rest and {*map(type, images)} <= {bytes}:
+            return images
+    text = "multi_modal_data must be {'image': ...} with the bytes of one file, or of several"
+    raise errors.InvalidPictureError(f"{text}; got {data!r:.80}")
+
+
 def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
-    """Messages with `role` and `content`.
+    """Messages with `role` and `content`: a text, or parts as `LLM.chat` takes them.
 
     Raises:
         InvalidPromptError: a message has another form.
@@ -179,11 +196,26 @@ def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
         raise errors.InvalidPromptError(f"messages must be a list of dicts, got {messages!r}")
     for message in messages:
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            text = f"a message must be a dict with 'role' and 'content', got {message!r}"
+            text = f"a message must be a dict with 'role' and 'content', got {message!r:.200}"
             raise errors.InvalidPromptError(text)
-        role, content = _checked_text(message["role"]), _checked_text(message["content"])
-        conversation.messages.add(role=role, content=content)
+        role, content = _checked_text(message["role"]), message["content"]
+        if isinstance(content, list | tuple):
+            conversation.messages.add(role=role, parts=list(map(_to_part, content)))
+        else:
+            conversation.messages.add(role=role, content=_checked_text(content))
     return conversation
+
+
+def _to_part(part: Any) -> pb.ContentPart:
+    match part:
+        case {"type": "text", "text": text, **rest} if not rest:
+            return pb.ContentPart(text=_checked_text(text))
+        case {"type": "image", "image": bytes(image), **rest} if not rest:
+            return pb.ContentPart(image=image)
+        case {"type": "image_url", "image_url": {"url": url}, **rest} if not rest:
+            return pb.ContentPart(image_url=_checked_text(url))
+    text = f"a part of a content must be a text, an image (bytes) or an image_url, got {part!r:.80}"
+    raise errors.InvalidPromptError(text)
 
 
 def _checked_text(text: object) -> str:

@@ -91,7 +91,9 @@ class GenerationClient:
 
         Args:
             prompt: text, token ids, messages with `role` and `content`, or a dict with `prompt` or
-                `prompt_token_ids`.
+                `prompt_token_ids`, and `multi_modal_data` for pictures, such as `{"image":
+                [file.read_bytes()]}`. In messages a picture is a part `{"type": "image", "image":
+                bytes}`.
             params: default: `SamplingParams()`; of a dict only its fields are sent, and for others
                 the server takes the model's defaults.
             request_id: unique among the server's unfinished requests; default: made by the server.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -11,15 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_thread import EngineStart
 from tpengine.checkpoint.model_defaults import sampling_defaults
-from tpengine.checkpoint.model_files import read_generation_config
+from tpengine.checkpoint.model_files import read_generation_config, read_json
+from tpengine.config import PICTURE_MODELS
+from tpengine.engine.picture_reader import MAX_URL_BYTES
 from tpengine.engine.requests import GenerateRequest
 from tpengine.engine_args import AsyncEngineArgs
-from tpengine.errors import ConfigError, EngineError, TPEngineError, counted
+from tpengine.errors import ConfigError, EngineError, ModelLoadError, TPEngineError, counted
 from tpengine.host import EndSignals, allow_open_files, kept_end_handlers
 from tpengine.logger import STDOUT, flush_lines, init_logger, write_line, write_on_threads
 from tpengine.sampling_params import SamplingParams
@@ -103,6 +107,9 @@ class _Server:
                 max_files,
             )
         limits = args.limits().within_files(max_files)
+        if args.max_message_mib is None and _may_have_pictures(engine_args.model):
+            most = limits.max_message_bytes + MAX_URL_BYTES
+            limits = dataclasses.replace(limits, max_message_bytes=most)
         adapters = args.adapters(), args.lora_folder
         self._state = ServerState(engine_args.served_names, args.drain_timeout, *adapters, limits)
         self._state.salts_prefixes = args.salts_prefixes(auth)
@@ -218,8 +225,7 @@ class _Server:
             async for _ in engine.serve(request):
                 pass
         if self._args.max_message_mib is None:
-            length = engine.model_config.max_model_len
-            self._state.max_message_bytes = default_message_bytes(length)
+            self._state.max_message_bytes = default_message_bytes(engine.llm_engine)
         self._state.serve(engine)
         return engine
 
@@ -350,6 +356,15 @@ def _exit_within(seconds: float, code: int) -> None:
 
 
 _METRICS_END_S = 5.0
+
+
+def _may_have_pictures(model: str) -> bool:
+    """Whether prompts may have pictures, as far as it is known before the model is fetched: gRPC
+    takes its bound of a message when the port is opened."""
+    try:
+        return read_json(Path(model, "config.json")).get("model_type") in PICTURE_MODELS
+    except (ModelLoadError, OSError):  # the engine's start reports it, unless it is on the hub
+        return not Path(model).exists()
 
 
 def open_metrics_port(

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from tpengine import errors
 from tpengine.async_engine.admission import QueueLimits
+from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.picture_reader import MAX_URL_BYTES
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import counted
 from tpengine.options import parameters
@@ -22,7 +24,7 @@ from tpengine.sampling_params import WHOLE_VOCABULARY, SamplingParams
 MAX_REQUEST_ID = 128
 """Characters of a request id."""
 DEFAULT_MESSAGE_BYTES = 4 << 20
-"""At most; see `default_message_bytes`."""
+"""At most, without pictures; see `default_message_bytes`."""
 _PARAMETER_BYTES = 512 << 10
 _TOKEN_BYTES = 64
 MAX_ERROR_TEXT = 400
@@ -261,9 +263,11 @@ def address_key(host: str) -> str:
     return host
 
 
-def default_message_bytes(max_model_len: int) -> int:
-    """The default bound of a message: room for all parameters, and for a prompt in any form."""
-    return min(_PARAMETER_BYTES + _TOKEN_BYTES * max_model_len, DEFAULT_MESSAGE_BYTES)
+def default_message_bytes(engine: LLMEngine) -> int:
+    """The default bound of a message: room for all parameters, for a prompt in any form, and for
+    one picture of the largest size if the model reads pictures."""
+    num_bytes = _PARAMETER_BYTES + _TOKEN_BYTES * engine.get_model_config().max_model_len
+    return min(num_bytes, DEFAULT_MESSAGE_BYTES) + MAX_URL_BYTES * engine.reads_pictures
 
 
 def last_ids(ids: Sequence[int], num_kept: int | None) -> list[int]:

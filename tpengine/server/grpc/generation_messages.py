@@ -50,9 +50,15 @@ def read_generate_request(
     max_queue_s = None
     if message.HasField("max_queue_ms"):
         max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
+    inputs: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": token_ids}
+    if message.images:
+        if field == "messages":
+            text = "go with prompt or prompt_token_ids; with messages put them into their parts"
+            raise errors.InvalidPromptError.of_field("images", text)
+        pictures = {"image": list(message.images)}
+        inputs = {"prompt": {field: inputs[field], "multi_modal_data": pictures}}
     return GenerateRequest(
-        prompt=prompt,
-        prompt_token_ids=token_ids,
+        **inputs,
         messages=read_conversation(message.messages, limits) if field == "messages" else None,
         chat_options={"add_generation_prompt": adds_prompt(message.messages)},
         params=params,
@@ -103,15 +109,31 @@ def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:
         bounds.at_most(f"the ids of one of {name}", len(word.ids), limits.max_stop_bytes, name)
 
 
-def read_conversation(message: pb.Conversation, limits: Limits) -> list[dict[str, str]]:
+def read_conversation(message: pb.Conversation, limits: Limits) -> list[dict[str, Any]]:
     """Messages for the chat template; a field that is not set has no entry.
 
     Raises:
-        InvalidPromptError: there are too many, or a role is too long.
+        InvalidPromptError: there are too many, a role is too long, or a message has content and
+            parts.
     """
     roles = (turn.role for turn in message.messages)
     bounds.check_conversation(roles, len(message.messages), limits)
-    return [{field.name: text for field, text in turn.ListFields()} for turn in message.messages]
+    return list(map(_read_turn, message.messages))
+
+
+def _read_turn(turn: pb.Message) -> dict[str, Any]:
+    fields = {field.name: value for field, value in turn.ListFields()}
+    if "parts" not in fields:
+        return fields
+    if "content" in fields:
+        text = "a message in messages has content and parts; give one of them"
+        raise errors.InvalidPromptError(text, field="messages")
+    return {"content": list(map(_read_part, fields.pop("parts"))), **fields}
+
+
+def _read_part(part: pb.ContentPart) -> dict[str, Any]:
+    kind = part.WhichOneof("part") or "unknown"
+    return {"type": kind, kind: getattr(part, kind, None)}
 
 
 def adds_prompt(conversation: pb.Conversation) -> bool:

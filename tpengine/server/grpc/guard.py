@@ -241,6 +241,10 @@ def path_at_fault(error: Exception, message: Any) -> str | None:
         if field == "structured_outputs":  # vLLM has a field for each kind of constraint
             field = message.sampling_params.WhichOneof("constraint")
         return "sampling_params" if field is None else f"sampling_params.{field}"
+    if isinstance(error, errors.InvalidPictureError):
+        for set_field, _ in message.ListFields():
+            if set_field.name in ("images", "media_refs"):
+                return str(set_field.name)
     # The engine names no field for a prompt as such, which has several forms.
     if isinstance(error, errors.InvalidPromptError) and field not in known and "input" in oneofs:
         return message.WhichOneof("input") or "input"

@@ -182,6 +182,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         """The model and its properties."""
         engine = self._state.loaded_engine()
         model, tokenizer = engine.model_config, engine.llm_engine.get_tokenizer()
+        pictures = (await engine.get_scheduler_config()).pictures
         return pb.GetModelInfoResponse(
             **{name: getattr(model, name) for name in _MODEL_FIELDS},
             model=self._state.model,
@@ -189,6 +190,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             end_token_ids=sorted(model.end_token_ids),
             has_tokenizer=tokenizer is not None,
             has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
+            max_images=0 if pictures is None else pictures.max_per_prompt,
         )
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -255,7 +257,10 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     def _check_text(self, message: Message | pb.TokenizeRequest) -> None:
         field = message.WhichOneof("input")
         if field == "messages":
-            texts = (text for m in message.messages.messages for text in (m.role, m.content))
+            turns = message.messages.messages
+            texts = (
+                text for m in turns for text in (m.role, m.content, *(p.text for p in m.parts))
+            )
             self._state.check_text(field, texts)
         elif field in ("prompt", "text"):
             self._state.check_text(field, [getattr(message, field)])

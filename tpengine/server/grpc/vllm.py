@@ -93,6 +93,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
             served_model_name=self._state.model,
             tokenizer_path=model.tokenizer or "",
             is_generation=True,
+            supports_vision=engine.llm_engine.reads_pictures,
             max_context_length=model.max_model_len,
             max_req_input_len=model.max_model_len,
             vocab_size=model.vocab_size,
@@ -105,12 +106,18 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
     async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         """The engine's state and sizes."""
         engine = self._state.loaded_engine()
+        scheduler, seeing = await engine.get_scheduler_config(), {}
+        if (pictures := scheduler.pictures) is not None:
+            schemes = "http,https,data" if pictures.allowed_hosts else "data"
+            seeing = {"mm_processor": "inprocess", "mm_media_ref_schemes": schemes}
+            seeing["mm_item_limits"] = f"image={pictures.max_per_prompt}"
         return pb.GetServerInfoResponse(
+            **seeing,
             active_requests=engine.get_num_unfinished_requests(),
             uptime_seconds=self._state.uptime_s,
             data_parallel_size=1,
             block_size=engine.stats().cache.block_size,
-            max_num_seqs=(await engine.get_scheduler_config()).max_num_seqs,
+            max_num_seqs=scheduler.max_num_seqs,
         )
 
     async def GetLoads(self, request: Any, context: Any) -> Any:  # noqa: N802

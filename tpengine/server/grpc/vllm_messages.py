@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated.common_pb2 import Modality
 
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError
@@ -21,7 +22,7 @@ from tpengine.server.limits import Limits, at_most, check_sampling, last_ids
 from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
 
 REFUSED = (
-    "mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json",
+    "mm_inputs", "extra_mm_inputs", "kv_transfer_params", "kv_transfer_params_json",
     "data_parallel_rank",
 )  # fmt: skip
 """Fields of a request that would change its answer, and that are not offered."""
@@ -51,8 +52,27 @@ def read_request(
     if input_field == "tokenized":
         token_ids = last_ids(message.tokenized.input_ids, params.truncate_prompt_tokens)
     text = message.text if token_ids is None else None
-    check_sampling(params, limits, max_model_len, [text if token_ids is None else token_ids])
+    prompt: Any = text if token_ids is None else token_ids
+    check_sampling(params, limits, max_model_len, [prompt])
+    if message.HasField("media_refs"):
+        pictures = {"image": read_media(message.media_refs)}
+        name = "prompt" if token_ids is None else "prompt_token_ids"
+        prompt = {name: prompt, "multi_modal_data": pictures}
+        return GenerateRequest(prompt, params=params)
     return GenerateRequest(prompt=text, prompt_token_ids=token_ids, params=params)
+
+
+def read_media(message: pb.MediaRefs) -> list[str]:
+    """The URLs of pictures, one for each placeholder.
+
+    Raises:
+        InvalidPromptError: one is of a video, or of sound.
+    """
+    for item in message.items:
+        if item.modality not in (Modality.IMAGE, Modality.MODALITY_UNSPECIFIED):
+            text = f"holds an item of modality {item.modality}; only IMAGE = 1 is served"
+            raise InvalidPromptError.of_field("media_refs", text)
+    return [item.url for item in message.items]
 
 
 def read_sampling_params(
