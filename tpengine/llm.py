@@ -186,7 +186,9 @@ class LLM:
 
         Args:
             messages: dicts with `role` and `content`, which is a string or a list of parts
-                `{"type": "text", "text": ...}`.
+                `{"type": "text", "text": ...}` and, for models that read pictures,
+                `{"type": "image_url", "image_url": {"url": ...}}` and `{"type": "image", "image":
+                ...}` with what `PictureReader.read` takes.
             lora_request: see `generate`.
             chat_template: a template in Jinja, or the name of one of the model's own; see
                 `Tokenizer.render_chat`.
@@ -271,17 +273,20 @@ class LLM:
         Raises:
             InvalidPromptError: see `chat`.
         """
-        engine = self.llm_engine
-        tokenizer = checks.need_tokenizer(engine.tokenizer, engine.get_model_config())
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt)
+        options = {"add_generation_prompt": add_generation_prompt}
+        return self.llm_engine.chat_token_ids(list(messages), **options)
 
     def stream(
         self,
         prompt: PromptInputs | None,
         sampling_params: SamplingParams | None = None,
         prompt_token_ids: list[int] | None = None,
+        messages: Sequence[Message] | None = None,
     ) -> Iterator[str]:
         """Completes one prompt and yields its text as it grows.
+
+        Args:
+            messages: in the place of a prompt: a conversation, see `chat`.
 
         Raises:
             RequestError: the prompt cannot be served, or the parameters ask for more than one
@@ -289,7 +294,7 @@ class LLM:
             RequestAbortedError: another caller aborted it, after the text that was yielded.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        request = GenerateRequest(prompt, prompt_token_ids, params=params)
+        request = GenerateRequest(prompt, prompt_token_ids, messages, params=params)
         if params.num_sequences != 1:
             count = f"n or best_of is {params.num_sequences}"
             text = f"stream yields the text of one sequence, and {count}"

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+from support.picture_files import encoded
+from support.small_llavas import LLAVA_TEMPLATE, pixels, write_llava
 from support.terminal import END_S, START_S, Terminal
 from support.tiny_llama import edit_json
 
@@ -25,6 +28,7 @@ SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512", "--dtype", "f
 GREEDY = ["--temperature", "0", "--max-tokens", "12", *SMALL]
 ENDLESS = ["--max-tokens", "2000", "--ignore-eos", "--cpu-kv-cache-space", "0.05"]
 QUESTION = "What is the capital of France?"
+PNG = encoded(Image.fromarray(pixels(0)), "PNG")
 SHOWN = "\x1b[2m[", "tokens/s"
 
 Message = dict[str, str]
@@ -42,20 +46,15 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
     """The messages of each prompt of a chat that is streamed, and the parameters of each prompt."""
-    texts: dict[tuple[int, ...], list[Message]] = {}
     noted: Streamed = []
-    template, stream = LLM.chat_token_ids, LLM.stream
+    stream = LLM.stream
 
-    def noted_template(llm: LLM, messages: Any) -> list[int]:
-        ids = template(llm, messages)
-        texts[tuple(ids)] = list(messages)
-        return ids
+    def noted_stream(
+        llm: LLM, prompt: Any, params: SamplingParams, ids: Any = None, messages: Any = ()
+    ) -> Any:
+        noted.append((messages, params))
+        return stream(llm, prompt, params, ids, messages)
 
-    def noted_stream(llm: LLM, prompt: Any, params: SamplingParams, ids: Any) -> Any:
-        noted.append((texts.get(tuple(ids or ()), []), params))
-        return stream(llm, prompt, params, ids)
-
-    monkeypatch.setattr(LLM, "chat_token_ids", noted_template)
     monkeypatch.setattr(LLM, "stream", noted_stream)
     return noted
 
@@ -159,8 +158,9 @@ def test_turns_are_forgotten_that_leave_no_room_for_an_answer() -> None:
     talk = Conversation(
         max_len=35,
         max_tokens=10,
+        max_images=0,
         token_ids=lambda messages: [0] * 10 * len(messages),
-        generate=lambda token_ids, write: write("an answer"),
+        generate=lambda messages, write: write("an answer"),
         num_tokens=lambda: 0,
         system=None,
     )
@@ -180,6 +180,52 @@ def test_a_model_without_a_chat_template_is_refused(
     assert "tpengine generate" in err
 
 
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_llava(tmp_path_factory.mktemp("llava"), LLAVA_TEMPLATE)
+    (folder / "cat.png").write_bytes(PNG)
+    return folder
+
+
+def test_pictures_of_a_chat(
+    llava: Path,
+    streamed: Streamed,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cat = f"/image {llava / 'cat.png'}"
+    wrong = ["/image", f"/image {llava / 'config.json'}", "/image /dev/zero", "word " * 50]
+    type_lines(monkeypatch, cat, "/reset", *wrong[:3], cat, cat, wrong[3], "Which?", "Why?")
+    model = ["--model", str(llava), *GREEDY, "--max-model-len", "128"]
+    assert main(["chat", *model]) == 1
+    shown = capsys.readouterr()
+    lines = [line for line in shown.err.splitlines() if line.startswith("tpengine: Inv")]
+    words = ("cannot be read", "is no picture", "has more than", "send a shorter one")
+    assert all(part in line for part, line in zip(words, lines, strict=True)), lines
+    assert "the next message has 2 pictures" in shown.err
+    (first, _), (second, params) = streamed
+    picture = {"type": "image", "image": PNG}
+    asked = {"role": "user", "content": [picture, picture, {"type": "text", "text": "Which?"}]}
+    assert first == [asked]
+    assert [second[0], second[2]] == [asked, user("Why?")]
+    with LLM(llava, dtype="float32", cpu_kv_cache_space=0.05, max_model_len=128) as llm:
+        answers = llm.chat([first, second], params, use_tqdm=False)
+    assert shown.out == "".join(f"{answer.outputs[0].text}\n" for answer in answers)
+
+
+def test_a_picture_at_a_terminal(llava: Path) -> None:
+    with Terminal("chat", "--model", str(llava), *GREEDY, "--max-model-len", "128") as terminal:
+        terminal.read_until("> ")
+        terminal.type("/image missing.png\n")
+        assert "No such file or directory: 'missing.png'" in terminal.read_until("\r\n> ")
+        terminal.type(f"/image {llava / 'cat.png'}\n")
+        assert "the next message has 1 picture" in terminal.read_until("\r\n> ")
+        terminal.type("What?\n")
+        assert "tokens/s" in terminal.read_until("\r\n> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(END_S) == 1, "something was refused"
+
+
 def test_keys_at_a_terminal() -> None:
     with Terminal("chat", *ENDLESS, "--temperature", "0") as terminal:
         assert "temperature 0.0" in terminal.read_until("> ")
@@ -191,7 +237,9 @@ def test_keys_at_a_terminal() -> None:
         assert all(part in shown for part in SHOWN)
         terminal.type("/resex\x7ft\n")  # a wrong letter, taken back
         assert "conversation forgotten" in terminal.read_until("\r\n> ")
-        terminal.type("\x1b[A\n")  # the line before
+        terminal.type("/image cat.png\n")
+        assert "this model reads text alone" in terminal.read_until("\r\n> ")
+        terminal.type("\x1b[A\x1b[A\n")  # the line before that
         assert "conversation forgotten" in terminal.read_until("\r\n> ")
         terminal.type('"""\n')
         terminal.read_until("... ")

@@ -193,17 +193,18 @@ def _chat(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
     info = run(client.model_info())
     num_tokens = 0
 
-    async def stream(token_ids: list[int], write: Callable[[str], None]) -> None:
+    async def stream(messages: conversation.Messages, write: Callable[[str], None]) -> None:
         nonlocal num_tokens
-        async for output in client.stream(token_ids, params):
+        async for output in client.stream(messages, params):
             num_tokens += len(output.outputs[0].token_ids)
             write(output.outputs[0].text)
 
     talk = conversation.Conversation(
         info.max_model_len,
         params["max_tokens"],
+        info.max_images,
         lambda messages: run(client.chat_token_ids(messages)),
-        lambda token_ids, write: run(stream(token_ids, write)),
+        lambda messages, write: run(stream(messages, write)),
         lambda: num_tokens,
         args.system,
     )

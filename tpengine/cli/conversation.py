@@ -9,16 +9,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from tpengine.cli.lines import Line, is_typed, messages
-from tpengine.errors import InvalidPromptError, RequestError, ServerError, counted
+from tpengine import errors
+from tpengine.cli.lines import Line, content_of, is_typed, messages, read_picture
+from tpengine.errors import counted
 from tpengine.host import print_note, streamed_text
 
+Content = str | list[dict[str, Any]]
+"""Text, or the parts of a message with pictures."""
+Messages = list[dict[str, Any]]
 MAX_TOKENS = 1024
 """Of an answer, for a model that recommends none."""
 _COMMANDS = """\
 /system TEXT   set the system message; without TEXT: remove it
-/reset         forget the conversation; the system message stays
+/image FILE    add a picture to the next message; several times: several
+/reset         forget the conversation and its pictures; the system message stays
 /help          show this
 /exit          end; so does the end of input (Ctrl-D)
 \"\"\"            begin and end a message of several lines
@@ -62,17 +68,17 @@ def converse(
     failed = 0
     lines = [Line(1, " ".join(words), "the message")]
     for line in lines if words else messages(must_end):
-        if not words and re.match(r"/[a-z?]+( |$)", line.text):
-            if _obey(talk, line.text):
-                break
-            continue
         try:
-            talk.answer(line.checked().strip())
+            if not words and re.match(r"/[a-z?]+( |$)", line.text):
+                if _obey(talk, line.checked()):
+                    break
+            else:
+                talk.answer(line.checked().strip())
         except KeyboardInterrupt:
             if must_end() or not is_typed():
                 raise
-        except (RequestError, ServerError) as error:
-            if isinstance(error, ServerError) and not is_typed():
+        except (errors.RequestError, errors.ServerError) as error:
+            if isinstance(error, errors.ServerError) and not is_typed():
                 raise
             print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
             failed += 1
@@ -80,14 +86,25 @@ def converse(
 
 
 def _obey(conversation: Conversation, text: str) -> bool:
-    """Does what a command says; returns whether it ends the chat."""
+    """Does what a command says; returns whether it ends the chat.
+
+    Raises:
+        InvalidPictureError: it is no picture, or the model reads text alone.
+    """
     name, _, rest = text.strip().partition(" ")
     name = _OTHER_NAMES.get(name, name)
     if name == "/system":
         conversation.system = rest.strip() or None
         print_note("system message set" if conversation.system else "system message removed")
+    elif name == "/image":
+        if not conversation.max_images:
+            text = "this model reads text alone: docs/pictures.md lists those that see"
+            raise errors.InvalidPictureError(text)
+        conversation.pictures.append(read_picture(rest.strip()))
+        print_note(f"the next message has {counted(len(conversation.pictures), 'picture')}")
     elif name == "/reset":
         conversation.turns.clear()
+        conversation.pictures.clear()
         print_note("conversation forgotten")
     elif name == "/help":
         print(_COMMANDS)
@@ -103,29 +120,39 @@ class Conversation:
     Attributes:
         max_len: most tokens of prompt and answer together.
         max_tokens: most tokens of an answer; None: no limit of its own.
+        max_images: most pictures of a prompt; 0: the model reads text alone.
         token_ids: returns the ids of messages by the model's chat template.
-        generate: generates the answer to these ids, and writes its text as it grows.
+        generate: generates the answer to messages, and writes its text as it grows.
         num_tokens: returns the number of tokens of all answers so far.
         system: the system message; the next answer follows it.
-        turns: message and answer, in their order.
+        turns: content of a message, and answer, in their order.
+        pictures: files of those of the next message.
     """
 
     max_len: int
     max_tokens: int | None
-    token_ids: Callable[[list[dict[str, str]]], list[int]]
-    generate: Callable[[list[int], Callable[[str], None]], None]
+    max_images: int
+    token_ids: Callable[[Messages], list[int]]
+    generate: Callable[[Messages, Callable[[str], None]], None]
     num_tokens: Callable[[], int]
     system: str | None
-    turns: list[tuple[str, str]] = field(default_factory=list)
+    turns: list[tuple[Content, str]] = field(default_factory=list)
+    pictures: list[bytes] = field(default_factory=list)
 
     def answer(self, text: str) -> None:
         """Prints the answer as it is generated, and remembers message and answer.
 
         Raises:
             KeyboardInterrupt: on Ctrl-C, after what was generated is remembered.
-            RequestError: the message is too long, or the chat template refuses it.
+            RequestError: the message is too long, or the chat template refuses it. Its pictures
+                stay for the next one, unless it is refused for them.
         """
-        token_ids = self._fit(text)
+        content = content_of(text, self.pictures)
+        try:
+            token_ids = self._fit(content)
+        except errors.InvalidPictureError:
+            self.pictures.clear()
+            raise
         answer, num_before = "", self.num_tokens()
         begin = first = time.monotonic()
         try:
@@ -137,11 +164,12 @@ class Conversation:
                     answer += piece
                     write(piece)
 
-                self.generate(token_ids, add)
+                self.generate(self._messages(content, self.turns), add)
                 write("\n")
         finally:
             if answer:
-                self.turns.append((text, answer))
+                self.turns.append((content, answer))
+                self.pictures.clear()
             num_tokens = self.num_tokens() - num_before
             rate = (num_tokens - 1) / max(time.monotonic() - first, 1e-9)
             cut = ", cut at --max-tokens" if num_tokens == self.max_tokens else ""
@@ -154,35 +182,39 @@ class Conversation:
                 f"the first after {first - begin:.2f} s, then {max(rate, 0.0):.1f} tokens/s"
             )
 
-    def _fit(self, text: str) -> list[int]:
+    def _fit(self, content: Content) -> list[int]:
         """Returns the ids of the conversation with a new message; forgets the oldest turns while it
         leaves too little room for the answer."""
-        alone = len(self.prompt_ids(text))
-        if alone >= self.max_len:
-            raise InvalidPromptError(
-                f"the message has {alone} tokens with its template, and message and answer must "
-                f"fit into max_model_len = {self.max_len}; send a shorter one"
-            )
         room = min(self.max_tokens or self.max_len, self.max_len // 4)
         num_turns = len(self.turns)
-        token_ids = self.prompt_ids(text, self.turns)
+        token_ids = self.prompt_ids(content, self.turns)
+        if len(token_ids) + room > self.max_len:
+            alone = len(self.prompt_ids(content))
+            if alone >= self.max_len:
+                raise errors.InvalidPromptError(
+                    f"the message has {alone} tokens with its template, and message and answer "
+                    f"must fit into max_model_len = {self.max_len}; send a shorter one"
+                )
         while self.turns and len(token_ids) + room > self.max_len:
             del self.turns[0]
-            token_ids = self.prompt_ids(text, self.turns)
+            token_ids = self.prompt_ids(content, self.turns)
         if len(self.turns) < num_turns:
             forgotten = counted(num_turns - len(self.turns), "turn")
             most = self.max_len
             print_note(f"more than max_model_len = {most} tokens: forgot the oldest {forgotten}")
         return token_ids
 
-    def prompt_ids(self, text: str, turns: Iterable[tuple[str, str]] = ()) -> list[int]:
+    def prompt_ids(self, content: Content, turns: Iterable[tuple[Content, str]] = ()) -> list[int]:
         """Returns the ids of a prompt: the system message, some turns and a new message.
 
         Raises:
             InvalidPromptError: the model has no chat template, or it refuses one of them.
         """
-        messages = [{"role": "system", "content": self.system}] if self.system else []
+        return self.token_ids(self._messages(content, turns))
+
+    def _messages(self, content: Content, turns: Iterable[tuple[Content, str]]) -> Messages:
+        messages: Messages = [{"role": "system", "content": self.system}] if self.system else []
         for question, answer in turns:
             messages.append({"role": "user", "content": question})
             messages.append({"role": "assistant", "content": answer})
-        return self.token_ids([*messages, {"role": "user", "content": text}])
+        return [*messages, {"role": "user", "content": content}]

@@ -5,6 +5,7 @@ Examples:
   tpengine generate 'Once upon a time' --temperature 0
   tpengine generate --chat 'What is the capital of France?'
   tpengine generate --file prompts.txt --model FOLDER
+  tpengine generate 'USER: <image> What is this? ASSISTANT:' --image cat.jpg --model FOLDER
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tpengine.checkpoint.model_defaults import sampling_defaults
 from tpengine.checkpoint.model_files import read_generation_config
-from tpengine.cli.lines import Line, is_typed, read_lines
+from tpengine.cli.lines import Line, content_of, is_typed, read_lines, read_picture
 from tpengine.cli.parser import add_sampling_options, given_sampling, in_words
 from tpengine.engine.tokenizer import has_tokenizer
 from tpengine.engine_args import EngineArgs
@@ -42,6 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answer prompts as messages, by the model's chat template",
     )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="picture of each prompt, one for each of its placeholders, such as <image>; without "
+        "placeholders, and with --chat, the pictures come before its text",
+    )
     add_sampling_options(parser)
     EngineArgs.add_cli_args(parser)
 
@@ -52,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     Interrupted, also while the model loads, it prints how many prompts are finished.
     """
     check_words(args.prompts)
+    images = list(map(read_picture, args.image))
     options = given_sampling(args)
     # Lines of statistics would break the text up.
     engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
@@ -64,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
                 print_note(f"{engine_args.served_names[0]}; {words}")
                 for prompt in prompts:
                     try:
-                        _stream_one(llm, prompt.checked(), params, args.chat)
+                        _stream_one(llm, prompt.checked(), params, args.chat, images)
                         finished += 1
                     except RequestError as error:
                         print(f"tpengine: {type(error).__name__}: {error}", file=sys.stderr)
@@ -145,10 +155,18 @@ def _read_prompts(args: argparse.Namespace) -> list[Line]:
     return prompts or [Line(1, _EXAMPLE_PROMPT)]
 
 
-def _stream_one(llm: LLM, prompt: str, params: SamplingParams, chat: bool) -> None:
-    token_ids = llm.chat_token_ids([{"role": "user", "content": prompt}]) if chat else None
+def _stream_one(
+    llm: LLM, prompt: str, params: SamplingParams, chat: bool, images: list[bytes]
+) -> None:
+    messages, inputs = None, cast(Any, prompt)
+    if chat:
+        messages, inputs = [{"role": "user", "content": content_of(prompt, images)}], None
+    elif images:
+        token = llm.llm_engine.picture_placeholder or ""
+        text = prompt if token in prompt else token * len(images) + prompt
+        inputs = {"prompt": text, "multi_modal_data": {"image": images}}
     with streamed_text() as write:
         write(f"> {prompt}\n" if chat else prompt)
-        for text in llm.stream(None if chat else prompt, params, token_ids):
+        for text in llm.stream(inputs, params, None, messages):
             write(text)
         write("\n\n")

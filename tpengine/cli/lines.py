@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tpengine.errors import ConfigError, InvalidPromptError
+from tpengine.errors import ConfigError, InvalidPictureError, InvalidPromptError
 from tpengine.host import print_note
+from tpengine.pictures.decoder_protocol import FORMATS
+from tpengine.pictures.picture import DEFAULT_LIMITS
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,30 @@ def read_lines(path: str | None = None) -> Iterator[Line]:
                 yield Line(number, text.removesuffix("\n"), path or "the input")
     except OSError as error:
         raise ConfigError(f"{path or 'standard input'} cannot be read: {error}") from error
+
+
+def read_picture(path: str) -> bytes:
+    """Returns the file of a picture.
+
+    Raises:
+        InvalidPictureError: it cannot be read, is too large, or begins as no picture does.
+    """
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            data = file.read(DEFAULT_LIMITS.max_bytes + 1)
+    except (OSError, ValueError) as error:
+        raise InvalidPictureError(f"the picture cannot be read: {error}") from error
+    DEFAULT_LIMITS.check_bytes(len(data))
+    if not any(form.match(data) for form in FORMATS.values()):
+        text = f"{path!r} is no picture; give a file of one of {', '.join(FORMATS)}"
+        raise InvalidPictureError(text)
+    return data
+
+
+def content_of(text: str, images: Sequence[bytes]) -> str | list[dict[str, Any]]:
+    """Returns the content of a message: the text, or parts with the pictures before it."""
+    pictures = [{"type": "image", "image": image} for image in images]
+    return [*pictures, {"type": "text", "text": text}] if pictures else text
 
 
 def messages(must_end: Callable[[], bool]) -> Iterator[Line]:
