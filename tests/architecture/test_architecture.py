@@ -22,13 +22,13 @@ VAGUE_NAMES = {"one", "given", "found", "about", "told"}
 """They say what happened to a value, but not what it is."""
 
 # Budgets. A commit that raises one says what the lines buy.
-MAX_PACKAGE_LINES = 29_290
+MAX_PACKAGE_LINES = 31_150
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_NATIVE_LINES = 8_255
+MAX_NATIVE_LINES = 8_275
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_CORE_LINES = 6_420
+MAX_CORE_LINES = 6_665
 """Lines of code of the files that docs/reading.md lists: `LLM.generate` on one device."""
-MAX_TEST_LINES = 40_200
+MAX_TEST_LINES = 42_000
 """Lines of code of tests/."""
 
 # room: rooms that it may import, besides itself and the files at the package's root
@@ -37,7 +37,7 @@ ALLOWED_ROOMS: dict[str, set[str]] = {
     "client": {"proto"},
     "proto": set(),
     "async_engine": {"engine", "scheduling", "executor"},
-    "engine": {"scheduling", "executor", "checkpoint", "structured"},
+    "engine": {"scheduling", "executor", "checkpoint", "structured", "pictures"},
     "scheduling": set(),
     "executor": {"worker", "checkpoint", "structured"},
     "worker": {"checkpoint", "structured", "models", "layers", "ops", "distributed"},
@@ -72,7 +72,13 @@ HOMES = {
     "torch": {"worker", "models", "layers", "distributed", "ops", "checkpoint"},
     "llguidance": {"structured"},
     "PIL": {"pictures"},
-    "transformers": {"config", "checkpoint", "engine/tokenizer", "models/fallback"},
+    "transformers": {
+        "config",
+        "checkpoint",
+        "engine/tokenizer",
+        "models/fallback",
+        "models/vision_tower",
+    },
 }
 
 
@@ -88,6 +94,10 @@ FEATURES = {
         "ops.weight_only checkpoint.quantized_checkpoint checkpoint.quantized_sources"
     ),
     "fair shares": "scheduling.fairness",
+    "pictures": (
+        "pictures engine.picture_prompts engine.picture_reader scheduling.picture_cache "
+        "worker.picture_slots worker.picture_store models.vision_tower checkpoint.text_tensors"
+    ),
     "lookahead": "scheduling.drafter scheduling.token_index worker.draft_model",
     "pipelines": "models.stages scheduling.stage_groups worker.stage_ends",
     "GGUF": "checkpoint.gguf_config checkpoint.gguf_file checkpoint.gguf_weights",
