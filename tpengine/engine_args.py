@@ -183,7 +183,8 @@ class EngineArgs(Options):
     max_encoder_tokens: int = option(4096, at_least=1)
     """Most tokens of pictures whose features a step computes; one picture may have more."""
     encoder_cache: float = option(0.25, more_than=0)
-    """GiB for features of pictures on each rank of the first stage."""
+    """GiB for features of pictures on each rank of the first stage, in float32; in 16 bits the same
+    number of features takes half of it."""
     scheduling_policy: str = option("fcfs", cfg.SCHEDULING_POLICIES)
     """Order of requests: fcfs is first come, first served; priority serves the lowest number first,
     with a limit on how often a request is overtaken."""
