@@ -37,7 +37,7 @@ MODEL = "~/models/my-model"
 LIMITS_S = {"ray up": 200.0, "ray exec": 90.0, "ray submit": 200.0, "ray down": 90.0}
 WORKERS_S = 120.0
 LINE_S = 90.0
-END_S = 30.0
+END_S = 120.0
 LOOK_S = 0.5
 """Between two looks, each of which starts processes."""
 MAX_TOKENS = 32
