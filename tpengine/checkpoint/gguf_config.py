@@ -99,12 +99,12 @@ ARCHITECTURES = {
     ),
     "starcoder2": Architecture("Starcoder2ForCausalLM", "starcoder2", _EPSILON, flags=_USE_BIAS),
 }
+"""By `general.architecture`; a llama that has experts is a mixtral here."""
 _TEXT_OF = {"mistral3": "llama", "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 """By architecture of a model that sees pictures: the one that it is for text alone. Then the
 three positions of a token are equal, so that `rope.dimension_sections` changes nothing, and
 `n_deepstack_layers` counts layers that add features of pictures."""
 ARCHITECTURES |= {name: ARCHITECTURES[text] for name, text in _TEXT_OF.items()}
-"""By `general.architecture`; a llama that has experts is a mixtral here."""
 
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 """Number of layers of the size whose queries are scaled by hidden size / heads, not by head_dim."""

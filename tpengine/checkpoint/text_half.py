@@ -23,7 +23,8 @@ _BOTH_WAYS = ("paligemma",)
 """Models in which the tokens of a prompt see each other in both directions, also those of text."""
 _AXES = ("mrope_section", "mrope_interleaved")
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config")
-"""Fields that a `config.json` has beside its text model, and that are the text model's too."""
+"""Fields that a `config.json` has beside its text model, and that are the text model's too.
+One that is null says nothing."""
 
 
 def fields_of(config: Any) -> dict[str, Any]:
@@ -52,16 +53,16 @@ def text_half(config: Any, written: Mapping[str, Any]) -> dict[str, Any] | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        text = config.get_text_config()
+        half = config.get_text_config()
     except ValueError:  # it has several
         return None
-    if text is config or config.is_encoder_decoder:
+    if half is config or config.is_encoder_decoder:
         return None
     whole = written.get("architectures") or [config.model_type]
     if config.model_type in _BOTH_WAYS:
-        text = f"architecture {whole[0]!r} is not supported"
-        raise ConfigError(f"{text}: the tokens of its prompts see each other in both directions")
-    fields, model_type = fields_of(text), text.model_type
+        problem = f"architecture {whole[0]!r} is not supported"
+        raise ConfigError(f"{problem}: the tokens of its prompts see each other in both directions")
+    fields, model_type = fields_of(half), half.model_type
     if model_type in _ALONE:
         model_type = _ALONE[model_type]
         rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
@@ -71,4 +72,5 @@ def text_half(config: Any, written: Mapping[str, Any]) -> dict[str, Any] | None:
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     fields["architectures"] = whole if decoder is None else [decoder]
     fields["whole_model"] = fields_of(config) | {"architectures": whole}
-    return fields | {name: written[name] for name in _OF_THE_WHOLE if name in written}
+    of_whole = {name: written.get(name) for name in _OF_THE_WHOLE}
+    return fields | {name: value for name, value in of_whole.items() if value is not None}

@@ -1,6 +1,6 @@
 """The tensors of a text half among those of a whole checkpoint.
 
-They have the names of the decoder behind a prefix that differs from class to class. It is unread by
+They have the names of the decoder behind a prefix that differs from class to class. It is found by
 the names that the decoder declares.
 """
 
