@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from models.test_text_halves import write_whole
 from PIL import Image
 from tokenizers import AddedToken, processors
 
 from support.picture_files import encoded
 from support.tiny_llama import byte_level_tokenizer
+from support.whole_models import PICTURES, write_whole
 
 NUM_ROWS = 4
 """Tokens of a picture."""
@@ -26,9 +26,11 @@ LLAVA_TEMPLATE = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 QUESTION = {"type": "text", "text": "What is this?"}
+PNG = encoded(Image.fromarray(PICTURES[0]), "PNG")
+"""File of the first picture."""
 
 
-def write_llava(folder: Path, template: str, of_processor: bool = False) -> Path:
+def write_llava(folder: Path, template: str = LLAVA_TEMPLATE, of_processor: bool = False) -> Path:
     """Writes a model with its processors.
 
     Args:
@@ -73,11 +75,6 @@ def teach(folder: Path, question: str, lessons: Mapping[str, Image.Image]) -> No
     model.save_pretrained(folder)
 
 
-def pixels(seed: int, height: int = 40, width: int = 60) -> np.ndarray:
-    """A picture, uint8 `[height, width, 3]`."""
-    return np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-
-
 def data_url(picture: np.ndarray | bytes) -> str:
     """The URL that holds a picture, or these bytes instead."""
     data = picture if isinstance(picture, bytes) else encoded(Image.fromarray(picture), "PNG")
@@ -92,3 +89,8 @@ def url_part(url: str) -> dict[str, Any]:
 def user(*parts: Any) -> list[dict[str, Any]]:
     """A conversation of one message."""
     return [{"role": "user", "content": list(parts)}]
+
+
+def pixels(seed: int, height: int = 40, width: int = 60) -> np.ndarray:
+    """A picture, uint8 `[height, width, 3]`."""
+    return np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
