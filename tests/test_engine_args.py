@@ -52,6 +52,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2 | fp8 is e4m3"),
     ({"served_model_name": ["a", 3]}, "served_model_name | Sequence[str] | 3"),
     ({"rope_scaling": "linear"}, "rope_scaling | Mapping | 'linear'"),
+    ({"limit_mm_per_prompt": {"image": -1}}, "{'image': -1} | 0 or more | as in {\"image\": 4}"),
     ({"rope_theta": 0.0}, "rope_theta | more than 0"),
     ({"max_logprobs": -2}, "max_logprobs | at least -1"),
     ({"max_num_batched_tokens": 10**12}, "max_num_batched_tokens | 1048576 | 10000"),
@@ -349,6 +350,12 @@ def test_words_of_a_command_line(words: list[str], name: str, expected: object) 
     assert getattr(EngineArgs.from_cli_args(parser.parse_args(words)), name) == expected
     parser.add_argument("prompt")
     assert parser.parse_args([*words, "--", "--a_b"]).prompt == "--a_b"
+
+
+def test_a_word_that_is_no_json_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        EngineArgs.add_cli_args(CommandParser()).parse_args(["--limit-mm-per-prompt", "image=1"])
+    assert """must be JSON as in '{"name": value}'; got 'image=1'""" in capsys.readouterr().err
 
 
 def test_own_options_of_an_async_engine() -> None:

@@ -372,6 +372,7 @@ class SchedulerConfig:
         num_stages: of the pipeline; running sequences are divided into as many groups, which it
             computes one behind the other.
         pictures: None: prompts are text alone.
+        why_text_alone: then the reason, for errors, with what to change.
     """
 
     max_num_batched_tokens: int
@@ -388,6 +389,7 @@ class SchedulerConfig:
     lookahead: LookaheadConfig | None = None
     num_stages: int = 1
     pictures: PicturesConfig | None = None
+    why_text_alone: str = "docs/pictures.md lists the models that see"
 
     @property
     def max_sampled_rows(self) -> int:

@@ -501,43 +501,35 @@ class EngineArgs(Options):
             num_stages=self.pipeline_parallel_size,
             max_loras=self.max_loras if self.enable_lora else 0,
             lookahead=self._lookahead_config(model, device),
-            pictures=self._pictures_config(model, device, budget),
+            **self._picture_fields(model, device),
         )
 
-    def _pictures_config(
-        self, model: cfg.ModelConfig, device: str, budget: int
-    ) -> cfg.PicturesConfig | None:
+    def _picture_fields(self, model: cfg.ModelConfig, device: str) -> dict[str, Any]:
+        """The fields of `SchedulerConfig` that are about pictures."""
         limits = self.limit_mm_per_prompt or {}
         most = limits.get("image", _MAX_PICTURES)
         if limits.keys() - {"image"} or type(most) is not int or most < 0:
-            text = f'limit_mm_per_prompt = {limits!r} must be as in {{"image": 4}}'
-            raise ConfigError(f"{text}: only pictures are served")
-        if not most or not model.reads_pictures:
-            return None
-        processor = model_files.read_image_processor(model.model)
-        if processor is None:
-            words = "%s has no preprocessor_config.json: its prompts are text alone"
-            logger.info(words, model.model)
-            return None
-        row_bytes = 4 * model.picture_row_size  # of the widest dtype; auto is decided on the ranks
-        num_rows = int(self.encoder_cache * (1 << 30)) // row_bytes
+            text = f"limit_mm_per_prompt = {limits!r} must hold a number of pictures, 0 or more"
+            raise ConfigError(f'{text}, and nothing else; write it as in {{"image": 4}}')
+        if not model.reads_pictures:
+            return {}
+        if not most:
+            return {"why_text_alone": "limit_mm_per_prompt allows 0 pictures; raise it"}
         assert model.whole is not None, "`reads_pictures` says so"
         are_whole = model.whole["model_type"] in cfg.WHOLE_PICTURES
-        if are_whole and device != "cpu":
-            words = (
-                "%s: its prompts are text alone, as no kernel for GPUs attends to whole pictures"
-            )
-            logger.info(words, model.model)
-            return None
-        needed = model.whole["mm_tokens_per_image"] if are_whole else 0
-        if needed > budget:
-            text = (
-                f"max_num_batched_tokens = {budget} is less than the {needed} tokens of a picture"
-            )
-            raise ConfigError(f"{text}, which are computed together; raise it")
+        processor, why = model_files.read_image_processor(model.model), ""
+        if processor is None:
+            why = "the model's folder has no preprocessor_config.json; fetch it and start again"
+        elif are_whole and device != "cpu":
+            why = "no kernel for GPUs attends to whole pictures; use device = 'cpu'"
+        if processor is None or why:
+            logger.warning("%s reads text alone: %s", model.model, why)
+            return {"why_text_alone": why}
+        row_bytes = 4 * model.picture_row_size  # of the widest dtype; auto is decided on the ranks
+        num_rows = int(self.encoder_cache * GIB) // row_bytes
         hosts = ",".join(each(self.allowed_media_hosts)).lower().replace(",", " ").split()
         room = most, self.max_encoder_tokens, num_rows
-        return cfg.PicturesConfig(*room, processor, are_whole, hosts)
+        return {"pictures": cfg.PicturesConfig(*room, processor, are_whole, hosts)}
 
     def _lookahead_config(self, model: cfg.ModelConfig, device: str) -> cfg.LookaheadConfig | None:
         source = self.speculative_model

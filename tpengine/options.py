@@ -8,6 +8,7 @@ parameter of a request (`Parameter`), and besides them the form of its value and
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -220,7 +221,7 @@ def _reading(declared: Declaration, hint: Any) -> dict[str, Any]:
         return words | {"metavar": declared.metavar}
     if Sequence[float] in kinds:
         return {"type": _one_or_more_numbers, "metavar": "NUM,..."}
-    read: Callable[[str], Any] = json.loads if Mapping[str, Any] in kinds else kinds[0]
+    read: Callable[[str], Any] = _read_json if Mapping[str, Any] in kinds else kinds[0]
     choices = list(declared.choices)
     if type(None) in typing.get_args(hint):
         read = _or_none(read)
@@ -236,6 +237,21 @@ def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
         return None if text in ("", "None") else read(text)
 
     return read_or_none
+
+
+def _read_json(text: str) -> dict[str, Any]:
+    """Reads an object of JSON.
+
+    Raises:
+        argparse.ArgumentTypeError: the text has another form.
+    """
+    import argparse  # programs without a command line do without it
+
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    form = """'{"name": value}'"""
+    raise argparse.ArgumentTypeError(f"must be JSON as in {form}; got {text!r}")
 
 
 def _default_in_words(default: Any, text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,26 +13,17 @@ import pytest
 import transformers
 from PIL import Image
 from support.engines import greedy, open_llm
-from support.messages import refused
-from support.picture_files import encoded
-from support.small_llavas import (
-    LLAVA_TEMPLATE,
-    NUM_ROWS,
-    QUESTION,
-    data_url,
-    pixels,
-    url_part,
-    user,
-    write_llava,
-)  # fmt: skip
+from support.messages import refused, said
+from support.small_llavas import LLAVA_TEMPLATE, PNG, QUESTION, data_url, user, write_llava
+from support.tiny_llama import edit_json
+from support.whole_models import PICTURES, write
 
 from tpengine.engine.tokenizer import Tokenizer
-from tpengine.errors import InvalidPromptError
+from tpengine.errors import ConfigError, InvalidPictureError
 from tpengine.llm import LLM
 from tpengine.pictures.picture import from_image
 
-PICTURE, OTHER = pixels(0), pixels(1, 28, 28)
-FILE = encoded(Image.fromarray(PICTURE), "PNG")
+PICTURE, OTHER = PICTURES[:2]
 TEXT_TEMPLATE = "{% for m in messages %}{{ m.role | upper }}: {{ m.content + ' ' }}{% endfor %}"
 
 
@@ -39,7 +31,7 @@ class _Files(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(FILE)
+        self.wfile.write(PNG)
 
     def log_message(self, *args: object) -> None:
         pass
@@ -56,7 +48,7 @@ def web() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llava(tmp_path_factory.mktemp("llava"), LLAVA_TEMPLATE)
+    return write_llava(tmp_path_factory.mktemp("llava"))
 
 
 def answers(llm: LLM, *talks: Any) -> list[tuple[list[int], Sequence[int]]]:
@@ -66,11 +58,11 @@ def answers(llm: LLM, *talks: Any) -> list[tuple[list[int], Sequence[int]]]:
 
 
 def test_all_forms_of_a_picture_are_one(folder: Path, web: str) -> None:
-    forms: list[Any] = [PICTURE, Image.fromarray(PICTURE), from_image(PICTURE), FILE]
-    forms += [bytearray(FILE), data_url(PICTURE), f"http://{web}/a.png"]
+    forms: list[Any] = [PICTURE, Image.fromarray(PICTURE), from_image(PICTURE), PNG]
+    forms += [bytearray(PNG), data_url(PICTURE), f"http://{web}/a.png"]
     parts: list[Any] = [{"type": "image", "image": form} for form in forms]
-    parts += [{"type": "image_pil", "image_pil": forms[1]}, url_part(forms[-2])]
-    parts += [{"type": "image_url", "image_url": url} for url in forms[-2:]]
+    parts += [{"type": "image_pil", "image_pil": forms[1]}]
+    parts += [{"type": "image_url", "image_url": url} for url in (*forms[-2:], {"url": forms[-2]})]
     with open_llm(folder, allowed_media_hosts=f"a.example,{web}") as llm:
         first, *others = answers(llm, *(user(part, QUESTION) for part in parts))
         (unlike,) = answers(llm, user({"type": "image", "image": OTHER}, QUESTION))
@@ -78,7 +70,7 @@ def test_all_forms_of_a_picture_are_one(folder: Path, web: str) -> None:
         (output,) = llm.generate(data, greedy(2), use_tqdm=False)
     assert others == [first] * len(others)
     assert (unlike[0] == first[0], unlike[1] == first[1]) == (True, False)
-    assert len(output.prompt_token_ids) == 2 + len(forms) * (1 + NUM_ROWS)
+    assert len(output.prompt_token_ids) == 2 + len(forms) * (1 + 4)  # 4 for a picture
 
 
 @pytest.mark.parametrize("of_processor", [False, True])
@@ -121,9 +113,27 @@ def test_where_the_template_writes_no_pictures_they_are_written(
     assert tokenizer.render_chat(messages, False, **words) == written
 
 
-def test_a_model_without_its_vision_tower_reads_text_alone(folder: Path) -> None:
-    part = {"type": "image", "image": PICTURE}
-    with open_llm(folder, limit_mm_per_prompt={"image": 0}) as llm:
-        with refused(InvalidPromptError, "messages[0].content[1] | reads text alone"):
-            llm.chat(user(QUESTION, part), use_tqdm=False)
-        assert answers(llm, user(QUESTION))
+def test_a_model_without_its_vision_tower_says_why(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a field beside its text model that is null changes nothing of that."""
+    bare = Path(shutil.copytree(folder, tmp_path / "bare"))
+    for name in ("preprocessor_config.json", "generation_config.json"):
+        (bare / name).unlink()
+    edit_json(bare / "config.json", lambda config: config.update(eos_token_id=None))
+    blind = (folder, 0, "limit_mm_per_prompt allows 0 pictures; raise it")
+    for model, limit, why in (blind, (bare, 4, "no preprocessor_config.json; fetch it")):
+        with said(caplog), open_llm(model, limit_mm_per_prompt={"image": limit}) as llm:
+            with refused(InvalidPictureError, f"this engine reads text alone: | {why}"):
+                llm.chat(user(QUESTION, {"type": "image", "image": PICTURE}), use_tqdm=False)
+            assert answers(llm, user(QUESTION))
+            assert llm.llm_engine.get_model_config().end_token_ids == {2}
+        levels = [line.levelname for line in caplog.records if "text alone" in line.getMessage()]
+        assert levels == ["WARNING"] * (model == bare)
+
+
+def test_a_picture_that_no_step_holds_is_refused_at_the_start(tmp_path: Path) -> None:
+    write("gemma3", tmp_path)
+    words = "max_num_batched_tokens = 3 | the 4 tokens of a picture | raise it"
+    with refused(ConfigError, words), open_llm(tmp_path, max_num_batched_tokens=3):
+        pass

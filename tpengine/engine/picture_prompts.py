@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tpengine.config import PICTURE_MODELS, EngineConfig, ModelConfig, PicturesConfig
+from tpengine.config import PICTURE_MODELS, EngineConfig, PicturesConfig
 from tpengine.engine.picture_reader import PictureReader
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import ConfigError, InvalidPictureError, ModelLoadError, counted
@@ -167,9 +167,8 @@ _EXPANSIONS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Expan
     "qwen3_vl": _Qwen2VL,
     "smolvlm": _Idefics3,
 }
-"""By `model_type` of the whole model: those of `config.PICTURE_MODELS`."""
-
-
+"""By `model_type` of the whole model."""
+# The list in config.py stays: `EngineArgs` reads it, which may not import this room.
 assert _EXPANSIONS.keys() == set(PICTURE_MODELS)
 
 
@@ -180,20 +179,22 @@ def read_expansion(config: EngineConfig, tokenizer: Tokenizer | None) -> Picture
         ConfigError, ModelLoadError: see `PicturePrompts`.
     """
     limits = config.scheduler.pictures
-    return None if limits is None else PicturePrompts(config.model, limits, tokenizer)
+    return None if limits is None else PicturePrompts(config, limits, tokenizer)
 
 
 class PicturePrompts:
     """Puts pictures into the prompts of one model.
 
     Raises:
-        ConfigError: its vision tower is not supported, or Pillow is not installed.
+        ConfigError: its vision tower is not supported, a step has no room for a picture, or Pillow
+            is not installed.
         ModelLoadError: its files lack what says how pictures become tokens.
     """
 
     def __init__(
-        self, model: ModelConfig, limits: PicturesConfig, tokenizer: Tokenizer | None
+        self, config: EngineConfig, limits: PicturesConfig, tokenizer: Tokenizer | None
     ) -> None:
+        model, budget = config.model, config.scheduler.max_num_batched_tokens
         assert model.whole is not None, "the model reads text alone"
         self._limits, self._tokenizer = limits, tokenizer
         try:
@@ -202,16 +203,19 @@ class PicturePrompts:
             text = f"{model.model} does not say how pictures become tokens: {error!r}"
             hint = """limit_mm_per_prompt='{"image": 0}' serves text alone"""
             raise ModelLoadError(f"{text}; fetch its files again; {hint}") from error
+        # Of these models all pictures have equally many.
+        if limits.are_whole and (needed := _num_tokens(made.pieces(1, 1))) > budget:
+            text = f"max_num_batched_tokens = {budget} is less than the {needed} tokens of a"
+            raise ConfigError(f"{text} picture, which are computed together; raise it")
         self._expansion: Expansion = made
         self._reader = PictureReader(limits.allowed_hosts)
 
     @property
     def placeholder(self) -> str | None:
         """The text of the placeholder; None: there is no tokenizer."""
-        tokenizer = self._tokenizer
-        return (
-            None if tokenizer is None else tokenizer.decode([self._expansion.placeholder_id], False)
-        )
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.decode([self._expansion.placeholder_id], False)
 
     def close(self) -> None:
         """Ends the process that decodes pictures."""
@@ -247,8 +251,9 @@ class PicturePrompts:
             raise InvalidPictureError(f"{problem} allowed; {hint}")
         placeholder = self._expansion.placeholder_id
         if (count := list(token_ids).count(placeholder)) != len(wanted):
-            problem = f"the prompt has {counted(count, 'placeholder')} (token {placeholder}"
-            problem = f"{problem}{self._shown()}) and {counted(len(wanted), 'picture')}"
+            shown = f", {self.placeholder!r}" if self.placeholder else ""
+            problem = f"the prompt has {counted(count, 'placeholder')} (token {placeholder}{shown})"
+            problem = f"{problem} and {counted(len(wanted), 'picture')}"
             raise InvalidPictureError(f"{problem}; it needs one for each")
         loaded = [self._load(self._reader.read(image), owner) for image in wanted]
         replacements = [pieces for _, pieces in loaded]
@@ -290,7 +295,7 @@ class PicturePrompts:
         token_id, start, spans = self._expansion.token_id, 0, list[PictureSpan]()
         for load, pieces in loaded:
             row = 0
-            for grid in (piece for piece in pieces if not isinstance(piece, str)):
+            for grid in _grids(pieces):
                 count = math.prod(grid)
                 start = ids.index(token_id, start)
                 spans.append(PictureSpan(start, count, row, grid[1], load.digest))
@@ -303,12 +308,10 @@ class PicturePrompts:
     def _load(self, picture: Picture, owner: Owner) -> tuple[PictureLoad, list[Piece]]:
         height, width = picture.pixels.shape[:2]
         pieces = self._expansion.pieces(height, width)
-        num_rows = sum(math.prod(piece) for piece in pieces if not isinstance(piece, str))
-        if num_rows > self._limits.num_cached_rows:
-            text = (
-                f"the picture of {width} x {height} pixels takes {num_rows} tokens, and the ranks"
-            )
-            text = f"{text} have room for the features of {self._limits.num_cached_rows}"
+        num_rows, most = _num_tokens(pieces), self._limits.num_cached_rows
+        if num_rows > most:
+            text = f"the picture of {width} x {height} pixels takes {num_rows} tokens, and the"
+            text = f"{text} ranks have room for the features of {most}"
             raise InvalidPictureError(f"{text}; send a smaller one, or raise encoder_cache")
         digest = picture.digest
         if owner.cache_salt:
@@ -320,5 +323,10 @@ class PicturePrompts:
             raise InvalidPictureError("pictures of this model need its tokenizer; it has none")
         return self._tokenizer
 
-    def _shown(self) -> str:
-        return "" if self._tokenizer is None else f", {self.placeholder!r}"
+
+def _grids(pieces: list[Piece]) -> list[Grid]:
+    return [piece for piece in pieces if not isinstance(piece, str)]
+
+
+def _num_tokens(pieces: list[Piece]) -> int:
+    return sum(map(math.prod, _grids(pieces)))

@@ -134,9 +134,9 @@ def check_request(
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
     adapter = adapters.check(request.lora_request)
     num_kept = params.truncate_prompt_tokens
-    text, token_ids, images = _read_prompt(request, num_kept, tokenizer, model, prompts)
+    text, token_ids, images = _read_prompt(request, num_kept, tokenizer, config, prompts)
     pictures = None
-    if images is not None:
+    if images is not None and prompts is not None:
         token_ids, pictures = _put_pictures(images, text, token_ids, request, prompts, tokenizer)
     is_chat = request.messages is not None
     rules = sampling_rules(params, model, tokenizer, is_local=is_local)
@@ -190,12 +190,9 @@ def _put_pictures(
     text: str | None,
     token_ids: list[int],
     request: GenerateRequest,
-    prompts: PicturePrompts | None,
+    prompts: PicturePrompts,
     tokenizer: Tokenizer | None,
 ) -> tuple[list[int], PromptPictures]:
-    if prompts is None:
-        text = "the prompt has pictures, and this engine reads text alone"
-        raise errors.InvalidPromptError(f"{text}: docs/pictures.md lists the models that see")
     if request.params.truncate_prompt_tokens is not None:
         text = "does not fit a prompt with pictures, which would lose their tokens; leave it out"
         raise _wrong_params("truncate_prompt_tokens", text)
@@ -211,31 +208,39 @@ def _read_prompt(
     request: GenerateRequest,
     num_kept: int | None,
     tokenizer: Tokenizer | None,
-    model: ModelConfig,
+    config: EngineConfig,
     pictures: PicturePrompts | None,
 ) -> tuple[str | None, list[int], Any]:
     """Returns the prompt's text, if it has one, its last `num_kept` ids, checked, and its pictures,
     unchecked; None: it has none."""
-    prompt, token_ids, images = request.prompt, request.prompt_token_ids, None
+    prompt: Any = request.prompt
+    token_ids, model = request.prompt_token_ids, config.model
+    messages, parts = take_pictures(request.messages)
+    images: Any = parts or None
+    if isinstance(prompt, Mapping) and (data := prompt.get("multi_modal_data")) is not None:
+        if not isinstance(data, Mapping) or data.keys() - {"image"}:
+            text = f"multi_modal_data must be {{'image': ...}}, got {data!r:.80}"
+            raise errors.InvalidPromptError(f"{text}; other kinds of data are not served")
+        images = data.get("image")
+    if images is not None and pictures is None:
+        text = "the prompt has pictures, and this engine reads text alone"
+        field = parts[0].field if parts else None
+        raise errors.InvalidPictureError(f"{text}: {config.scheduler.why_text_alone}", field=field)
     if request.messages is not None:
         if prompt is not None or token_ids is not None:
             text = "a request has messages or a prompt, and this one has both; give one of them"
             raise errors.InvalidPromptError(text)
         tokenizer = need_tokenizer(tokenizer, model)
-        messages, parts = take_pictures(request.messages)
         token = None if pictures is None else pictures.placeholder
         prompt = tokenizer.render_chat(messages, picture_token=token, **request.chat_options)
-        token_ids, images = tokenizer.encode_chat(prompt), parts or None
+        token_ids = tokenizer.encode_chat(prompt)
     if isinstance(prompt, Mapping):
-        fields: dict[str, Any] = {**prompt}
-        images = _images_of(fields.pop("multi_modal_data", None))
-        unknown = fields.keys() - {"prompt", "prompt_token_ids"}
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}
         if unknown:
             hint = "; did you mean prompt_token_ids?" if "input_ids" in unknown else ""
             text = f"a prompt's keys are prompt and prompt_token_ids; got {sorted(unknown)}{hint}"
             raise errors.InvalidPromptError(text)
-        token_ids = fields.get("prompt_token_ids", token_ids)
-        prompt = fields.get("prompt")
+        token_ids, prompt = prompt.get("prompt_token_ids", token_ids), prompt.get("prompt")
     if prompt is not None and not isinstance(prompt, str):
         must = "a prompt must be text, ids (as prompt_token_ids) or a dict"
         raise errors.InvalidPromptError(f"{must}, got {type(prompt).__name__}")
@@ -258,16 +263,6 @@ def _read_prompt(
     if not token_ids:
         raise errors.InvalidPromptError("the prompt is empty: it has no tokens; give at least one")
     return prompt, check_token_ids("prompt_token_ids", token_ids, model.vocab_size), images
-
-
-def _images_of(data: Any) -> Any:
-    """The pictures in `multi_modal_data`; None: there are none."""
-    if data is None:
-        return None
-    if not isinstance(data, Mapping) or data.keys() - {"image"}:
-        text = f"multi_modal_data must be {{'image': ...}}, got {data!r:.80}"
-        raise errors.InvalidPromptError(f"{text}; other kinds of data are not served")
-    return data.get("image")
 
 
 def read_sampling_params(

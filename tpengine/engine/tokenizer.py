@@ -248,9 +248,9 @@ class Tokenizer:
         conversation = _read_messages(messages, picture_token)
         if not (chat_template or self.hf.chat_template):
             raise errors.InvalidPromptError(
-                "this model's tokenizer has no chat template (chat_template in its "
+                "this model has no chat template (chat_template.jinja, or chat_template in its "
                 "tokenizer_config.json): it was not trained to chat. Write the conversation as one "
-                "text and call generate (`tpengine generate`) with it, or give a chat_template"
+                "text and call generate (`tpengine generate`) with it, or add chat_template.jinja"
             )
         named = self.hf.chat_template if isinstance(self.hf.chat_template, dict) else {}
         if not (chat_template is None or "{" in str(chat_template) or str(chat_template) in named):
@@ -437,7 +437,7 @@ def _read_messages(messages: object, picture_token: str | None) -> list[dict[str
                 text = f"{place} has no {key!r}: {fields!r}"
                 raise errors.InvalidPromptError(text, field=f"{place}.{key}")
             if not isinstance(fields[key], (str, list) if key == "content" else str):
-                text = f"must be a string, got {fields[key]!r}"
+                text = f"must be a string, got {fields[key]!r:.80}"
                 raise errors.InvalidPromptError.of_field(f"{place}.{key}", text)
         conversation.append(fields)
     return conversation
@@ -458,11 +458,11 @@ def _read_parts(
             read.append(PICTURE_PART)
             continue
         if kind not in _TEXT_PARTS or not isinstance(part.get(kind), str):
-            text = f'must be {{"type": "text", "text": ...}}, got {part!r:.80}'
-            reads = "text alone" if picture_token is None else "text and pictures alone"
-            raise errors.InvalidPromptError.of_field(
-                f"{place}[{i}]", f"{text}; this engine reads {reads}"
-            )
+            known = '{"type": "text", "text": ...}'
+            if picture_token is not None:
+                known += ' or {"type": "image_url", "image_url": {"url": ...}}'
+            text = f"must be {known}, got {part!r:.80}"
+            raise errors.InvalidPromptError.of_field(f"{place}[{i}]", text)
         read.append({"type": "text", "text": part[kind]})
     return read
 
