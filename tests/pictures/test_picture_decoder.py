@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
@@ -17,6 +16,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def decoder() -> Iterator[PictureDecoder]:
-    with PictureDecoder(PATIENT) as decoder:
+    with closing(PictureDecoder(PATIENT)) as decoder:
         yield decoder
 
 
@@ -172,7 +172,7 @@ def test_a_limit_of_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("limit", [{"memory_bytes": 48 << 20}, {"timeout_s": 0.001}])
 def test_too_little_memory_or_time_is_one_pictures_loss(limit: dict[str, Any]) -> None:
-    with PictureDecoder(replace(PATIENT, **limit)) as decoder:
+    with closing(PictureDecoder(replace(PATIENT, **limit))) as decoder:
         with pytest.raises(InvalidPictureError, match=BEYOND):
             decoder.decode(SLOW)
         decoder.limits = PATIENT
@@ -181,7 +181,7 @@ def test_too_little_memory_or_time_is_one_pictures_loss(limit: dict[str, Any]) -
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_a_process_that_dies_in_a_picture_costs_that_picture(number: signal.Signals) -> None:
-    with PictureDecoder(PATIENT) as decoder, ThreadPoolExecutor(1) as pool:
+    with closing(PictureDecoder(PATIENT)) as decoder, ThreadPoolExecutor(1) as pool:
         good = decoder.decode(MODES["PNG"])
         process, ours = child(decoder), decoder._process
         assert ours is not None
@@ -201,7 +201,7 @@ def test_a_process_that_dies_in_a_picture_costs_that_picture(number: signal.Sign
 
 
 def test_a_close_ends_what_is_decoded() -> None:
-    with PictureDecoder(PATIENT) as decoder, ThreadPoolExecutor(1) as pool:
+    with closing(PictureDecoder(PATIENT)) as decoder, ThreadPoolExecutor(1) as pool:
         decoder.decode(MODES["PNG"])
         process, ours = child(decoder), decoder._process
         assert ours is not None
@@ -242,7 +242,7 @@ def test_a_death_between_pictures_costs_none(decoder: PictureDecoder) -> None:
 
 
 def test_the_thread_that_came_first_may_end() -> None:
-    with PictureDecoder(PATIENT) as decoder:
+    with closing(PictureDecoder(PATIENT)) as decoder:
         thread = threading.Thread(target=decoder.decode, args=(MODES["PNG"],))
         thread.start()
         thread.join()
@@ -256,13 +256,13 @@ def test_the_thread_that_came_first_may_end() -> None:
 
 def test_a_wait_for_other_pictures_has_a_bound() -> None:
     refused = pytest.raises(QueueFullError, match=r"more than 0\.01 s")
-    with PictureDecoder(replace(PATIENT, wait_s=0.01)) as decoder, decoder._lock, refused:
+    with closing(PictureDecoder(replace(PATIENT, wait_s=0.01))) as decoder, decoder._lock, refused:
         decoder.decode(MODES["PNG"])
 
 
 def test_the_process_has_nothing_but_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    with PictureDecoder(PATIENT) as decoder, open(os.devnull) as file:
+    with closing(PictureDecoder(PATIENT)) as decoder, open(os.devnull) as file:
         os.set_inheritable(file.fileno(), True)
         decoder.decode(MODES["PNG"])
         process = child(decoder)
@@ -305,7 +305,7 @@ def test_a_stopped_process_ends_with_its_killed_parent() -> None:
     try:
         wait_until(lambda: host.living_fields(pid) is None, timeout_s=30)
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
@@ -320,7 +320,7 @@ def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
 def test_mutants_decode_or_are_refused(count: int) -> None:
     rng, files, num_decoded, num_deaths = random.Random(11), picture_files.seeds(), 0, 0
     sizes: dict[int, tuple[int, int]] = {}
-    with PictureDecoder(replace(PATIENT, max_pixels=1 << 20)) as decoder:
+    with closing(PictureDecoder(replace(PATIENT, max_pixels=1 << 20))) as decoder:
         for i in range(1, count + 1):
             before = decoder._process
             try:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from server.guarded import Authority
+from support.messages import said
 from support.waiting import PATIENCE_S
 
 from tpengine.errors import InvalidPictureError
@@ -102,12 +103,17 @@ def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> list[str]:
     PRIVATE.split(),
 )
 def test_names_of_private_addresses_are_refused(
-    monkeypatch: pytest.MonkeyPatch, address: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str
 ) -> None:
+    """The log says why, the error does not."""
     names = resolve_to(monkeypatch, "8.8.8.8", address)
     monkeypatch.setattr(sources.socket, "create_connection", lambda *_: pytest.fail("connected"))
-    with pytest.raises(InvalidPictureError, match=r"'https://a\.example/p' could not be fetched;"):
-        read_source("https://a.example/p", LIMITS, ["a.example"])
+    words = r"'https://a\.example/p' could not be fetched; [^(]*$"
+    with said(caplog) as lines, pytest.raises(InvalidPictureError, match=words):
+        read_source("https://a.example/p?key=secret", LIMITS, ["a.example"])
+    assert len(lines) == 1
+    assert "'https://a.example/p' could" in lines[0]
+    assert "not public" in lines[0]
     assert names == ["a.example"]
 
 

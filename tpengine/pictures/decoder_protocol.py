@@ -10,6 +10,8 @@ import enum
 import re
 import struct
 
+from tpengine.errors import InvalidPictureError
+
 ORDER = struct.Struct("<BI")
 """The format's place in `FORMATS`, and the number of bytes that follow."""
 ANSWER = struct.Struct("<BII")
@@ -21,6 +23,19 @@ FORMATS = {
     "GIF": re.compile(rb"GIF8[79]a"),
 }
 """Pillow's names of all formats that are decoded, and how their files begin."""
+
+
+def format_of(data: bytes) -> str:
+    """Returns Pillow's name of the format of a picture's file.
+
+    Raises:
+        InvalidPictureError: the file begins as none of these formats.
+    """
+    for name, beginning in FORMATS.items():
+        if beginning.match(data):
+            return name
+    text = "the picture is no PNG, JPEG, WebP or GIF file; send it in one of these formats"
+    raise InvalidPictureError(text)
 
 
 class Outcome(enum.IntEnum):

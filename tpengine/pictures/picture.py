@@ -51,9 +51,7 @@ class PictureLimits:
             InvalidPictureError: they are more than `max_bytes`.
         """
         if count > self.max_bytes:
-            text = (
-                f"the picture has more than {self.max_bytes} bytes, the limit; send a smaller one"
-            )
+            text = f"the picture has more than {self.max_bytes} bytes, the limit; send less"
             raise InvalidPictureError(text)
 
     def check_size(self, height: int, width: int) -> None:
@@ -115,8 +113,8 @@ def from_image(image: Any, limits: PictureLimits = DEFAULT_LIMITS) -> Picture:
     from tpengine.pictures.conversion import to_pixels
 
     if not isinstance(image, Image.Image):
-        kind = type(image).__name__
-        raise InvalidPictureError(f"a picture is a PIL.Image.Image or a numpy array, not a {kind}")
+        text = f"a picture is a PIL.Image.Image or a numpy array, not a {type(image).__name__}"
+        raise InvalidPictureError(f"{text}; the bytes of a file and a URL are taken, too")
     limits.check_size(image.height, image.width)
     try:
         return Picture.of_pixels(to_pixels(image))
@@ -131,6 +129,4 @@ def require_pillow() -> None:
         ConfigError: Pillow is not installed.
     """
     if importlib.util.find_spec("PIL") is None:
-        raise ConfigError(
-            "pictures need Pillow, which is not installed: install tpengine[pictures]"
-        )
+        raise ConfigError("pictures need Pillow, which is missing: install tpengine[pictures]")

@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Self
 
 import numpy as np
 
 from tpengine import envs, host
 from tpengine.errors import InvalidPictureError, QueueFullError, RequestFailedError
-from tpengine.pictures.decoder_protocol import ANSWER, FORMATS, ORDER, Outcome
+from tpengine.pictures.decoder_protocol import ANSWER, FORMATS, ORDER, Outcome, format_of
 from tpengine.pictures.picture import DEFAULT_LIMITS, Picture, PictureLimits, require_pillow
 
 _START_S, _END_S = 60.0, 5.0
@@ -60,15 +59,12 @@ class PictureDecoder:
             RequestFailedError: there is no process to decode it.
         """
         self.limits.check_bytes(len(data))
-        names = [name for name, beginning in FORMATS.items() if beginning.match(data)]
-        if not names:
-            text = "the picture is no PNG, JPEG, WebP or GIF file; send it in one of these formats"
-            raise InvalidPictureError(text)
+        name = format_of(data)
         if not self._lock.acquire(timeout=self.limits.wait_s):
             text = f"other pictures were decoded for more than {self.limits.wait_s:g} s"
             raise QueueFullError(f"{text}; send this one later")
         try:
-            return self._ready().decode(names[0], data)
+            return self._ready().decode(name, data)
         except _EndedError as error:
             self._check_open()
             text = "the picture could not be decoded within the limits of memory and time"
@@ -84,12 +80,6 @@ class PictureDecoder:
         with self._lock:
             if self._process is not None:
                 self._process.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _ready(self) -> _Process:
         """The process, which is started if there is none that waits for an order."""
@@ -125,12 +115,8 @@ class _Process:
         self._limits = limits
         self._started: Future[subprocess.Popen[bytes]] = Future()
         self._socket, theirs = socket.socketpair()
-        self._keeper = threading.Thread(
-            target=_keep,
-            args=(limits, theirs, self._started),
-            name="tpengine-picture-decoder",
-            daemon=True,
-        )
+        name, ends = "tpengine-picture-decoder", (limits, theirs, self._started)
+        self._keeper = threading.Thread(target=_keep, args=ends, name=name, daemon=True)
         with self._answering(_START_S):
             with theirs:
                 host.start_thread(self._keeper)

@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import io
 import ipaddress
+import re
 import socket
 import ssl
 import threading
@@ -23,7 +24,10 @@ from typing import Any
 
 from tpengine import host as process
 from tpengine.errors import InvalidPictureError
+from tpengine.logger import init_logger
 from tpengine.pictures.picture import PictureLimits
+
+logger = init_logger(__name__)
 
 _SHOWN = 80
 _PORTS = {"http": 80, "https": 443}
@@ -53,8 +57,14 @@ def read_source(url: str, limits: PictureLimits, allowed_hosts: Sequence[str]) -
     if scheme == "data":
         return _read_data(url, limits)
     if scheme not in _PORTS:
-        raise InvalidPictureError("a picture's URL begins with data:image/, https:// or http://")
-    return _fetch(url.strip(), limits, allowed_hosts)
+        text = "a picture's URL begins with data:image/, https:// or http://"
+        raise InvalidPictureError(f"{text}; send a file as its bytes, or in a data: URL")
+    try:
+        return _fetch(url.strip(), limits, allowed_hosts)
+    except InvalidPictureError as error:
+        why = f" ({error.__cause__!r:.200})" if error.__cause__ else ""
+        logger.info("a picture was not fetched: %s%s", error, why)  # callers do not get the cause
+        raise
 
 
 def _read_data(url: str, limits: PictureLimits) -> bytes:
@@ -74,7 +84,7 @@ def _read_data(url: str, limits: PictureLimits) -> bytes:
 
 def _fetch(url: str, limits: PictureLimits, allowed_hosts: Sequence[str]) -> bytes:
     deadline = time.monotonic() + limits.timeout_s
-    shown = f"the picture {url[:_SHOWN]!r}"
+    shown = f"the picture {re.split('[?#]', url, maxsplit=1)[0][:_SHOWN]!r}"  # no secrets
     try:
         parts = urllib.parse.urlsplit(url)
         host, port = (parts.hostname or "").rstrip("."), parts.port or _PORTS[parts.scheme]

@@ -13,21 +13,12 @@ from PIL import Image
 from support.engines import greedy, open_llm
 from support.picture_files import encoded, mutant, noise, png, seeds
 from support.server_process import ServerProcess, serving
-from support.small_llavas import (
-    LLAVA_TEMPLATE,
-    NUM_ROWS,
-    QUESTION,
-    data_url,
-    pixels,
-    url_part,
-    user,
-    write_llava,
-)  # fmt: skip
+from support.small_llavas import NUM_ROWS, PNG, QUESTION, data_url, url_part, user, write_llava
+from support.whole_models import PICTURES
 
 from server.http.openai_door import Door
 
 CHAT = "chat/completions"
-PICTURES = [pixels(0), pixels(1, 28, 28)]
 PART = url_part(data_url(PICTURES[0]))
 ROOM = ("--http-port=0", "--cpu-kv-cache-space=0.01", "--dtype=float32")
 MAX_BYTES = 20 << 20
@@ -36,7 +27,7 @@ MAX_BYTES = 20 << 20
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server whose model reads pictures; its log lies in the model's folder."""
-    folder = write_llava(tmp_path_factory.mktemp("llava"), LLAVA_TEMPLATE)
+    folder = write_llava(tmp_path_factory.mktemp("llava"))
     with serving(folder, f"--model={folder}", *ROOM, "--served-model-name=llava") as process:
         yield process
 
@@ -52,14 +43,14 @@ def body(*parts: Any, **fields: Any) -> dict[str, Any]:
 
 def test_answers_are_those_of_the_offline_engine(seeing: ServerProcess, eyes: Door) -> None:
     """By the package `openai`, in one piece and as a stream; the counts include pictures."""
-    images = [{"type": "image", "image": picture} for picture in PICTURES]
+    images = [{"type": "image", "image": picture} for picture in PICTURES[:2]]
     with open_llm(seeing.log.parent) as llm:
         (wanted,) = llm.chat(user(QUESTION, *images), greedy(6), use_tqdm=False)
     text, ids = wanted.outputs[0].text, wanted.prompt_token_ids
-    assert len(ids) > len(PICTURES) * NUM_ROWS
+    assert len(ids) > 2 * NUM_ROWS
     url = f"{seeing.http_address}/v1"
     chats = openai.OpenAI(base_url=url, api_key="x", max_retries=0).chat.completions
-    fields: Any = body(QUESTION, *(url_part(data_url(picture)) for picture in PICTURES))
+    fields: Any = body(QUESTION, *(url_part(data_url(picture)) for picture in PICTURES[:2]))
     with eyes.open("/tokenize", {"messages": fields["messages"]}) as answer:
         assert json.load(answer)["tokens"] == ids
     fields |= {"model": "llava", "extra_body": {"ignore_eos": True}}
@@ -82,14 +73,14 @@ def test_the_largest_picture_fits_and_more_does_not(eyes: Door) -> None:
 
 HOSTILE: list[tuple[Any, str]] = [
     (url_part(data_url(b"<svg/>")), "no PNG, JPEG, WebP or GIF file"),
-    (url_part(data_url(encoded(Image.fromarray(PICTURES[0]), "PNG")[:900])), "damaged"),
+    (url_part(data_url(PNG[:900])), "damaged"),
     (url_part(data_url(png(1 << 15, 1 << 15))), "32768 x 32768 pixels"),
     (url_part("data:image/png;base64,%%"), "no valid base64"),
-    (url_part("file:///etc/passwd"), "begins with data:image/"),
+    (url_part("file:///etc/passwd"), "https:// or http://; send a file as its bytes, or"),
     (url_part("http://127.0.0.1/"), "does not fetch from"),
     ({"type": "image_url"}, "holds no picture"),
-    ({"type": "image", "image": 7}, "not a int"),
-    ({"type": "input_audio"}, "reads text and pictures alone"),
+    ({"type": "image", "image": 7}, "not a int; the bytes of a file and a URL are taken"),
+    ({"type": "input_audio"}, '"text": ...} or {"type": "image_url", "image_url": {"url": ...}}'),
 ]
 
 
@@ -108,7 +99,7 @@ def test_requests_that_do_not_fit_their_pictures(eyes: Door, door: Door) -> None
         (eyes, body(PART, {"type": "text", "text": "<image>"}), "2 placeholders"),
         (eyes, body(PART, truncate_prompt_tokens=3), "leave it out"),
         (eyes, body(QUESTION, chat_template_kwargs={"picture_token": "x"}), "is the server's"),
-        (door, body(QUESTION, PART), "reads text alone"),
+        (door, body(QUESTION, PART), "reads text alone: docs/pictures.md"),
     ):
         status, error = target.refused(CHAT, asked)
         assert (status, words in error["message"]) == (400, True), error
