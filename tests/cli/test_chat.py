@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
-from support.picture_files import encoded
-from support.small_llavas import LLAVA_TEMPLATE, pixels, write_llava
+from support.small_llavas import PNG, write_llava
 from support.terminal import END_S, START_S, Terminal
 from support.tiny_llama import edit_json
 
@@ -28,7 +26,6 @@ SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512", "--dtype", "f
 GREEDY = ["--temperature", "0", "--max-tokens", "12", *SMALL]
 ENDLESS = ["--max-tokens", "2000", "--ignore-eos", "--cpu-kv-cache-space", "0.05"]
 QUESTION = "What is the capital of France?"
-PNG = encoded(Image.fromarray(pixels(0)), "PNG")
 SHOWN = "\x1b[2m[", "tokens/s"
 
 Message = dict[str, str]
@@ -158,7 +155,6 @@ def test_turns_are_forgotten_that_leave_no_room_for_an_answer() -> None:
     talk = Conversation(
         max_len=35,
         max_tokens=10,
-        max_images=0,
         token_ids=lambda messages: [0] * 10 * len(messages),
         generate=lambda messages, write: write("an answer"),
         num_tokens=lambda: 0,
@@ -176,13 +172,13 @@ def test_a_model_without_a_chat_template_is_refused(
     edit_json(folder / "tokenizer_config.json", lambda config: config.pop("chat_template"))
     assert main(["chat", "--model", str(folder), *SMALL]) == 1
     err = capsys.readouterr().err
-    assert "has no chat template" in err
+    assert "has no chat template (chat_template.jinja, or" in err
     assert "tpengine generate" in err
 
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_llava(tmp_path_factory.mktemp("llava"), LLAVA_TEMPLATE)
+    folder = write_llava(tmp_path_factory.mktemp("llava"))
     (folder / "cat.png").write_bytes(PNG)
     return folder
 
@@ -194,13 +190,14 @@ def test_pictures_of_a_chat(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cat = f"/image {llava / 'cat.png'}"
-    wrong = ["/image", f"/image {llava / 'config.json'}", "/image /dev/zero", "word " * 50]
-    type_lines(monkeypatch, cat, "/reset", *wrong[:3], cat, cat, wrong[3], "Which?", "Why?")
+    wrong = ["/image", f"/image {llava / 'config.json'}", "/image /dev/zero", cat, "word " * 50]
+    type_lines(monkeypatch, cat, "/reset", *wrong[:3], cat, cat, *wrong[3:], "Which?", "Why?")
     model = ["--model", str(llava), *GREEDY, "--max-model-len", "128"]
+    model += ["--limit-mm-per-prompt", '{"image": 2}']
     assert main(["chat", *model]) == 1
     shown = capsys.readouterr()
     lines = [line for line in shown.err.splitlines() if line.startswith("tpengine: Inv")]
-    words = ("cannot be read", "is no picture", "has more than", "send a shorter one")
+    words = ("needs a FILE", "is no PNG", "more than", "has 3 pictures", "send a shorter one")
     assert all(part in line for part, line in zip(words, lines, strict=True)), lines
     assert "the next message has 2 pictures" in shown.err
     (first, _), (second, params) = streamed
@@ -226,7 +223,8 @@ def test_a_picture_at_a_terminal(llava: Path) -> None:
         assert terminal.process.wait(END_S) == 1, "something was refused"
 
 
-def test_keys_at_a_terminal() -> None:
+def test_keys_at_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(PNG)
     with Terminal("chat", *ENDLESS, "--temperature", "0") as terminal:
         assert "temperature 0.0" in terminal.read_until("> ")
         terminal.type("Tell me a story.\n")
@@ -237,8 +235,8 @@ def test_keys_at_a_terminal() -> None:
         assert all(part in shown for part in SHOWN)
         terminal.type("/resex\x7ft\n")  # a wrong letter, taken back
         assert "conversation forgotten" in terminal.read_until("\r\n> ")
-        terminal.type("/image cat.png\n")
-        assert "this model reads text alone" in terminal.read_until("\r\n> ")
+        terminal.type(f"/image {tmp_path / 'cat.png'}\n")
+        assert "reads text alone: docs/pictures.md" in terminal.read_until("\r\n> ")
         terminal.type("\x1b[A\x1b[A\n")  # the line before that
         assert "conversation forgotten" in terminal.read_until("\r\n> ")
         terminal.type('"""\n')

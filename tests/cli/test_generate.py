@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
-from support.picture_files import encoded
 from support.programs import err_of_interrupted
-from support.small_llavas import LLAVA_TEMPLATE, pixels, write_llava
+from support.small_llavas import PNG, write_llava
 
 from tpengine import LLM, LLMEngine, SamplingParams
 from tpengine.cli.main import main
@@ -181,15 +179,15 @@ def test_signals_end_the_command_in_order(sent: signal.Signals, interrupt: Any) 
 
 
 def test_pictures_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, file = write_llava(tmp_path, LLAVA_TEMPLATE), tmp_path / "cat.png"
-    file.write_bytes(png := encoded(Image.fromarray(pixels(0)), "PNG"))
+    folder, file = write_llava(tmp_path), tmp_path / "cat.png"
+    file.write_bytes(PNG)
     model = ["--model", str(folder), *GREEDY, "--max-model-len", "128"]
     assert main(["generate", "ab <image> ab", "ab", "--image", str(file), *model]) == 0
     assert main(["generate", "ab", "--chat", "--image", str(file), *model]) == 0
-    params, data = SamplingParams(temperature=0.0, max_tokens=12), {"image": [png]}
+    params, data = SamplingParams(temperature=0.0, max_tokens=12), {"image": [PNG]}
     texts = "ab <image> ab", "<image>ab"
     prompts: Any = [{"prompt": text, "multi_modal_data": data} for text in texts]
-    content = [{"type": "image", "image": png}, {"type": "text", "text": "ab"}]
+    content = [{"type": "image", "image": PNG}, {"type": "text", "text": "ab"}]
     with LLM(folder, dtype="float32", cpu_kv_cache_space=0.05, max_model_len=128) as llm:
         outputs = llm.generate(prompts, params)
         outputs += llm.chat([{"role": "user", "content": content}], params)
@@ -197,4 +195,4 @@ def test_pictures_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     parts = f"ab <image> ab{first}", f"ab{second}", f"> ab\n{third}"
     assert capsys.readouterr().out == "".join(f"{part}\n\n" for part in parts)
     assert main(["generate", "ab", "--image", str(tmp_path), *model]) == 1
-    assert "the picture cannot be read" in capsys.readouterr().err
+    assert f"the picture '{tmp_path}' cannot be read: " in capsys.readouterr().err

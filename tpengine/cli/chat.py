@@ -36,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
         llm, params, sampling = load_llm(engine_args, options, limit, last_words)
         engine = llm.llm_engine
         max_len, counters = engine.get_model_config().max_model_len, engine.counters
-        pictures = engine.get_scheduler_config().pictures
 
         def generate(messages: conversation.Messages, write: Callable[[str], None]) -> None:
             for piece in llm.stream(None, params, messages=messages):
@@ -45,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
         talk = conversation.Conversation(
             max_len,
             params.max_tokens,
-            0 if pictures is None else pictures.max_per_prompt,
             llm.chat_token_ids,
             generate,
             lambda: counters.output_tokens,

@@ -202,7 +202,6 @@ def _chat(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
     talk = conversation.Conversation(
         info.max_model_len,
         params["max_tokens"],
-        info.max_images,
         lambda messages: run(client.chat_token_ids(messages)),
         lambda messages, write: run(stream(messages, write)),
         lambda: num_tokens,

@@ -89,7 +89,7 @@ def _obey(conversation: Conversation, text: str) -> bool:
     """Does what a command says; returns whether it ends the chat.
 
     Raises:
-        InvalidPictureError: it is no picture, or the model reads text alone.
+        RequestError, ServerError: see `Conversation.add_picture`.
     """
     name, _, rest = text.strip().partition(" ")
     name = _OTHER_NAMES.get(name, name)
@@ -97,10 +97,7 @@ def _obey(conversation: Conversation, text: str) -> bool:
         conversation.system = rest.strip() or None
         print_note("system message set" if conversation.system else "system message removed")
     elif name == "/image":
-        if not conversation.max_images:
-            text = "this model reads text alone: docs/pictures.md lists those that see"
-            raise errors.InvalidPictureError(text)
-        conversation.pictures.append(read_picture(rest.strip()))
+        conversation.add_picture(rest.strip())
         print_note(f"the next message has {counted(len(conversation.pictures), 'picture')}")
     elif name == "/reset":
         conversation.turns.clear()
@@ -120,7 +117,6 @@ class Conversation:
     Attributes:
         max_len: most tokens of prompt and answer together.
         max_tokens: most tokens of an answer; None: no limit of its own.
-        max_images: most pictures of a prompt; 0: the model reads text alone.
         token_ids: returns the ids of messages by the model's chat template.
         generate: generates the answer to messages, and writes its text as it grows.
         num_tokens: returns the number of tokens of all answers so far.
@@ -131,7 +127,6 @@ class Conversation:
 
     max_len: int
     max_tokens: int | None
-    max_images: int
     token_ids: Callable[[Messages], list[int]]
     generate: Callable[[Messages, Callable[[str], None]], None]
     num_tokens: Callable[[], int]
@@ -139,20 +134,29 @@ class Conversation:
     turns: list[tuple[Content, str]] = field(default_factory=list)
     pictures: list[bytes] = field(default_factory=list)
 
+    def add_picture(self, path: str) -> None:
+        """Adds a picture to the next message, unless the model would refuse it.
+
+        Raises:
+            InvalidPictureError: it is no picture, one too many, or the model reads text alone.
+            RequestError, ServerError: the model cannot say so now.
+        """
+        if not path:
+            raise errors.InvalidPictureError("/image needs a FILE, as in: /image cat.jpg")
+        pictures = [*self.pictures, read_picture(path)]
+        self.prompt_ids(content_of("", pictures), self.turns)
+        self.pictures = pictures
+
     def answer(self, text: str) -> None:
         """Prints the answer as it is generated, and remembers message and answer.
 
         Raises:
             KeyboardInterrupt: on Ctrl-C, after what was generated is remembered.
             RequestError: the message is too long, or the chat template refuses it. Its pictures
-                stay for the next one, unless it is refused for them.
+                stay for the next one.
         """
         content = content_of(text, self.pictures)
-        try:
-            token_ids = self._fit(content)
-        except errors.InvalidPictureError:
-            self.pictures.clear()
-            raise
+        token_ids = self._fit(content)
         answer, num_before = "", self.num_tokens()
         begin = first = time.monotonic()
         try:

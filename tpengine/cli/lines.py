@@ -13,7 +13,7 @@ from typing import Any
 
 from tpengine.errors import ConfigError, InvalidPictureError, InvalidPromptError
 from tpengine.host import print_note
-from tpengine.pictures.decoder_protocol import FORMATS
+from tpengine.pictures.decoder_protocol import format_of
 from tpengine.pictures.picture import DEFAULT_LIMITS
 
 
@@ -75,12 +75,10 @@ def read_picture(path: str) -> bytes:
     try:
         with open(os.path.expanduser(path), "rb") as file:
             data = file.read(DEFAULT_LIMITS.max_bytes + 1)
-    except (OSError, ValueError) as error:
-        raise InvalidPictureError(f"the picture cannot be read: {error}") from error
-    DEFAULT_LIMITS.check_bytes(len(data))
-    if not any(form.match(data) for form in FORMATS.values()):
-        text = f"{path!r} is no picture; give a file of one of {', '.join(FORMATS)}"
-        raise InvalidPictureError(text)
+        DEFAULT_LIMITS.check_bytes(len(data))
+        format_of(data)
+    except (OSError, ValueError) as error:  # a path may hold a null character
+        raise InvalidPictureError(f"the picture {path!r} cannot be read: {error}") from error
     return data
 
 
