@@ -17,7 +17,8 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from support.engines import greedy
 from support.picture_files import encoded
 from support.server_process import ServerProcess, serving
-from support.small_llavas import LLAVA_TEMPLATE, QUESTION, data_url, pixels, write_llava
+from support.small_llavas import PNG, QUESTION, data_url, write_llava
+from support.whole_models import PICTURES
 
 from server.calls import refused
 from server.cutting_proxy import CuttingProxy
@@ -29,7 +30,7 @@ from tpengine.proto import tpengine_pb2 as pb
 
 LENGTH = 24
 PARAMS = greedy(LENGTH)
-PNG, JPEG = (encoded(Image.fromarray(pixels(0)), kind) for kind in ("PNG", "JPEG"))
+JPEG = encoded(Image.fromarray(PICTURES[0]), "JPEG")
 PART = {"type": "image", "image": JPEG}
 URL_PART = {"type": "image_url", "image_url": {"url": data_url(PNG)}}
 
@@ -45,7 +46,7 @@ def asks(*parts: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llava(tmp_path_factory.mktemp("llava"), LLAVA_TEMPLATE)
+    return write_llava(tmp_path_factory.mktemp("llava"))
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +93,14 @@ async def test_a_stream_with_a_picture_resumes(seeing: ServerProcess) -> None:
     "prompt",
     [
         pictured("a.png"),
+        pictured(PICTURES[0]),
         {"prompt": "a", "multi_modal_data": {"image": PNG, "video": b""}},
         asks({**PART, "detail": "low"}),
         asks({"type": "input_audio"}),
     ],
 )
 def test_what_the_client_refuses(prompt: Any) -> None:
-    with pytest.raises(errors.InvalidPromptError, match=r"must be .* got "):
+    with pytest.raises(errors.InvalidPromptError, match=r"must be .* got .{,99}$"):
         to_request(prompt, PARAMS, None, 0, None)
 
 
@@ -162,4 +164,4 @@ def test_a_chat_with_a_server(
         (blind,), (wanted,) = (llm.chat(asks(*parts), params) for parts in ([], [PART]))
     shown = capsys.readouterr()
     assert shown.out == f"{blind.outputs[0].text}\n{wanted.outputs[0].text}\n"
-    assert "is no picture" in shown.err
+    assert "config.json' cannot be read: the picture is no PNG" in shown.err

@@ -182,7 +182,7 @@ def _read_pictures(data: object) -> Sequence[bytes]:
         case {"image": [*images], **rest} if not rest and {*map(type, images)} <= {bytes}:
             return images
     text = "multi_modal_data must be {'image': ...} with the bytes of one file, or of several"
-    raise errors.InvalidPictureError(f"{text}; got {data!r:.80}")
+    raise errors.InvalidPictureError(f"{text}; got {reprlib.repr(data)}")
 
 
 def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
@@ -193,11 +193,13 @@ def to_conversation(messages: Sequence[Message]) -> pb.Conversation:
     """
     conversation = pb.Conversation()
     if not isinstance(messages, Iterable):
-        raise errors.InvalidPromptError(f"messages must be a list of dicts, got {messages!r}")
+        raise errors.InvalidPromptError(
+            f"messages must be a list of dicts, got {type(messages).__name__}"
+        )
     for message in messages:
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            text = f"a message must be a dict with 'role' and 'content', got {message!r:.200}"
-            raise errors.InvalidPromptError(text)
+            text = "a message must be a dict with 'role' and 'content'"
+            raise errors.InvalidPromptError(f"{text}, got {reprlib.repr(message)}")
         role, content = _checked_text(message["role"]), message["content"]
         if isinstance(content, list | tuple):
             conversation.messages.add(role=role, parts=list(map(_to_part, content)))
@@ -214,13 +216,13 @@ def _to_part(part: Any) -> pb.ContentPart:
             return pb.ContentPart(image=image)
         case {"type": "image_url", "image_url": {"url": url}, **rest} if not rest:
             return pb.ContentPart(image_url=_checked_text(url))
-    text = f"a part of a content must be a text, an image (bytes) or an image_url, got {part!r:.80}"
-    raise errors.InvalidPromptError(text)
+    text = "a part of a content must be a text, an image (bytes) or an image_url"
+    raise errors.InvalidPromptError(f"{text}, got {reprlib.repr(part)}")
 
 
 def _checked_text(text: object) -> str:
     if not isinstance(text, str):
-        raise errors.InvalidPromptError(f"text must be a string, got {text!r}")
+        raise errors.InvalidPromptError(f"text must be a string, got {reprlib.repr(text)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

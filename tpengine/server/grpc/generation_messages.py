@@ -43,22 +43,22 @@ def read_generate_request(
     token_ids = None
     if field == "prompt_token_ids":
         token_ids = bounds.last_ids(message.prompt_token_ids.ids, params.truncate_prompt_tokens)
-    prompt = message.prompt if field == "prompt" else None
+    prompt: Any = message.prompt if field == "prompt" else None
     bounds.check_sampling(
         params, limits, max_model_len, [prompt if token_ids is None else token_ids]
     )
     max_queue_s = None
     if message.HasField("max_queue_ms"):
         max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
-    inputs: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": token_ids}
     if message.images:
         if field == "messages":
             text = "go with prompt or prompt_token_ids; with messages put them into their parts"
             raise errors.InvalidPromptError.of_field("images", text)
         pictures = {"image": list(message.images)}
-        inputs = {"prompt": {field: inputs[field], "multi_modal_data": pictures}}
+        prompt = {"prompt": prompt, "multi_modal_data": pictures}
     return GenerateRequest(
-        **inputs,
+        prompt,
+        token_ids,
         messages=read_conversation(message.messages, limits) if field == "messages" else None,
         chat_options={"add_generation_prompt": adds_prompt(message.messages)},
         params=params,

@@ -51,15 +51,12 @@ def read_request(
     token_ids = None
     if input_field == "tokenized":
         token_ids = last_ids(message.tokenized.input_ids, params.truncate_prompt_tokens)
-    text = message.text if token_ids is None else None
-    prompt: Any = text if token_ids is None else token_ids
-    check_sampling(params, limits, max_model_len, [prompt])
+    prompt: Any = message.text if token_ids is None else None
+    check_sampling(params, limits, max_model_len, [prompt if token_ids is None else token_ids])
     if message.HasField("media_refs"):
         pictures = {"image": read_media(message.media_refs)}
-        name = "prompt" if token_ids is None else "prompt_token_ids"
-        prompt = {name: prompt, "multi_modal_data": pictures}
-        return GenerateRequest(prompt, params=params)
-    return GenerateRequest(prompt=text, prompt_token_ids=token_ids, params=params)
+        prompt = {"prompt": prompt, "multi_modal_data": pictures}
+    return GenerateRequest(prompt, token_ids, params=params)
 
 
 def read_media(message: pb.MediaRefs) -> list[str]:
