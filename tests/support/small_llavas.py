@@ -89,8 +89,3 @@ def url_part(url: str) -> dict[str, Any]:
 def user(*parts: Any) -> list[dict[str, Any]]:
     """A conversation of one message."""
     return [{"role": "user", "content": list(parts)}]
-
-
-def pixels(seed: int, height: int = 40, width: int = 60) -> np.ndarray:
-    """A picture, uint8 `[height, width, 3]`."""
-    return np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
