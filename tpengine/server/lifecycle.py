@@ -360,7 +360,8 @@ _METRICS_END_S = 5.0
 
 def _may_have_pictures(model: str) -> bool:
     """Whether prompts may have pictures, as far as it is known before the model is fetched: gRPC
-    takes its bound of a message when the port is opened."""
+    takes its bound of a message when the port is opened. `ModelConfig.reads_pictures` is exact, and
+    known later."""
     try:
         return read_json(Path(model, "config.json")).get("model_type") in PICTURE_MODELS
     except (ModelLoadError, OSError):  # the engine's start reports it, unless it is on the hub
