@@ -18,6 +18,7 @@ from support.small_llavas import LLAVA_TEMPLATE, PNG, QUESTION, data_url, user, 
 from support.tiny_llama import edit_json
 from support.whole_models import PICTURES, write
 
+from tpengine.engine.picture_prompts import _Idefics3
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import ConfigError, InvalidPictureError
 from tpengine.llm import LLM
@@ -94,6 +95,15 @@ def test_prompts_are_those_of_the_processor(tmp_path: Path, of_processor: bool, 
         wanted.remove(tokenizer.bos_token_id)
     with open_llm(tmp_path) as llm:
         assert llm.chat_token_ids(messages) == answers(llm, messages)[0][0] == wanted
+
+
+def test_texts_between_tiles_are_whole() -> None:
+    """Some tokenizers have a token for two line breaks."""
+    sight = {"vision_config": {"image_size": 28, "patch_size": 14}, "scale_factor": 2}
+    edges = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
+    expansion = _Idefics3({"image_token_id": 1, **sight}, edges)
+    kinds = [type(piece) for piece in expansion.pieces(56, 28)]
+    assert kinds == [str, tuple, str, tuple, str, tuple, str]
 
 
 @pytest.mark.parametrize(

@@ -121,12 +121,13 @@ class _Idefics3:
     def pieces(self, height: int, width: int) -> list[Piece]:
         num_rows, num_columns = self._tiles(height, width)
         border, tile = "<fake_token_around_image>", (1, self._num_rows)
-        pieces: list[Piece] = []
+        pieces, breaks = list[Piece](), ""
         for row in range(1, num_rows + 1):
             for column in range(1, num_columns + 1):
-                pieces += [f"{border}<row_{row}_col_{column}>", tile]
-            pieces.append("\n")
-        return [*pieces, f"{chr(10) * bool(pieces)}{border}<global-img>", tile, border]
+                pieces += [f"{breaks}{border}<row_{row}_col_{column}>", tile]
+                breaks = ""
+            breaks = "\n" if row < num_rows else "\n\n"  # in one text: it may be one token
+        return [*pieces, f"{breaks}{border}<global-img>", tile, border]
 
     def _tiles(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles; none for a picture that is one tile."""
