@@ -25,6 +25,8 @@ Grid = tuple[int, int]
 """Tokens that stand for features, as (rows, columns); one for each place."""
 Piece = str | Grid
 Encode = Callable[[str], list[int]]
+_TEXT_ALONE = """limit_mm_per_prompt='{"image": 0}' serves text alone"""
+"""What to do about a model whose pictures cannot be read."""
 
 
 class Expansion(Protocol):
@@ -50,7 +52,7 @@ class _Llava:
         kind = sight["model_type"]
         if kind not in ("clip_vision_model", "siglip_vision_model"):
             text = f"pictures of {whole['architectures'][0]} with a vision tower of type {kind!r}"
-            raise ConfigError(f"{text} are not supported; set limit_mm_per_prompt to 0")
+            raise ConfigError(f"{text} are not supported; {_TEXT_ALONE}")
         self.token_id: int = whole.get("image_token_index") or whole["image_token_id"]
         self.placeholder_id = self.token_id
         has_class_row = kind == "clip_vision_model"
@@ -202,8 +204,7 @@ class PicturePrompts:
             made = _EXPANSIONS[model.whole["model_type"]](model.whole, limits.processor)
         except (KeyError, TypeError) as error:
             text = f"{model.model} does not say how pictures become tokens: {error!r}"
-            hint = """limit_mm_per_prompt='{"image": 0}' serves text alone"""
-            raise ModelLoadError(f"{text}; fetch its files again; {hint}") from error
+            raise ModelLoadError(f"{text}; fetch its files again, or {_TEXT_ALONE}") from error
         # Of these models all pictures have equally many.
         if limits.are_whole and (needed := _num_tokens(made.pieces(1, 1))) > budget:
             text = f"max_num_batched_tokens = {budget} is less than the {needed} tokens of a"
