@@ -29,6 +29,11 @@ ADDED_RANGE = 0.1
 def write_adapter(base: Path, folder: Path, seed: int, **config: Any) -> None:
     """Writes a random adapter of a base model as PEFT does."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapt(model, seed, **config).save_pretrained(folder)
+
+
+def adapt(model: Any, seed: int, **config: Any) -> Any:
+    """Gives a model a random adapter; returns PEFT's model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", **config}
@@ -38,7 +43,7 @@ def write_adapter(base: Path, folder: Path, seed: int, **config: Any) -> None:
                 if ".lora_" in name:
                     size = math.sqrt(parameter.shape[0 if "lora_A" in name else 1] / 8)
                     parameter.normal_(0.0, ADDED_RANGE / size)
-    adapted.save_pretrained(folder)
+    return adapted
 
 
 class AdapterOracle(Oracle):

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from support.byte_llama import write_tokenizer
 from support.engines import greedy
 from support.tiny_llama import INITIALIZER_RANGE
-from tpengine import LLMEngine, SamplingParams
+from tpengine import LLMEngine, LoRARequest, SamplingParams
 from tpengine.outputs import RequestOutput
 
 TEXT = {
@@ -175,14 +175,17 @@ def serve_prompts(
     prompts: Sequence[tuple[list[int], list[Any]]],
     params: Sequence[SamplingParams] = (),
     after_step: Callable[[], object] = lambda: None,
+    adapters: Sequence[LoRARequest | None] = (),
 ) -> list[RequestOutput]:
     """The last output of each prompt, all side by side; greedy ones unless `params` say."""
     each = params or [greedy(NUM_TOKENS)] * len(prompts)
+    each_adapter = adapters or [None] * len(prompts)
     for number, (token_ids, images) in enumerate(prompts):
         inputs: Any = {"prompt_token_ids": token_ids}
         if images:
             inputs["multi_modal_data"] = {"image": images}
-        engine.add_request(str(number), inputs, each[number])
+        adapter = each_adapter[number]
+        engine.add_request(str(number), inputs, each[number], lora_request=adapter)
     last: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         last |= {output.request_id: output for output in engine.step()}

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
+from tpengine.checkpoint.text_names import whole_names
 from tpengine.errors import InvalidAdapterError
 from tpengine.inputs import Adapter, LoRARequest
 from tpengine.layers.adapter_parts import AdapterPart, Targets
@@ -71,7 +72,7 @@ class AdapterFolder:
 
     Attributes:
         key: SHA-256 over its two files.
-        parts: by the name of the layer.
+        parts: by the model's name of the layer.
         data: the file of tensors, in the format of safetensors.
     """
 
@@ -229,19 +230,25 @@ class _Reader:
     def tensors(self) -> Iterator[str]:
         """Yields tensors that are unknown, missing or misshapen; fills `parts`."""
         shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-        for name, shape in self.shapes.items():
-            match = _TENSOR.fullmatch(name)
-            if match is None or match[1] not in self.targets:
-                yield f"{name} is of no linear layer that takes an adapter here"
+        sizes = {target: size for target, size in self.targets.items() if size is not None}
+        others = self.targets.keys() - sizes.keys()
+        matches = {name: _TENSOR.fullmatch(name) for name in self.shapes}
+        layers = whole_names([match[1] for match in matches.values() if match], sizes, others)
+        hint = "; only the layers of the model's text half can be adapted" if others else ""
+        for name, match in matches.items():
+            if match is None or match[1] not in layers:
+                yield f"{name} is of no linear layer that takes an adapter here{hint}"
+                hint = ""  # once is enough
             else:
-                shapes[match[1], match[2]] = shape
+                shapes[match[1], match[2]] = self.shapes[name]
         present = {name for name, _ in shapes}
-        for name, (outputs, inputs) in self.targets.items():
+        for name, target in layers.items():
+            outputs, inputs = sizes[target]
             if not self._is_targeted(name):
                 if name in present:
                     yield f"{name} has tensors, but the fields of {CONFIG_FILE} leave it out"
                 continue
-            part = self.parts[name] = self._part(name)
+            part = self.parts[target] = self._part(name)
             if not 1 <= part.rank <= self.max_rank:
                 limit = f"max_lora_rank = {self.max_rank}"
                 yield f"the rank of {name} is {part.rank}, and must be from 1 to {limit}"
@@ -260,7 +267,8 @@ class _Reader:
         rank = index(self._value(config.get("rank_pattern"), name, config["r"]))
         alpha = float(self._value(config.get("alpha_pattern"), name, config["lora_alpha"]))
         divisor = float(max(1, rank))
-        return AdapterPart(rank, alpha / (divisor**0.5 if config.get("use_rslora") else divisor))
+        scaling = alpha / (divisor**0.5 if config.get("use_rslora") else divisor)
+        return AdapterPart(name, rank, scaling)
 
     def _is_targeted(self, name: str) -> bool:
         """Whether PEFT gives this layer an adapter."""

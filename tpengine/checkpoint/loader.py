@@ -138,7 +138,8 @@ class _CheckpointReader:
             for name, source in read_tensors(path)
         )
         if self._is_text_half:
-            tensors = text_tensors(tensors, self._names, self._model.base_prefix)
+            prefix, others = self._model.base_prefix, self._weights.others
+            tensors = text_tensors(tensors, self._names, prefix, others)
         if self._scheme is None:
             yield from tensors
         else:

@@ -118,7 +118,6 @@ class AdapterLayers:
         prefix: start of the names of the decoder's layers; the output head takes no adapter.
 
     Attributes:
-        targets: sizes over all ranks.
         rows: of the present forward pass; None: no row has an adapter. See `applied`.
         num_bytes: of all slots.
     """
@@ -146,7 +145,13 @@ class AdapterLayers:
             if not weights.elsewhere.issuperset(f"{name}.weight" for name in own):
                 linear.adapters = LinearAdapters(self, targets, (outputs, inputs))
                 self._layers.append(linear.adapters)
-        self.targets: Targets = sizes
+        self._sizes = sizes
+
+    @property
+    def targets(self) -> Targets:
+        """Sizes over all ranks. What else the checkpoint has is known once it was read."""
+        others = (name.removesuffix(".weight") for name in self._weights.others)
+        return {**self._sizes, **dict.fromkeys(others)}
 
     def allocate(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns memory for slots."""
@@ -170,7 +175,8 @@ class AdapterLayers:
         packed = {}
         for layer in self._layers:
             for name in layer.targets.keys() & parts.keys():
-                target, prefix = layer.targets[name], f"base_model.model.{name}.lora_"
+                target = layer.targets[name]
+                prefix = f"base_model.model.{parts[name].name}.lora_"
                 a, b = (tensors[f"{prefix}{which}.weight"] for which in "AB")
                 b = target.own_b(b.float() * parts[name].scaling)
                 packed[name] = pack_part(target.own_a(a), b, self.dtype)

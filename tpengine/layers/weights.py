@@ -242,6 +242,8 @@ class Weights:
     """Tied weights: names that a checkpoint may contain, and the names of equal tensors."""
     convert: Callable[[Iterator[CheckpointTensor]], Iterator[CheckpointTensor]] = iter
     """Renames or merges the tensors of a checkpoint before they are looked up."""
+    others: set[str] = field(default_factory=set)
+    """Names of a checkpoint's tensors that are of another half of the model and are not read."""
     num_bytes: int = 0
     """Bytes of all parameters in their form after loading, and of the tables that layers
     compute."""
