@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 from support.engines import greedy, open_engine
 from support.matrix import matrix
-from support.whole_models import MODELS, PICTURES, PROMPTS, Whole, picture, serve_prompts, write
+from support.whole_models import (
+    IMAGE,
+    MODELS,
+    NUM_TOKENS,
+    PICTURES,
+    PROMPTS,
+    Whole,
+    picture,
+    serve_prompts,
+    write,
+)
 from transformers import AutoTokenizer, Idefics3Processor
 
 
@@ -27,15 +37,30 @@ ARGS: dict[str, dict[str, Any]] = {
 }
 
 
+# Beside different pictures in a prompt, and text alone: equal ones in a prompt, and odd sizes.
+SIDE_BY_SIDE: list[tuple[list[int], list[Any]]] = [
+    *PROMPTS,
+    ([1, IMAGE, 5, IMAGE, 6, IMAGE, 7], [PICTURES[0], PICTURES[3], picture(4, 27, 85)]),
+    ([IMAGE, 5, IMAGE, 8], [picture(6, 31, 9), picture(7, 101, 33)]),
+]
+
+
 @pytest.mark.parametrize(("whole", "args"), matrix(list(MODELS), list(ARGS)), indirect=["whole"])
-def test_ids_are_those_of_transformers(whole: Whole, args: str) -> None:
+def test_answers_are_those_of_transformers(whole: Whole, args: str) -> None:
+    """Ids, and log probabilities of the five likeliest tokens."""
+    params = [greedy(NUM_TOKENS, logprobs=5)] * len(SIDE_BY_SIDE)
     with open_engine(whole.folder, **ARGS[args]) as engine:
         for _ in range(2):
-            outputs = serve_prompts(engine, PROMPTS)
-            for output, (_, images) in zip(outputs, PROMPTS, strict=True):
+            outputs = serve_prompts(engine, SIDE_BY_SIDE, params)
+            for output, (_, images) in zip(outputs, SIDE_BY_SIDE, strict=True):
                 assert output.error is None
-                wanted = whole.ids(output.prompt_token_ids, images)
-                assert list(output.outputs[0].token_ids) == wanted
+                ids, logprobs = whole.answer(output.prompt_token_ids, images)
+                (completion,) = output.outputs
+                assert list(completion.token_ids) == ids
+                for entry, row in zip(completion.logprobs or [], logprobs, strict=True):
+                    wanted = {token_id: float(row[token_id]) for token_id in entry}
+                    own = {token_id: choice.logprob for token_id, choice in entry.items()}
+                    assert own == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize("whole", ["smolvlm"], indirect=True)

@@ -102,8 +102,11 @@ class Whole:
     model: Any
     processor: Any
 
-    def ids(self, token_ids: Sequence[int], images: Sequence[Any]) -> list[int]:
-        """What transformers generates after a prompt whose placeholders are replaced."""
+    def answer(
+        self, token_ids: Sequence[int], images: Sequence[Any]
+    ) -> tuple[list[int], torch.Tensor]:
+        """What transformers generates after a prompt whose placeholders are replaced: ids, and log
+        probabilities `[NUM_TOKENS, vocab_size]`."""
         inputs: dict[str, Any] = {"input_ids": torch.tensor([token_ids])}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         if images:
@@ -112,8 +115,10 @@ class Whole:
             inputs.pop("num_crops", None)
             if (name := _TYPE_IDS.get(self.model.config.model_type)) is not None:
                 inputs[name] = (inputs["input_ids"] == self.model.config.image_token_id).int()
-        output = self.model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
-        return list(output[0, len(token_ids) :].tolist())
+        modes = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        output = self.model.generate(**inputs, max_new_tokens=NUM_TOKENS, **modes)
+        ids = list(output.sequences[0, len(token_ids) :].tolist())
+        return ids, torch.cat(output.logits).log_softmax(dim=-1)
 
 
 def write_llava(folder: Path) -> Whole:
