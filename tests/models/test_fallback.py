@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.all_decoders import decoder_classes, run_all, try_class, write_model
 from support.engines import open_llm
 from support.matrix import only
+from torch import nn
 
 from tpengine import EngineArgs
 from tpengine.checkpoint.loader import load_model
@@ -20,6 +23,7 @@ from tpengine.config import choose_model_impl
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.weights import Weights
+from tpengine.models.fallback import model
 from tpengine.worker.gpu.attention_plans import check_attention
 
 ARCHITECTURES = dict(decoder_classes())
@@ -148,3 +152,31 @@ def test_every_class_runs_or_is_refused() -> None:
     verdicts = list(run_all([]))
     assert [v for v in verdicts if not v.is_typed] == []
     assert sum(v.runs for v in verdicts) >= 40
+
+
+def test_ranks_in_threads_leave_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One waits while the other builds its model."""
+    register, waits, lock = nn.Module.register_parameter, threading.Event(), threading.Lock()
+
+    class Turn:
+        def __enter__(self) -> None:
+            if lock.locked():
+                waits.set()
+            assert lock.acquire(timeout=60)
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    monkeypatch.setattr(model, "_META_LOCK", Turn())
+
+    def build() -> bool:
+        with model._parameters_on_meta():
+            return nn.Linear(1, 1).weight.is_meta
+
+    with ThreadPoolExecutor(1) as pool:
+        with model._parameters_on_meta():
+            other = pool.submit(build)
+            assert waits.wait(60)
+        assert other.result(60)
+    assert nn.Module.register_parameter is register
+    assert not nn.Linear(1, 1).weight.is_meta

@@ -251,14 +251,15 @@ _META_LOCK = threading.Lock()
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Within the block, parameters that this thread makes take no memory; buffers do."""
-    register, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register_empty(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
         if threading.get_ident() == thread and value is not None and not value.is_meta:
             value = nn.Parameter(value.detach().to("meta"), requires_grad=False)
         register(module, name, value)
 
+    thread = threading.get_ident()
     with _META_LOCK:
+        register = nn.Module.register_parameter  # in turn, else it may be another thread's
         nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]
         try:
             yield
