@@ -28,6 +28,7 @@ each other in a chain by recursion, and a stack that is too small ends the proce
 need 64 to 128 MiB; what is not used takes no memory."""
 _COMPILE_S = 300.0
 """Longest wait for a grammar. Its check bounds the work, so that only a hang takes longer."""
+_END_S = 10.0
 _MAX_REASON = 300
 _LIMIT_OF = {
     # part of an error's text: the limit in LLParserLimits
@@ -60,6 +61,7 @@ class Vocabulary:
         self._tokens: LLTokenizer | None = None
         self._compiled: dict[str, Future[LLMatcher]] = {}
         self._waiting: deque[tuple[str, Future[LLMatcher]]] = deque()
+        self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Vocabulary, (self._tokenizer, self.size, self.end_token_ids)
@@ -133,11 +135,15 @@ class Vocabulary:
         self._waiting.append((grammar, compiled))
         if len(self._waiting) > 1:
             return compiled
+        if self._thread is not None:  # its stack is freed a moment after its last grammar
+            self._thread.join(_END_S)
         with _STARTING:  # the size is one for the whole process
             usual = threading.stack_size(STACK_BYTES)
             try:
                 name, run = "compile-grammar", self._compile_waiting
-                start_thread(threading.Thread(target=run, name=name, daemon=True))
+                thread = threading.Thread(target=run, name=name, daemon=True)
+                start_thread(thread)
+                self._thread = thread
             except (RuntimeError, MemoryError) as error:
                 self._waiting.clear()
                 compiled.set_exception(refusal(f"{error}; try again later"))
