@@ -332,11 +332,12 @@ class PicturesConfig:
 
     Attributes:
         max_per_prompt: most pictures of a prompt.
-        max_encoder_tokens: most tokens whose features a step computes; one picture may have more.
+        max_encoder_tokens: most tokens whose features are awaited at once, but for one picture.
         num_cached_rows: features that the ranks keep, in tokens.
         processor: fields of the model's image processor.
         are_whole: whether all tokens of a picture are computed in one step, as each sees all.
         allowed_hosts: from which pictures may be fetched.
+        encoder_share: of the time, for the vision tower beside running requests.
     """
 
     max_per_prompt: int
@@ -345,6 +346,7 @@ class PicturesConfig:
     processor: Mapping[str, Any]
     are_whole: bool = False
     allowed_hosts: Sequence[str] = ()
+    encoder_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -450,6 +452,13 @@ class EngineConfig:
         """
         window = self.model.sliding_window
         return sys.maxsize if window is None else max(window, self.cache.block_size) - 1
+
+    @property
+    def model_code(self) -> tuple[str, str | None]:
+        """Whose code the model is, and transformers' class that has its vision tower: a spare
+        imports both."""
+        sees = self.scheduler.pictures is not None
+        return self.model.model_impl, self.model.text_half_of if sees else None
 
     @property
     def of_draft_model(self) -> EngineConfig | None:

@@ -102,6 +102,8 @@ def test_several_steps_in_flight() -> None:
             exchange.take_answers(3, TIMEOUT_S)
         assert list(caught.value.failures) == [0, 1]
         assert exchange.take_answers(4, TIMEOUT_S) == [b"\4\0", b"\4\1"]
+        exchange.send_step(5, b"others", TIMEOUT_S, b"first")
+        assert exchange.take_answers(5, TIMEOUT_S) == [b"first\0", b"others\1"]
 
 
 def test_a_rank_that_goes_with_steps_in_flight() -> None:

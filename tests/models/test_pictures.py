@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import greedy, open_engine
+from support.engines import greedy, open_engine, run
 from support.matrix import matrix
 from support.whole_models import (
     IMAGE,
@@ -20,6 +22,8 @@ from support.whole_models import (
     write,
 )
 from transformers import AutoTokenizer, Idefics3Processor
+
+from tpengine.engine_args import EngineArgs
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +81,7 @@ def test_the_tokens_of_a_picture_are_those_of_the_models_processor(
     wanted = processor(images=[image], text=text, input_data_format="channels_last")["input_ids"][0]
     with open_engine(whole.folder) as engine:
         engine.add_request("0", {"prompt": text, "multi_modal_data": {"image": image}}, greedy(1))
-        (output,) = engine.step()
+        (output,) = run(engine)
     assert output.prompt_token_ids == wanted
 
 
@@ -89,5 +93,20 @@ def test_what_stands_beside_a_picture_of_gemma_joins_the_text(tmp_path: Path) ->
     with open_engine(whole.folder) as engine:
         inputs: Any = {"prompt": text.format("<image>"), "multi_modal_data": {"image": PICTURES[0]}}
         engine.add_request("0", inputs, greedy(1))
-        (output,) = engine.step()
+        (output,) = run(engine)
     assert output.prompt_token_ids == AutoTokenizer.from_pretrained(tmp_path)(expanded)["input_ids"]
+
+
+def test_a_spare_imports_what_sees(tmp_path: Path) -> None:
+    write("llava", tmp_path)
+    args = EngineArgs(str(tmp_path))
+    code = args.create_engine_config().model_code
+    script = f"""import sys
+from tpengine.worker.worker import Worker
+Worker.import_model_code(*{code})
+print('transformers.models.llava.modeling_llava' in sys.modules)"""
+    command = [sys.executable, "-c", script]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert shown.stdout == "True\n"
+    args.limit_mm_per_prompt = {"image": 0}
+    assert args.create_engine_config().model_code == ("tpengine", None)

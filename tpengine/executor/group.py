@@ -204,8 +204,10 @@ class Group:
             raise failure.to_error()
         raise self._end_as_lost(rank, failure, doing)
 
-    def send_step(self, number: int, payload: bytes, timeout_s: float) -> None:
-        """Has every rank run a step, after those that were sent before.
+    def send_step(
+        self, number: int, payload: bytes, timeout_s: float, first: bytes | None = None
+    ) -> None:
+        """Has every rank run a step, after those that were sent before. See `Exchange.send_step`.
 
         Raises:
             GroupLostError: a rank was lost.
@@ -213,7 +215,7 @@ class Group:
         self._check_alive()
         self._unanswered.append(number)
         with self._in_step() as exchange:
-            exchange.send_step(number, payload, timeout_s)
+            exchange.send_step(number, payload, timeout_s, first)
 
     def take_answers(self, timeout_s: float) -> list[bytes]:
         """Waits for the oldest step without an answer; returns the answer of the first rank of each

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from tpengine import host
@@ -208,9 +209,12 @@ class GroupExecutor(Executor):
 
     def send_step(self, step: StepInput) -> None:
         """See `Executor`; over the channels."""
-        num_rows = sum(load.num_rows for load in step.picture_loads)
-        work = sum(step.num_scheduled_tokens), num_rows
-        self._require_group().send_step(step.step, encode(step), self._deadline.of(*work))
+        work = sum(step.num_scheduled_tokens), step.num_awaited_rows
+        payload, first = encode(step), None
+        if step.picture_loads:  # only rank 0 computes features
+            first, loads = payload, [replace(load, pixels=b"") for load in step.picture_loads]
+            payload = encode(replace(step, picture_loads=loads))
+        self._require_group().send_step(step.step, payload, self._deadline.of(*work), first)
         self._unanswered.append(work)
 
     def take_answer(self) -> StepOutput:
@@ -219,7 +223,7 @@ class GroupExecutor(Executor):
         *earlier, last = group.take_answers(self._deadline.of(*work))
         answer = decode_output(last)
         for stage in map(decode_output, earlier):
-            answer.load_errors.update(stage.load_errors)
+            answer.load_results.update(stage.load_results)
         self._deadline.observe(work[0], answer.model_s)
         return answer
 

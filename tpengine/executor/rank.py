@@ -125,8 +125,8 @@ class Rank:
             self._begun.popleft()
             output.waited_s = self._waited_s
             # The other ranks' samples are the same; their empty answer says that they are done.
-            errors = output.load_errors
-            answer = output if self._samples else StepOutput(output.step, [], load_errors=errors)
+            errors = output.load_results
+            answer = output if self._samples else StepOutput(output.step, [], load_results=errors)
             answers.append((FrameKind.ANSWER, output.step, encode(answer)))
         return answers
 
@@ -134,9 +134,9 @@ class Rank:
         failure = self.failure(error, phase)
         return FrameKind.FAILURE, number, encode(dataclasses.astuple(failure))
 
-    def import_all(self, model_impl: str) -> None:
-        """Imports all that a rank of such a model needs, for a spare."""
-        _import_worker().import_model_code(model_impl)
+    def import_all(self, model_code: Sequence[Any]) -> None:
+        """Imports all that a rank of a model with such code needs, for a spare."""
+        _import_worker().import_model_code(*model_code)
 
     def join(self, rank: int, place: Sequence[Any]) -> None:
         """Makes this process a rank, which sends heartbeats from now on.

@@ -125,9 +125,17 @@ class Exchange:
         if wake_up is not None:
             self._poll.register(self._wake_up_file, select.POLLIN)
 
-    def send_step(self, number: int, payload: bytes, timeout_s: float) -> None:
-        """Sends a step to all ranks. What fails is raised by `take_answers`."""
+    def send_step(
+        self, number: int, payload: bytes, timeout_s: float, first: bytes | None = None
+    ) -> None:
+        """Sends a step to all ranks. What fails is raised by `take_answers`.
+
+        Args:
+            first: what rank 0 gets; None: the same.
+        """
         payloads = dict.fromkeys(range(len(self._channels)), payload)
+        if first is not None:
+            payloads[0] = first
         self._send(FrameKind.STEP, number, payloads, timeout_s)
 
     def take_answers(self, number: int, timeout_s: float) -> list[bytes]:
@@ -255,8 +263,8 @@ def _late(kind: FrameKind, number: int, timeout_s: float) -> ChannelError:
 
 
 _PICTURE_ROW_S = 0.5
-"""For each row of a picture's features that a step computes: a bound that only a hang meets. A
-frozen rank is found earlier, by its heartbeats."""
+"""For each row of features that is awaited, as one layer of a large picture may take long: a bound
+that only a hang meets. A frozen rank is found earlier, by its heartbeats."""
 
 
 class StepDeadline:
@@ -273,16 +281,18 @@ class StepDeadline:
         self._tokens = 0.0
         self._seconds = 0.0
 
-    def of(self, num_tokens: int, num_picture_rows: int = 0) -> float:
-        """Seconds for a step of `num_tokens` tokens that computes so many rows of features."""
-        pictures_s = _PICTURE_ROW_S * num_picture_rows
+    def of(self, num_tokens: int, num_awaited_rows: int = 0) -> float:
+        """Seconds for a step of `num_tokens` tokens, see also `StepInput.num_awaited_rows`."""
+        pictures_s = _PICTURE_ROW_S * num_awaited_rows
         if not self._tokens:
             return self._least_s + pictures_s
         predicted_s = num_tokens * self._seconds / self._tokens
         return max(self._least_s, _PATIENCE * predicted_s) + pictures_s
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learns how long a step took."""
+        """Learns how long a step took; one without tokens says nothing."""
+        if not num_tokens:
+            return
         self._tokens = _DECAY * self._tokens + num_tokens
         self._seconds = _DECAY * self._seconds + seconds
 

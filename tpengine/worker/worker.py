@@ -74,10 +74,16 @@ class Worker:
         self._runner: ModelRunner | None = None
 
     @staticmethod
-    def import_model_code(model_impl: str) -> None:
-        """Imports what a model needs beside this module, for a spare."""
+    def import_model_code(model_impl: str, picture_class: str | None) -> None:
+        """Imports what a model needs beside this module, for a spare.
+
+        Args:
+            model_impl, picture_class: see `EngineConfig.model_code`.
+        """
         if model_impl == "transformers":
             import_fallback()
+        if picture_class is not None:
+            import_vision_tower().import_class(picture_class)
 
     def open_rendezvous(self, address: str) -> int:
         """Starts the store at which the ranks meet, on rank 0; returns its port.
@@ -315,6 +321,8 @@ class Worker:
                 self._runner.drop_recording()  # before the group is closed, see `DecodeGraphs`
         finally:
             self._parallel.close()
+        if self._pictures is not None:
+            self._pictures.close()
         self._store = self._model = self._gpu = self._runner = self._adapters = None
         self._pictures = None
         self._draft_model = None

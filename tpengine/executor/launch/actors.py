@@ -79,9 +79,9 @@ class RayWorker(Rank):
         super().__init__()
         logger.debug("variables taken over from the driver: %s", changed)
 
-    def prepare(self, model_impl: str) -> RankPlace:
-        """Imports all that a rank of such a model needs, for a spare; returns where it is."""
-        self.import_all(model_impl)
+    def prepare(self, model_code: Sequence[str | None]) -> RankPlace:
+        """Imports all that a rank needs, for a spare; returns where it is."""
+        self.import_all(model_code)
         return self.describe()
 
     def describe(self, devices: tuple[str, ...] | None = None) -> RankPlace:
@@ -363,14 +363,14 @@ class ActorSpare:
     driver's actors do.
 
     Args:
-        model_impl: whose code the model is; it imports it.
+        model_code: see `EngineConfig`; it imports it.
     """
 
-    def __init__(self, node_id: str, agents: Agents, model_impl: str) -> None:
+    def __init__(self, node_id: str, agents: Agents, model_code: Sequence[str | None]) -> None:
         self.node_id = node_id
         self.actor = _start_on(node_id, RayWorker, envs.for_ranks())
         self._agents = agents
-        self._prepared = self.actor.prepare.remote(model_impl)
+        self._prepared = self.actor.prepare.remote(model_code)
 
     def is_prepared(self) -> bool:
         return bool(ray.wait([self._prepared], timeout=0)[0])

@@ -192,9 +192,9 @@ class RankProcess:
             return None
         return -code if code < 0 else code << 8
 
-    def prepare(self, model_impl: str) -> None:
+    def prepare(self, model_code: Sequence[str | None]) -> None:
         """Has a spare import everything."""
-        call = encode_call(("import_all", (model_impl,), {}))
+        call = encode_call(("import_all", (model_code,), {}))
         self.channels[0].send(FrameKind.CALL, 0, call, _START_S)
 
     def is_prepared(self) -> bool:
@@ -286,7 +286,7 @@ class ProcessHome(Home):
     ) -> None:
         ranks, self._size = config.parallel.ranks, config.parallel.world_size
         assert ranks is not None, "ranks in processes of their own need config.parallel.ranks"
-        self._model_impl = config.model.model_impl
+        self._model_code = config.model_code
         self._devices = devices or rank_devices(config.device, self._size)
         self._agents = OwnMachine()
         self._starter = Starter(_PROGRAM)
@@ -294,7 +294,7 @@ class ProcessHome(Home):
 
     def _start_spare(self, _: str) -> RankProcess:
         spare = RankProcess(self._starter)
-        spare.prepare(self._model_impl)
+        spare.prepare(self._model_code)
         return spare
 
     def make_launcher(self) -> ProcessLauncher:

@@ -147,7 +147,7 @@ class RayHome(Home):
 
     def _start_spare(self, node_id: str) -> ActorSpare:
         self.check()
-        return ActorSpare(node_id, self._agents, self._config.model.model_impl)
+        return ActorSpare(node_id, self._agents, self._config.model_code)
 
     def give_places_back(self) -> None:
         placement, self._placement = self._placement, None
