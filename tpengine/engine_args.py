@@ -181,7 +181,11 @@ class EngineArgs(Options):
     """Hosts from which pictures are fetched, as in example.org, *.example.org, 10.0.0.5:8000; a
     name must lead to public addresses alone; default: none, pictures come in data: URLs."""
     max_encoder_tokens: int = option(4096, at_least=1)
-    """Most tokens of pictures whose features a step computes; one picture may have more."""
+    """Most tokens of pictures whose features are awaited at once; one picture may have more."""
+    encoder_share: float = option(0.25, more_than=0, at_most=1)
+    """Share of the time that a model's vision tower has beside running requests, which keep the
+    rest of their speed; 1: they wait for it. `LLM` has 1 unless told otherwise: its prompts arrive
+    together, so that they are done sooner."""
     encoder_cache: float = option(0.25, more_than=0)
     """GiB for features of pictures on each rank of the first stage, in float32; in 16 bits the same
     number of features takes half of it."""
@@ -529,7 +533,8 @@ class EngineArgs(Options):
         num_rows = int(self.encoder_cache * GIB) // row_bytes
         hosts = ",".join(each(self.allowed_media_hosts)).lower().replace(",", " ").split()
         room = most, self.max_encoder_tokens, num_rows
-        return {"pictures": cfg.PicturesConfig(*room, processor, are_whole, hosts)}
+        pictures = cfg.PicturesConfig(*room, processor, are_whole, hosts, self.encoder_share)
+        return {"pictures": pictures}
 
     def _lookahead_config(self, model: cfg.ModelConfig, device: str) -> cfg.LookaheadConfig | None:
         source = self.speculative_model

@@ -53,6 +53,7 @@ class LLM:
             arguments["model"] = model
         # A line of statistics would break the progress bar up, which shows the same.
         arguments.setdefault("disable_log_stats", True)
+        arguments.setdefault("encoder_share", 1.0)
         known = [spec.name for spec in fields(EngineArgs)]
         for name in arguments:
             if name not in known:

@@ -103,7 +103,7 @@ class PictureLoad:
 
     Attributes:
         num_rows: rows of the features; each belongs to a token.
-        pixels: uint8 `[height, width, 3]`, RGB.
+        pixels: uint8 `[height, width, 3]`, RGB; empty in what other ranks than the first get.
     """
 
     digest: bytes
@@ -162,8 +162,8 @@ class StepInput:
     """One step, from the scheduler to every rank.
 
     Rows are the scheduled sequences: first those with one token to compute, then longer chunks.
-    The worker applies, in this order, `adapter_loads`, `dropped_pictures`, `picture_loads`,
-    `freed_slots`, `new_sequences`, `forks`, `new_block_ids`, `replaced_block_ids`,
+    The worker applies, in this order, `adapter_loads`, `computed_pictures`, `dropped_pictures`,
+    `picture_loads`, `freed_slots`, `new_sequences`, `forks`, `new_block_ids`, `replaced_block_ids`,
     `token_overrides` and `block_moves`; then it computes all rows and samples. The driver may send
     a step before it has the answer of the one before: then a row begins with a token that the
     worker has sampled and the driver does not know.
@@ -191,7 +191,11 @@ class StepInput:
         adapter_loads: adapters that come into slots which no running sequence uses.
         drafts: (slot, the sequence's drafts).
         dropped_pictures: digests of pictures whose features are not needed any more.
-        picture_loads: pictures whose features this step or later ones need.
+        picture_loads: pictures whose features later steps need.
+        computed_pictures: digests of pictures whose features the first rank has computed since the
+            step before; the other ranks of its stage get them.
+        num_awaited_rows: rows of features that were asked for and of which no answer has told; the
+            first rank computes a part of them before the step's rows. There may be no rows.
     """
 
     step: int
@@ -210,6 +214,8 @@ class StepInput:
     drafts: list[tuple[int, list[int]]] = field(default_factory=list)
     dropped_pictures: list[bytes] = field(default_factory=list)
     picture_loads: list[PictureLoad] = field(default_factory=list)
+    computed_pictures: list[bytes] = field(default_factory=list)
+    num_awaited_rows: int = 0
 
 
 @dataclass(slots=True)
@@ -270,7 +276,7 @@ class RowError:
 @dataclass(slots=True)
 class StepOutput:
     """The answer of the rank that samples, in the order of `StepInput.sample_slots`; of the first
-    rank of another stage only the errors of loads count.
+    rank of another stage only `load_results` count.
 
     Attributes:
         logprobs: by index in `token_ids`, for requests that ask for them, and for those
@@ -285,8 +291,8 @@ class StepOutput:
             meaning, and the request cannot go on.
         chosen_logprobs: float32, log probability of each of `token_ids`; valid where `logprobs` has
             none. An array, since making a list of it costs more than sending it.
-        load_errors: why an adapter could not be loaded by all ranks, by its key, or a picture's
-            features not be computed, by its digest.
+        load_results: by its key, why an adapter could not be loaded by all ranks; by its digest,
+            why the features of a picture could not be computed; None: they are computed.
         rejected: indexes in `token_ids` of what was sampled after a wrong draft: it does not count.
         forced: by index in `token_ids`, tokens that follow because the sequence's grammar allows no
             other text.
@@ -301,7 +307,7 @@ class StepOutput:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     errors: dict[int, RowError] = field(default_factory=dict)
-    load_errors: dict[bytes, str] = field(default_factory=dict)
+    load_results: dict[bytes, str | None] = field(default_factory=dict)
     rejected: list[int] = field(default_factory=list)
     forced: dict[int, list[int]] = field(default_factory=dict)
     behind: list[int] = field(default_factory=list)

@@ -57,6 +57,8 @@ FULL_STEP = messages.StepInput(
     drafts=[(3, [7, 70_000])],
     dropped_pictures=[bytes(range(32))],
     picture_loads=[messages.PictureLoad(bytes(range(32, 64)), 4, 2, 3, bytes(range(18)))],
+    computed_pictures=[bytes(range(64, 96))],
+    num_awaited_rows=70_000,
 )
 FULL_OUTPUT = messages.StepOutput(
     step=3,
@@ -67,7 +69,7 @@ FULL_OUTPUT = messages.StepOutput(
     candidates={0: messages.Candidates([1, 2], [-1.0, -2.0], [-1.0, -2.5])},
     prompt_logprobs={2: messages.PromptLogprobs(1, [messages.TokenLogprobs(-0.1, 2, [1], [-0.1])])},
     errors={1: messages.RowError("every token is banned ✗", "bad_words")},
-    load_errors={bytes(range(224, 256)): "its rank is 65"},
+    load_results={bytes(range(224, 256)): "its rank is 65", bytes(range(32)): None},
     rejected=[1],
     forced={0: [8, 9]},
     behind=[5],

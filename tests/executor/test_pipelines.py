@@ -107,9 +107,9 @@ def test_an_adapter_that_one_stage_cannot_load(
     """Its error comes with the answer of its own stage."""
     executor = engine._executor
     assert isinstance(executor, GroupExecutor)
-    stages = [StepOutput(1, [], load_errors={b"key": "rank 1: no"}), StepOutput(1, [7])]
+    stages = [StepOutput(1, [], load_results={b"key": "rank 1: no"}), StepOutput(1, [7])]
     payloads = [encode(StepOutput(1, [])), *map(encode, stages)]
     monkeypatch.setattr(executor._group, "take_answers", lambda timeout_s: payloads)
     executor._unanswered.append((1, 0))
     answer = executor.take_answer()
-    assert (answer.token_ids, answer.load_errors) == ([7], {b"key": "rank 1: no"})
+    assert (answer.token_ids, answer.load_results) == ([7], {b"key": "rank 1: no"})

@@ -13,6 +13,8 @@ from tpengine.inputs import Adapter
 from tpengine.messages import Candidates, NewSequence, StepInput, StepOutput
 
 VOCAB_SIZE = 997
+FAILING = b"f"
+"""The digest of a picture that has no features."""
 
 
 def mix(*values: int) -> int:
@@ -104,6 +106,9 @@ class FakeWorker:
     max_loras: int = 0
     adapters: dict[int, bytes] = field(default_factory=dict)
     """Keys, by slot."""
+    awaited: dict[bytes, int] = field(default_factory=dict)
+    """Rows of the pictures whose features are not computed."""
+    features: set[bytes] = field(default_factory=set)
 
     def apply(self, step: StepInput) -> None:
         """Applies what a step says about slots and blocks."""
@@ -111,6 +116,7 @@ class FakeWorker:
         self.last_step = step.step
         self._move_blocks(step)
         self._load_adapters(step)
+        self._take_pictures(step)
         for slot in step.freed_slots:
             del self.slots[slot]  # KeyError: freed twice, or never taken
         for new in step.new_sequences:
@@ -141,7 +147,8 @@ class FakeWorker:
     def compute(self, step: StepInput) -> StepOutput:
         """Computes the rows of an applied step and samples."""
         sizes, drafts = step.num_scheduled_tokens, dict(step.drafts)
-        assert len(step.slots) == len(sizes) > 0
+        assert len(step.slots) == len(sizes)
+        assert sizes or step.num_awaited_rows or step.block_moves, "a step without work"
         counts = {slot: 1 + len(drafts.get(slot, ())) for slot in dict.fromkeys(step.slots)}
         assert step.slots == [slot for slot, count in counts.items() for _ in range(count)]
         assert drafts.keys() <= counts.keys(), "drafts without a row"
@@ -168,7 +175,7 @@ class FakeWorker:
             self.slots[slot_id].num_computed_tokens = self.slots[
                 step.slots[row]
             ].num_computed_tokens
-        output = StepOutput(step.step, [])
+        output = StepOutput(step.step, [], load_results=self._computed_pictures(step))
         for place, slot_id in enumerate(step.sample_slots):
             if slot_id in drafts:
                 self._verify(slot_id, place, output)
@@ -229,6 +236,23 @@ class FakeWorker:
             assert load.slot not in used, "the slot of a running sequence gets another adapter"
             self.adapters[load.slot] = load.key
 
+    def _take_pictures(self, step: StepInput) -> None:
+        self.features.update(step.computed_pictures)
+        for digest in step.dropped_pictures:
+            self.features.discard(digest)
+        for load in step.picture_loads:
+            assert load.digest not in self.features | self.awaited.keys(), "computed twice"
+            self.awaited[load.digest] = load.num_rows
+        assert not step.num_awaited_rows or step.num_awaited_rows >= sum(self.awaited.values())
+
+    def _computed_pictures(self, step: StepInput) -> dict[bytes, str | None]:
+        """The first one is complete after some turns."""
+        first = next(iter(self.awaited), None)
+        if first is None or not step.num_awaited_rows or step.step % 3 == 0:
+            return {}
+        del self.awaited[first]
+        return {first: "it was told to" if first == FAILING else None}
+
     def _root(self, slot: _Slot) -> int:
         place = slot.new.adapter_slot
         return root_of(None if place is None else self.adapters[place])  # KeyError: not loaded
@@ -257,6 +281,9 @@ class FakeWorker:
         slot = self.slots[slot_id]
         first = slot.num_computed_tokens
         places = set()
+        for span in slot.new.pictures:
+            is_used = span.start < first + size and first < span.end
+            assert not is_used or span.digest in self.features, "features that are not there"
         for position in range(first, first + size):
             previous = self.cache[self._place(slot, position - 1)] if position else self._root(slot)
             key = key_of(previous, slot.token_ids[position])

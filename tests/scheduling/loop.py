@@ -11,21 +11,22 @@ from unittest.mock import Mock
 
 from support.foretold import Foretold, totals
 
-from scheduling.fake_worker import VOCAB_SIZE, FakeWorker, key_of, keys_of, sample
-from tpengine.config import LookaheadConfig, SchedulerConfig
+from scheduling.fake_worker import FAILING, VOCAB_SIZE, FakeWorker, key_of, keys_of, sample
+from tpengine.config import LookaheadConfig, PicturesConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
 from tpengine.engine.output_processor import OutputProcessor
 from tpengine.errors import RequestFailedError
 from tpengine.inputs import NO_OWNER, Adapter, LoRARequest, Owner
-from tpengine.messages import SamplingRules, StepInput, StepOutput
+from tpengine.messages import PictureLoad, PictureSpan, SamplingRules, StepInput, StepOutput
 from tpengine.outputs import RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.block_manager import NO_BLOCK, AllocStatus, BlockManager
 from tpengine.scheduling.drafter import Drafter, RowPrices
 from tpengine.scheduling.scheduler import Scheduler
-from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import PromptPictures, Request, Sequence, SequenceStatus
 from tpengine.scheduling.step import SchedulerOutput
 
+NUM_ROWS = {b"a": 1, b"b": 3, b"c": 5, FAILING: 2}
 END_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 199))
 
 
@@ -52,6 +53,10 @@ class Limits:
     foretold: bool = True
     """Whether the drafts are known to come true or not; else the drafter guesses."""
     stages: int = 1
+    picture_rows: int = 0
+    """Room for features; 0: prompts have no pictures."""
+    most_awaited_rows: int = 100
+    whole_pictures: bool = False
 
     @property
     def num_kept_tokens(self) -> int:
@@ -74,12 +79,14 @@ def make_request(
     priority: int = 0,
     adapter: Adapter | int = 0,
     owner: Owner = NO_OWNER,
+    pictures: str = "",
 ) -> Request:
     """A request named after its number.
 
     Args:
         prompt: its ids, or how many it has of its own.
         adapter: or its number; 0: none.
+        pictures: in front of its prompt, a letter each; they have `NUM_ROWS` of features.
     """
     if isinstance(adapter, int) and adapter:
         name = f"adapter{adapter}"
@@ -87,6 +94,13 @@ def make_request(
     params = params or plain()
     if isinstance(prompt, int):
         prompt = [(31 * index + 7 * place) % VOCAB_SIZE for place in range(prompt)]
+    spans, loads, ids = list[PictureSpan](), dict[bytes, PictureLoad](), list[int]()
+    for digest in (letter.encode() for letter in pictures):
+        num_rows = NUM_ROWS[digest]
+        spans.append(PictureSpan(len(ids) + 1, num_rows, 0, num_rows, digest))
+        loads[digest] = PictureLoad(digest, num_rows, 1, 1, b"rgb")
+        ids += [7] * (1 + num_rows)
+    prompt = ids + prompt
     ends = frozenset() if params.ignore_eos else END_TOKEN_IDS
     width, max_tokens = params.num_sequences, params.max_tokens
     most = sys.maxsize if max_tokens is None else len(prompt) + max_tokens
@@ -105,6 +119,7 @@ def make_request(
         num_candidates=num_candidates(width, len(ends)) if params.use_beam_search else 0,
         adapter=adapter or None,
         owner=owner,
+        pictures=PromptPictures(spans, loads) if spans else None,
     )
 
 
@@ -166,6 +181,11 @@ class Loop:
             fairness=limits.fairness,
             lookahead=LookaheadConfig("[ngram]", limits.drafts, 1, 1, None, limits.model_len)
             if limits.drafts
+            else None,
+            pictures=PicturesConfig(
+                8, limits.most_awaited_rows, limits.picture_rows, {}, limits.whole_pictures
+            )
+            if limits.picture_rows
             else None,
         )
         never_swaps = limits.mode == "recompute" or not limits.num_host_blocks
@@ -426,6 +446,10 @@ class Loop:
         self.events["beam forks"] += len(step.forks) - len(output.forks)
         self.events["copies"] += len(step.block_moves.copies)
         self.events["adapter loads"] += len(step.adapter_loads)
+        self.events["picture loads"] += len(step.picture_loads)
+        self.events["pictures dropped"] += len(step.dropped_pictures)
+        self.events["turns of the tower"] += not output.rows
+        self.events["moves without rows"] += bool(step.block_moves) and not output.rows
         self.events["swap outs"] += len(step.block_moves.swap_outs)
         self.events["swap ins"] += len(step.block_moves.swap_ins)
         for request in output.preempted:
@@ -445,14 +469,21 @@ class Loop:
             oldest is None
             or self.limits.fairness == "owner"
             or oldest.slot is None
+            or self._waits_for_picture(oldest)
             or any(self._owner(row) is self._owner(oldest) for row in output.rows)
         ):
             self._num_stalled_steps = 0
             return
         self._num_stalled_steps += 1
-        assert not self.limits.chunked
+        assert not self.limits.chunked or self.limits.whole_pictures
         steps_each = -(-self.limits.model_len // self.limits.tokens)
         assert self._num_stalled_steps <= self.limits.seqs * steps_each
+
+    def _waits_for_picture(self, sequence: Sequence) -> bool:
+        place, pictures = sequence.num_computed_tokens, self._owner(sequence).pictures
+        spans = [] if pictures is None else pictures.spans
+        next_ones = [span for span in spans if span.start <= place < span.end]
+        return not self.worker.features.issuperset(span.digest for span in next_ones)
 
     def _check_admissions(self, admitted: list[Request], output: SchedulerOutput) -> None:
         if output.preempted and admitted:
@@ -492,8 +523,9 @@ class Loop:
             if size < num_left:
                 self.events["chunks"] += 1
                 resumed_long = sequence.num_output_tokens > 0 and sequence.num_tokens > budget
-                assert self.limits.chunked or resumed_long or has_groups
-        if not self.limits.chunked and not has_groups:
+                is_divided = request.pictures is not None
+                assert self.limits.chunked or resumed_long or has_groups or is_divided
+        if not self.limits.chunked and not has_groups and not self.limits.picture_rows:
             assert len(catching_up) == 1, "prompts and decodes in one step"
             self.events["whole steps"] += 1
 

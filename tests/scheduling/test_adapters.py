@@ -25,7 +25,7 @@ def fail_to_load(loop: Loop, fails: Callable[[StepInput], bool]) -> Callable[...
     def failing(step: StepInput) -> StepOutput:
         answer = compute(step)
         if fails(step):
-            answer.load_errors = {b"adapter1": "it is gone"}
+            answer.load_results = {b"adapter1": "it is gone"}
         return answer
 
     loop.worker.compute = failing

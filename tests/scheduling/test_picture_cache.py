@@ -38,58 +38,89 @@ def names(loads: list[PictureLoad]) -> list[str]:
     return [load.digest.decode() for load in loads]
 
 
-def test_what_a_step_uses_is_not_given_away_in_it() -> None:
+def answer(pictures: PictureCache, *names: str) -> None:
+    pictures.note_answer([name.encode() for name in names], [])
+
+
+def test_a_request_waits_for_the_answer_with_its_features() -> None:
+    pictures, request, message = cache(8), ask("a", "b"), step()
+    for number in (1, 2):
+        assert pictures.reach(request, 11, message, [request]) == 1
+        assert (names(message.picture_loads), pictures.num_awaited_rows) == (["a"], 4), number
+    answer(pictures, "a")
+    assert (pictures.reach(request, 11, message, [request]), pictures.num_awaited_rows) == (
+        6,
+        4,
+    )
+    pictures.tell_changes(message)
+    assert (names(message.picture_loads), message.computed_pictures) == (["a", "b"], [b"a"])
+    again = step()
+    pictures.tell_changes(again)
+    assert not again.computed_pictures
+
+
+def test_what_a_step_uses_or_awaits_is_not_given_away() -> None:
     pictures, first, second = cache(4), ask("a"), ask("b")
-    assert pictures.reach(first, 6, 6, step(), [first, second]) == 6
     message = step()
-    assert pictures.reach(first, 6, 6, message, [first, second]) == 6
-    assert pictures.reach(second, 6, 6, message, [first, second]) == 1
-    assert (message.picture_loads, pictures.take_dropped()) == ([], [])
+    assert pictures.reach(first, 6, message, [first]) == 1
+    assert pictures.reach(second, 6, message, [first, second]) == 1
+    answer(pictures, "a")
+    assert pictures.reach(first, 6, message, [first]) == 6
+    assert pictures.reach(second, 6, message, [second]) == 1
+    assert names(message.picture_loads) == ["a"]
     message = step()
-    assert pictures.reach(second, 6, 6, message, [second]) == 6
-    assert (names(message.picture_loads), pictures.take_dropped()) == (["b"], [b"a"])
+    assert pictures.reach(second, 6, message, [second]) == 1
+    pictures.tell_changes(message)
+    assert (names(message.picture_loads), message.dropped_pictures) == (["b"], [b"a"])
 
 
 def test_a_picture_may_come_again_behind_another() -> None:
     """There is room for one: the first one gives way, and is computed again."""
     pictures, request = cache(4), ask("a", "b", "a")
-    for num_computed, reached in ((0, 6), (6, 5), (11, 5)):
+    for name, num_computed, reached in (("a", 0, 6), ("b", 6, 5), ("a", 11, 5)):
         request.sequences[0].num_computed_tokens = num_computed
         message = step()
-        assert pictures.reach(request, 16 - num_computed, 16, message, [request]) == reached
-        assert len(message.picture_loads) == 1
+        pictures.reach(request, 16 - num_computed, message, [request])
+        assert names(message.picture_loads) == [name]
+        answer(pictures, name)
+        assert pictures.reach(request, 16 - num_computed, message, [request]) == reached
 
 
-def test_a_picture_that_is_begun_keeps_its_features() -> None:
+@pytest.mark.parametrize("place", [1, 3])
+def test_what_a_running_request_needs_next_is_kept(place: int) -> None:
+    """The picture that it waits for, or has begun."""
     pictures, begun, other = cache(4), ask("a"), ask("b")
-    assert pictures.reach(begun, 3, 3, step(), [begun]) == 3
-    begun.sequences[0].num_computed_tokens = 3
-    assert pictures.reach(other, 6, 6, step(), [begun, other]) == 1
-    begun.sequences[0].num_computed_tokens = 5
-    assert pictures.reach(other, 6, 6, step(), [begun, other]) == 6
+    pictures.reach(begun, 3, step(), [begun])
+    answer(pictures, "a")
+    for num_computed, is_asked in ((place, False), (5, True)):
+        begun.sequences[0].num_computed_tokens, message = num_computed, step()
+        assert pictures.reach(other, 6, message, [begun, other]) == 1
+        assert bool(message.picture_loads) == is_asked
 
 
-@pytest.mark.parametrize(("most", "reached"), [(12, 21), (8, 16), (7, 6), (1, 6)])
-def test_a_step_computes_few(most: int, reached: int) -> None:
+@pytest.mark.parametrize(("most", "asked"), [(8, ["a", "b"]), (7, ["a"]), (1, ["a"])])
+def test_few_are_awaited_at_once(most: int, asked: list[str]) -> None:
     """But one picture in any case."""
-    request = ask("a", "b", "a", "c")
-    assert cache(100, most).reach(request, 21, 21, step(), [request]) == reached
+    pictures, message, requests = cache(100, most), step(), [ask(name) for name in "abc"]
+    for request in requests:
+        assert pictures.reach(request, 6, message, requests) == 1
+    assert names(message.picture_loads) == asked
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "tokens_left", "reached"), [(6, 9, 6), (3, 9, 5), (3, 4, 1), (1, 9, 1)]
+    ("num_tokens", "tokens_left", "size"), [(6, 9, 6), (3, 9, 5), (3, 4, 1), (1, 9, 1)]
 )
-def test_a_whole_picture_is_not_divided(num_tokens: int, tokens_left: int, reached: int) -> None:
-    request = ask("a")
-    pictures = cache(4, are_whole=True)
-    assert pictures.reach(request, num_tokens, tokens_left, step(), [request]) == reached
+def test_a_whole_picture_is_not_divided(num_tokens: int, tokens_left: int, size: int) -> None:
+    assert cache(4, are_whole=True).undivided(ask("a"), num_tokens, tokens_left) == size
+    assert cache(4).undivided(ask("a"), num_tokens, tokens_left) == num_tokens
 
 
 def test_features_that_failed_are_computed_again() -> None:
     pictures, request, message = cache(8), ask("a"), step()
-    pictures.reach(request, 6, 6, message, [request])
-    pictures.note_failed([b"a", b"other"])
-    assert pictures.take_dropped() == [b"a"]
+    pictures.reach(request, 6, message, [request])
+    pictures.note_answer([], [b"a", b"other"])
+    assert pictures.num_awaited_rows == 0
     again = step()
-    assert pictures.reach(request, 6, 6, again, [request]) == 6
-    assert names(again.picture_loads) == names(message.picture_loads) == ["a"]
+    pictures.reach(request, 6, again, [request])
+    pictures.tell_changes(again)
+    assert (names(again.picture_loads), again.dropped_pictures) == (["a"], [b"a"])

@@ -142,13 +142,17 @@ def prompt_of(arrival: Arrival, index: int) -> list[int]:
 
 
 def play(
-    trace: Trace, adapters: Sequence[int] = (), owners: Sequence[Owner] = ()
+    trace: Trace,
+    adapters: Sequence[int] = (),
+    owners: Sequence[Owner] = (),
+    pictures: Sequence[str] = (),
 ) -> tuple[Loop, list[Request]]:
     """Runs a trace to its end; the loop checks every step.
 
     Args:
         adapters: of each request, 0: none; empty: no request has one.
         owners: of each request; empty: no request has one.
+        pictures: of each request, see `make_request`; empty: no request has any.
     """
     loop = Loop(trace.limits)
     arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.step)
@@ -170,7 +174,8 @@ def play(
             params = SamplingParams(max_tokens=arrival.max_tokens, **KINDS[arrival.kind])
             prompt, adapter = prompt_of(arrival, index), adapters[index] if adapters else 0
             owner = owners[index] if owners else NO_OWNER
-            request = make_request(index, prompt, params, arrival.priority, adapter, owner)
+            letters = pictures[index] if pictures else ""
+            request = make_request(index, prompt, params, arrival.priority, adapter, owner, letters)
             requests.append(loop.add(request))
         if number in trace.restrictions:
             allowed = trace.restrictions[number]
@@ -260,6 +265,10 @@ OF_GROUPS = [
 ]
 OF_LOSSES = ["losses", "lost steps", "lost ahead", "lost prefills", "restrictions"]
 OF_ADAPTERS = ["completed", "with adapter", "adapter loads", "passed", "hits", "swap ins"]
+OF_PICTURES = [
+    *("completed", "error", "picture loads", "pictures dropped", "turns of the tower", "swap ins"),
+    *("preempted and completed", "hits", "lost steps", "drafts accepted"),
+]
 OF_OWNERS = ["completed", "took room", "swap ins", "hits", "group recomputed", "lost steps"]
 
 
@@ -267,7 +276,17 @@ def limited(trace: Trace, **limits: Any) -> Trace:
     return replace(trace, limits=replace(trace.limits, **limits))
 
 
+def limited_pictures(trace: Trace, num_rows: int, most: int, are_whole: bool) -> Trace:
+    limits: dict[str, Any] = {"picture_rows": num_rows, "most_awaited_rows": most}
+    limits |= {"whole_pictures": are_whole, "model_len": MAX_MODEL_LEN + 10}
+    if are_whole:  # the largest one fits beside a row of each other sequence
+        limits["tokens"] = max(trace.limits.tokens, trace.limits.seqs + 5)
+    return limited(trace, **limits)
+
+
 DISTURBED = traces(True, True)
+PICTURES = st.lists(st.sampled_from(["", "a", "b", "c", "ab", "aba", "cb", "f"]), min_size=7)
+PICTURE_LIMITS = st.sampled_from([5, 6, 8, 20]), st.sampled_from([1, 6, 100]), st.booleans()
 NO_FIELDS: st.SearchStrategy[dict[str, Any]] = st.just({})
 ADAPTERS = st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=7, max_size=7)
 OWNER = st.builds(Owner, account=st.sampled_from("abc"), weight=st.sampled_from([0.5, 1, 3]))
@@ -282,6 +301,12 @@ MIXES = {
         st.fixed_dictionaries({"adapters": ADAPTERS}),
         250,
         OF_ADAPTERS,
+    ),
+    "pictures": (
+        st.builds(limited_pictures, DISTURBED, *PICTURE_LIMITS),
+        st.fixed_dictionaries({"pictures": PICTURES}),
+        400,
+        OF_PICTURES,
     ),
     "owners": (
         DISTURBED.map(lambda trace: limited(trace, chunked=True, fairness="owner")),

@@ -197,9 +197,12 @@ class ThreadedExecutor(Executor):
     def take_answer(self) -> StepOutput:
         while not self._answers:
             steps = self._steps.popleft() if self._steps else self._submit("finish_steps")
-            answers = results_of(steps)[self._first_sampling :]
+            all_answers = results_of(steps)
+            answers = all_answers[self._first_sampling :]
             sampled = [[output.token_ids for output in outputs] for outputs in answers]
             assert all(ids == sampled[0] for ids in sampled), "ranks sampled different tokens"
+            for output in answers[0] if self._first_sampling else ():
+                output.load_results |= all_answers[0][0].load_results
             self._answers += answers[0]
         return self._answers.popleft()
 

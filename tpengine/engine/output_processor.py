@@ -124,8 +124,12 @@ class OutputProcessor:
 
         An error in the processing of one request ends that request alone.
         """
-        failed_loads = list(output.load_errors)
-        decisions = StepDecisions(failed_loads=failed_loads, behind=output.behind)
+        problems = {key: why for key, why in output.load_results.items() if why is not None}
+        decisions = StepDecisions(
+            failed_loads=list(problems),
+            computed_pictures=[key for key in output.load_results if key not in problems],
+            behind=output.behind,
+        )
         beams: dict[str, list[Sampled]] = {}
         now = time.time()
         for row, part in output.prompt_logprobs.items():
@@ -137,12 +141,11 @@ class OutputProcessor:
             except Exception as error:
                 _fail(tracked.request, error, decisions)
         # Not only those with rows: beams that were swapped in may have none in this step.
-        for known in self._requests.values() if output.load_errors else ():
+        for known in self._requests.values() if problems else ():
             is_running = any(s.slot is not None for s in known.request.sequences)
             for key in known.request.loaded_keys if is_running else ():
-                if key in output.load_errors:
-                    lost = RequestFailedError(output.load_errors[key])
-                    _fail(known.request, lost, decisions)
+                if key in problems:
+                    _fail(known.request, RequestFailedError(problems[key]), decisions)
         rejected, previous, num_before = set(output.rejected), None, 0
         for place, sequence in enumerate(scheduled.sampled):
             num_before = num_before + 1 if sequence is previous else 0

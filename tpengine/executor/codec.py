@@ -98,6 +98,8 @@ def _plain_step(step: messages.StepInput) -> list[Any]:
         step.drafts,
         step.dropped_pictures,
         step.picture_loads,
+        step.computed_pictures,
+        step.num_awaited_rows,
     ]
 
 

@@ -1,9 +1,10 @@
-"""Which pictures' features the ranks hold, and which a step computes.
+"""Which pictures' features the ranks hold, and which they compute.
 
-A prompt's tokens that stand for a picture need its features in the step that computes them. They
-are computed in the first such step, and kept until another picture needs their place: a later
-request with the same picture finds them. What tokens that are still to be computed need of a
-picture that was begun is never given away.
+A prompt's tokens that stand for a picture need its features. The first request that comes to such a
+token asks for them; the ranks compute them between steps, and the request waits, without rows,
+until an answer says that they are there. They stay until other pictures need their place: a later
+request with the same picture finds them. Three kinds are never given away: those that are being
+computed, those that the step uses which is being chosen, and those that running requests need next.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from tpengine.config import PicturesConfig
-from tpengine.messages import PictureLoad, StepInput
+from tpengine.messages import PictureLoad, PictureSpan, StepInput
 from tpengine.scheduling.sequence import Request
 
 _MAX_STEP_BYTES = 64 << 20
@@ -25,60 +26,66 @@ class PictureCache:
     def __init__(self, config: PicturesConfig) -> None:
         self._config = config
         self._held: OrderedDict[bytes, int] = OrderedDict()  # rows; least recently used first
+        self._awaited: set[bytes] = set()  # of `_held`, those that are not computed
+        self._computed: list[bytes] = []  # since the message before
         self._dropped: list[bytes] = []
         self._message: StepInput | None = None
         self._used: set[bytes] = set()  # by the rows of the step with this message
 
-    def reach(
-        self,
-        request: Request,
-        num_tokens: int,
-        tokens_left: int,
-        message: StepInput,
-        running: Iterable[Request],
-    ) -> int:
-        """Returns how many of the next `num_tokens` tokens of a request a step can compute: those
-        before the first picture that it has no features of. Adds loads to the step's message.
+    @property
+    def num_awaited_rows(self) -> int:
+        """Rows of features that were asked for and are not computed."""
+        return sum(self._held[digest] for digest in self._awaited)
 
-        Args:
-            tokens_left: of the step; a picture that must be whole may take more than `num_tokens`.
-        """
-        pictures = request.pictures
-        if pictures is None:
-            return num_tokens
-        start = request.unfinished_sequences[0].num_computed_tokens
-        spans = [s for s in pictures.spans if start < s.end and s.start < start + num_tokens]
+    def reach(
+        self, request: Request, num_tokens: int, message: StepInput, running: Iterable[Request]
+    ) -> int:
+        """Returns `num_ready`; the step with this message may use these features. Asks for those of
+        the first picture that lacks them, if there is room."""
         if message is not self._message:
             self._message, self._used = message, set()
-        if self._config.are_whole and spans and spans[-1].end > start + num_tokens:
-            if spans[-1].end - start > tokens_left:
-                num_tokens = max(0, spans.pop().start - start)
-            else:
-                num_tokens = spans[-1].end - start
-        for span in spans:
-            if span.digest in self._held:
-                self._held.move_to_end(span.digest)
-            elif not self._load(pictures.loads[span.digest], message, running):
-                return max(0, span.start - start)
-            self._used.add(span.digest)  # not before: what comes later may give way
+        loads = {} if request.pictures is None else request.pictures.loads
+        for span in _next_spans(request, num_tokens):
+            if span.digest not in self._held:
+                self._ask(loads[span.digest], message, running)
+            if not self._is_ready(span):
+                break
+            self._held.move_to_end(span.digest)
+            self._used.add(span.digest)
+        return self.num_ready(request, num_tokens)
+
+    def num_ready(self, request: Request, num_tokens: int) -> int:
+        """How many of a request's next tokens come before the first picture whose features are not
+        there; at most `num_tokens`."""
+        for span in _next_spans(request, num_tokens):
+            if not self._is_ready(span):
+                return max(0, span.start - _next_place(request))
         return num_tokens
 
-    def _load(
-        self,
-        load: PictureLoad,
-        message: StepInput,
-        running: Iterable[Request],
-    ) -> bool:
-        """Makes room for a picture, and lets the step compute its features; False: there is no room
-        in the step or in the cache."""
-        in_step = message.picture_loads
-        most = self._config.max_encoder_tokens
-        if in_step and sum(other.num_rows for other in in_step) + load.num_rows > most:
-            return False
-        num_bytes = sum(len(other.pixels) for other in in_step) + len(load.pixels)
-        if in_step and num_bytes > _MAX_STEP_BYTES:
-            return False
-        needed = self._used.union(*map(_begun, running))
+    def undivided(self, request: Request, num_tokens: int, tokens_left: int) -> int:
+        """Changes the size of a chunk so that it does not divide a picture that must be whole.
+
+        Args:
+            tokens_left: of the step; it may take more than `num_tokens`.
+        """
+        spans, start = _next_spans(request, num_tokens), _next_place(request)
+        if not self._config.are_whole or not spans or spans[-1].end <= start + num_tokens:
+            return num_tokens
+        if spans[-1].end - start <= tokens_left:
+            return spans[-1].end - start
+        return max(0, spans[-1].start - start)
+
+    def _is_ready(self, span: PictureSpan) -> bool:
+        return span.digest in self._held and span.digest not in self._awaited
+
+    def _ask(self, load: PictureLoad, message: StepInput, running: Iterable[Request]) -> None:
+        """Makes room for a picture's features and asks for them, if the limits permit."""
+        if self._awaited:
+            if self.num_awaited_rows + load.num_rows > self._config.max_encoder_tokens:
+                return
+            if sum(len(other.pixels) for other in (*message.picture_loads, load)) > _MAX_STEP_BYTES:
+                return
+        needed = self._used.union(self._awaited, *map(_needed_next, running))
         num_free = self._config.num_cached_rows - sum(self._held.values())
         victims = list[bytes]()
         for digest, num_rows in self._held.items():
@@ -88,40 +95,63 @@ class PictureCache:
                 victims.append(digest)
                 num_free += num_rows
         if num_free < load.num_rows:
-            return False
-        for digest in victims:
-            del self._held[digest]
-        self._dropped += victims
+            return
+        self._drop(victims)
         message.picture_loads.append(load)
         self._held[load.digest] = load.num_rows
-        return True
+        self._awaited.add(load.digest)
 
-    def note_failed(self, digests: Iterable[bytes]) -> None:
-        """Forgets features that the ranks could not compute."""
-        self._dropped += [digest for digest in digests if self._held.pop(digest, None)]
+    def _drop(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            if self._held.pop(digest, None) is not None:
+                self._awaited.discard(digest)
+                self._dropped.append(digest)
 
-    def take_dropped(self) -> list[bytes]:
-        """Digests of features that the ranks forget before the next step; they are returned only
-        once."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
+    def note_answer(self, computed: Iterable[bytes], failed: Iterable[bytes]) -> None:
+        """Takes what an answer says about features that were asked for.
+
+        Args:
+            failed: digests of pictures, and keys of what is no picture.
+        """
+        self._computed += computed
+        self._awaited.difference_update(computed)
+        self._drop(failed)
+
+    def tell_changes(self, message: StepInput) -> None:
+        """Tells the ranks which features have become complete, and which they may forget."""
+        message.computed_pictures, self._computed = self._computed, []
+        message.dropped_pictures, self._dropped = self._dropped, []
 
     def restart(self) -> None:
         """Forgets all features, since the workers were lost."""
-        self._held.clear()
-        self._dropped.clear()
+        for known in (self._held, self._awaited, self._computed, self._dropped):
+            known.clear()
         self._message = None
 
 
-def _begun(request: Request) -> set[bytes]:
-    """The pictures between whose first and last token a running request's next token lies."""
+def _next_place(request: Request) -> int:
+    return request.unfinished_sequences[0].num_computed_tokens
+
+
+def _next_spans(request: Request, num_tokens: int) -> list[PictureSpan]:
+    """Those with one of the next tokens."""
+    if request.pictures is None or not num_tokens:
+        return []
+    start = _next_place(request)
+    end, spans = start + num_tokens, request.pictures.spans
+    return [span for span in spans if start < span.end and span.start < end]
+
+
+def _needed_next(request: Request) -> set[bytes]:
+    """The pictures of a running request of which a token is the next one, or one behind it if the
+    picture was begun: of a picture in parts, what stands between these is no part."""
     if request.pictures is None:
         return set()
     next_places = [sequence.num_computed_tokens for sequence in request.running_sequences]
-    begun, start = set[bytes](), 0
+    needed, start = set[bytes](), 0
     for span in request.pictures.spans:
         if span.first_row == 0:  # a picture begins; it may be the same as an earlier one
             start = span.start
-        if any(start < place < span.end for place in next_places):
-            begun.add(span.digest)
-    return begun
+        if any(start <= place < span.end for place in next_places):
+            needed.add(span.digest)
+    return needed

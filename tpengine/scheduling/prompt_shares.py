@@ -107,11 +107,14 @@ class PromptShares:
         return num_given
 
     def _num_behind(self, request: Request) -> int:
-        """Tokens that a running request has to compute; before its fork, only the common ones."""
-        num_common = self._queues.unforked.get(request.request_id)
+        """Tokens that a running request has to compute, and can; before its fork, only the common
+        ones."""
+        num_common, pictures = self._queues.unforked.get(request.request_id), self._queues.pictures
         if num_common is not None:
-            return num_common - request.unfinished_sequences[0].num_computed_tokens
-        return sum(sequence.num_behind for sequence in request.running_sequences)
+            num = num_common - request.unfinished_sequences[0].num_computed_tokens
+        else:
+            num = sum(sequence.num_behind for sequence in request.running_sequences)
+        return num if pictures is None else pictures.num_ready(request, num)
 
     def _waiting(self, first: Request, step: StepBuilder) -> list[Part]:
         """The waiting requests that may begin in a step; with fair shares those of one owner."""

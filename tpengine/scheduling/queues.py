@@ -172,11 +172,11 @@ class RequestQueues:
         return latest is not None and step + self.passing.num_steps(request) <= latest
 
     def tell_changes(self, message: StepInput) -> None:
-        """See `BatchSlots.tell_changes` and `AdapterSlots.take_loads`."""
+        """Tells the ranks what has changed since the step before."""
         self.slots.tell_changes(message)
         message.adapter_loads = self.adapters.take_loads()
         if self.pictures is not None:
-            message.dropped_pictures = self.pictures.take_dropped()
+            self.pictures.tell_changes(message)
 
     def start(self, request: Request) -> None:
         """Waiting to running: a slot for each unfinished sequence, blocks for the first."""

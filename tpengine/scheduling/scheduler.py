@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from tpengine.config import SchedulerConfig
-from tpengine.errors import EngineError, RequestError, RequestIgnoredError
+from tpengine.errors import RequestError, RequestIgnoredError
 from tpengine.scheduling import step as steps
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.block_pool import expect
@@ -177,6 +177,7 @@ class Scheduler:
         if stages is not None and step.is_empty:
             stages.begin_idle_step(running)
             self._continue(running, step, stages)
+        self._await_pictures(step)
         if not step.is_empty:
             if stages is not None:
                 stages.end_step(step)
@@ -186,12 +187,10 @@ class Scheduler:
                     self._answered_at = start
                 self._add_drafts(queues.drafter, step)
                 queues.drafter.note_guessing(time.perf_counter() - start)
-            self._num_steps = step.number
-            queues.tell_changes(step.message)
-        elif step.message.block_moves:
-            raise EngineError("a step without rows moves blocks, but it is never sent")
         output = step.build()
         if not output.is_empty:
+            self._num_steps = step.number
+            queues.tell_changes(step.message)
             self.unanswered.append(output)
         return output
 
@@ -210,7 +209,7 @@ class Scheduler:
             self.fail_request(request_id, error)
         queues.adapters.note_failed(decisions.failed_loads, output.step_input.adapter_loads)
         if queues.pictures is not None:
-            queues.pictures.note_failed(decisions.failed_loads)
+            queues.pictures.note_answer(decisions.computed_pictures, decisions.failed_loads)
         block_size = blocks.block_size
         sizes, ends = output.step_input.num_scheduled_tokens, output.num_computed_tokens
         for sequence, size, num_computed in zip(output.rows, sizes, ends, strict=True):
@@ -257,7 +256,7 @@ class Scheduler:
         for sequence, token_ids in decisions.forced:
             drafter.note_forced(sequence, token_ids)
         now = time.perf_counter()
-        if not output.num_prefill_tokens:
+        if output.rows and not output.num_prefill_tokens:
             drafter.note_step(len(output.rows), now - self._answered_at)
         self._answered_at = now
 
@@ -348,7 +347,7 @@ class Scheduler:
                 if size > 1:
                     size = self._chunk_size(request, size, step)
                 elif request.pictures is not None:
-                    size = self._reach(request, size, step)
+                    size = self._reach_pictures(request, size, step)
                 if size:
                     self._add_row(sequence, size, step, lacking > 0)
 
@@ -457,19 +456,28 @@ class Scheduler:
     def _chunk_size(self, request: Request, num_left: int, step: StepBuilder) -> int:
         """Tokens of a request that has `num_left` to compute; 0: it has its turn in a later step.
         If they do not fit beside a token of each other sequence, the step is divided."""
+        num_left = self._reach_pictures(request, num_left, step)
         is_divided = request in step.parts or not self._config.enable_chunked_prefill
         if not is_divided and num_left + self._num_without_row(step) - 1 > step.tokens_left:
             self._prompt_shares.divide(request, num_left, step)
         size = min(num_left, step.tokens_left, step.parts.get(request, num_left))
-        return self._reach(request, size, step)
-
-    def _reach(self, request: Request, size: int, step: StepBuilder) -> int:
-        """How many of a request's next `size` tokens have the features of their pictures."""
         pictures = self._queues.pictures
-        if pictures is None or not size:
-            return size
-        left = step.tokens_left
-        return pictures.reach(request, size, left, step.message, self._queues.running)
+        return size if pictures is None else pictures.undivided(request, size, step.tokens_left)
+
+    def _reach_pictures(self, request: Request, num_left: int, step: StepBuilder) -> int:
+        """How many of a request's next tokens have the features of their pictures."""
+        pictures = self._queues.pictures
+        if pictures is None:
+            return num_left
+        return pictures.reach(request, num_left, step.message, self._queues.running)
+
+    def _await_pictures(self, step: StepBuilder) -> None:
+        """Lets the ranks go on with features that requests wait for; also in a step without rows,
+        but not in several such steps at once."""
+        pictures = self._queues.pictures
+        is_due = not (step.is_empty and self.unanswered) or step.message.picture_loads
+        if pictures is not None and is_due:
+            step.message.num_awaited_rows = pictures.num_awaited_rows
 
     def _num_without_row(self, step: StepBuilder) -> int:
         return len(self._queues.request_of) - len(step.singles) - len(step.chunks)
@@ -608,7 +616,7 @@ class Scheduler:
             self._compute_common(request, step, grow=False)
         else:
             size = self._chunk_size(request, first.num_behind, step)
-            if size:  # else it begins with a picture that this step has no room for
+            if size:  # else it waits for a picture
                 self._add_row(first, size, step, grow=False)
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:

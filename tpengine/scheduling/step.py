@@ -35,6 +35,7 @@ class StepDecisions:
         overridden: sequences whose token of this step is not the one that rank 0 sampled.
         failed: by id, requests that cannot go on, with the error for the user.
         failed_loads: keys of adapters, and digests of pictures, that could not be loaded.
+        computed_pictures: digests of pictures whose features the ranks have from now on.
         to_report: by id, requests whose user may be told something new after the update.
         forced: sequences, each with tokens that its grammar forces after its last one.
         behind: see `StepOutput`.
@@ -49,6 +50,7 @@ class StepDecisions:
     overridden: list[Sequence] = field(default_factory=list)
     failed: dict[str, RequestError] = field(default_factory=dict)
     failed_loads: list[bytes] = field(default_factory=list)
+    computed_pictures: list[bytes] = field(default_factory=list)
     to_report: dict[str, Request] = field(default_factory=dict)
     forced: list[tuple[Sequence, list[int]]] = field(default_factory=list)
     behind: list[int] = field(default_factory=list)
@@ -92,8 +94,9 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not self.rows
+        """Whether the ranks have nothing to do."""
+        message = self.step_input
+        return not (self.rows or message.num_awaited_rows or message.block_moves)
 
 
 @dataclass(slots=True)

@@ -83,7 +83,7 @@ class _PendingStep:
     step: StepInput
     answer: PendingAnswer
     start: float
-    load_errors: dict[bytes, str]
+    load_results: dict[bytes, str | None]
     behind: list[int] = field(default_factory=list)
     freed_slots: set[int] = field(default_factory=set)
 
@@ -173,10 +173,13 @@ class ModelRunner:
         if not is_last:
             for _ in range(self._ends.num_needed([p.step for p in self._pending], step)):
                 self.finish()
-        load_errors = self.apply(step)
+        load_results = self.apply(step)
+        if not step.slots:  # the tower had its turn, or blocks were moved
+            outputs = self.finish() if is_last else []
+            return [*outputs, StepOutput(step.step, [], load_results=load_results)]
         if not is_last:
             self._pass_on(step)
-            return [StepOutput(step.step, [], load_errors=load_errors)]
+            return [StepOutput(step.step, [], load_results=load_results)]
         start, behind = time.perf_counter(), list[int]()
         if self.draft_model is not None and step.drafts:
             behind = self.draft_model.guess(step)
@@ -191,7 +194,7 @@ class ModelRunner:
         if not has_all_ids:
             parameters = self._sampling_parameters(step)
         answer = self.sample(step, inputs, parameters, hidden)
-        self._pending.append(_PendingStep(step, answer, start, load_errors, behind))
+        self._pending.append(_PendingStep(step, answer, start, load_results, behind))
         return outputs if self._works_ahead else [*outputs, *self.finish()]
 
     def _pass_on(self, step: StepInput) -> None:
@@ -225,7 +228,7 @@ class ModelRunner:
                 candidates=findings.candidates,
                 prompt_logprobs=prompt_logprobs,
                 errors=findings.errors,
-                load_errors=pending.load_errors,
+                load_results=pending.load_results,
                 rejected=rejected,
                 forced=forced,
                 behind=pending.behind,
@@ -249,19 +252,21 @@ class ModelRunner:
                 forced[at] = self.grammars.forced_after(slot, batch.token_ids, batch.num_tokens)
         return {at: ids[: config.num_speculative_tokens] for at, ids in forced.items() if ids}
 
-    def apply(self, step: StepInput) -> dict[bytes, str]:
-        """Brings adapters, pictures, batch and cache up to date with the driver; returns what could
-        not be loaded, and why."""
-        errors = {} if self._adapters is None else self._adapters.load(step.adapter_loads)
+    def apply(self, step: StepInput) -> dict[bytes, str | None]:
+        """Brings adapters, pictures, batch and cache up to date with the driver; returns
+        `StepOutput.load_results`."""
+        results: dict[bytes, str | None] = {}
+        if self._adapters is not None:
+            results |= self._adapters.load(step.adapter_loads)
         if self._pictures is not None:
-            errors |= self._pictures.apply(step)
+            results |= self._pictures.apply(step)
         for pending in self._pending:
             pending.freed_slots.update(step.freed_slots)
         self.batch.apply(step)
         self.cache_engine.move(step.block_moves)
         if self.draft_model is not None:
             self.draft_model.apply(step)
-        return errors
+        return results
 
     def prepare_outputs(self, step: StepInput) -> OutputRows:
         """Finds the tokens whose hidden states a step needs."""

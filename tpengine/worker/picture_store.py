@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent import futures
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,28 +14,18 @@ from tpengine.layers import rotary
 from tpengine.layers.attention import AttentionMetadata, PictureTokens
 from tpengine.layers.device_values import Int32
 from tpengine.logger import init_logger
-from tpengine.messages import PictureLoad, StepInput
+from tpengine.messages import StepInput
 from tpengine.models.registry import CausalLM
 from tpengine.worker.input_batch import InputBatch, StepArrays
 from tpengine.worker.picture_slots import PictureRow, key_ends
+from tpengine.worker.tower_turns import Tower, TowerTurns
 from tpengine.worker.transfers import Uploads
 
 logger = init_logger(__name__)
 
 
 _NEWS_S = 2.0
-"""How often the first rank tells the others that it still computes features."""
-
-
-class _NoFeaturesError(Exception):
-    """A picture's features cannot be computed."""
-
-
-class Tower(Protocol):
-    """Computes features, see `models.vision_tower.VisionTower`."""
-
-    def features(self, pixels: bytes, height: int, width: int) -> torch.Tensor:
-        """Returns a picture's features, `[num_rows, hidden_size]`."""
+"""How often the first rank tells the others that the tower's turn goes on."""
 
 
 class PictureStore:
@@ -55,70 +43,71 @@ class PictureStore:
         device: torch.device,
         parallel: ParallelState,
     ) -> None:
-        self._tower = tower
         limits, rope = config.scheduler.pictures, config.model.picture_rope
-        self._are_whole = limits is not None and limits.are_whole
+        assert limits is not None, "prompts are text alone"
+        self._turns = None
+        if tower is not None:
+            self._turns = TowerTurns(tower, limits.encoder_share, dtype, device)
+        self._are_whole = limits.are_whole
         self._axes = rotary.frequency_axes(rope, config.model.head_dim // 2) if rope else None
         self._row_size = config.model.picture_row_size
         self._is_first = parallel.stage.is_first
         self._dtype, self._device = dtype, device
         self._parallel = parallel
+        self._num_rows: dict[bytes, int] = {}  # of what was asked for
         self._features: dict[bytes, torch.Tensor] = {}
-        self._thread = futures.ThreadPoolExecutor(1, "tpengine-tower")
 
-    def apply(self, step: StepInput) -> dict[bytes, str]:
-        """Forgets and computes features as a step says; returns by digest why some could not be
-        computed. The driver ends their requests."""
+    def close(self) -> None:
+        """Ends the tower's thread."""
+        if self._turns is not None:
+            self._turns.close()
+
+    def apply(self, step: StepInput) -> dict[bytes, str | None]:
+        """Forgets features and computes some, as a step says. Returns by digest which are complete
+        now (None), and why others cannot be computed; the driver ends their requests."""
         if not self._is_first:
             return {}
+        for digest in step.computed_pictures:
+            self._share(digest)
         for digest in step.dropped_pictures:
             self._features.pop(digest, None)
-        problems: dict[bytes, str] = {}
         for load in step.picture_loads:
-            shape = load.num_rows, self._row_size
-            features = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            try:
-                self._fill(features, load)
-            except _NoFeaturesError as error:
-                problems[load.digest] = f"a picture has no features: {error}"
-                logger.warning("%s", problems[load.digest])
-            self._features[load.digest] = self._parallel.broadcast(features)
-        return problems
+            self._num_rows[load.digest] = load.num_rows
+            if self._turns is not None:
+                self._turns.ask(load)
+        if step.num_awaited_rows:
+            self._give_turn(is_alone=not step.slots)
+        return self._take_results()
 
-    def _fill(self, features: torch.Tensor, load: PictureLoad) -> None:
-        """Computes features on the first rank. The others wait for it, which may take longer than
-        one of their exchanges may; so it tells them from time to time that it goes on.
+    def _share(self, digest: bytes) -> None:
+        """Sends features to the other ranks of the stage."""
+        shape = self._num_rows.pop(digest), self._row_size
+        if self._parallel.tp_size > 1:
+            if digest not in self._features:
+                self._features[digest] = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            self._features[digest] = self._parallel.broadcast(self._features[digest])
 
-        Raises:
-            _NoFeaturesError: they cannot be computed.
-        """
-        if self._parallel.tp_size == 1:
-            self._compute(features, load)
-            return
-        work = None if self._tower is None else self._thread.submit(self._compute, features, load)
-        is_done = False
-        while not is_done:
-            if work is not None:
-                is_done = not futures.wait([work], _NEWS_S).not_done
-            news = torch.tensor([float(is_done)], device=self._device)
-            is_done = bool(self._parallel.broadcast(news))
-        if work is not None:
-            work.result()
+    def _give_turn(self, is_alone: bool) -> None:
+        """Lets the tower go on. The other ranks wait for its turn's end, which may take longer than
+        one of their exchanges may; so the first rank tells them from time to time."""
+        if self._turns is not None:
+            self._turns.begin_turn(is_alone)
+        is_over = False
+        while not is_over:
+            is_over = self._turns is not None and self._turns.is_over(_NEWS_S)
+            if self._parallel.tp_size > 1:
+                news = torch.tensor([float(is_over)], device=self._device)
+                is_over = bool(self._parallel.broadcast(news))
 
-    @torch.inference_mode()  # a thread does not inherit it
-    def _compute(self, features: torch.Tensor, load: PictureLoad) -> None:
-        assert self._tower is not None, "another rank computes them"
-        size = f"{load.width} x {load.height} pixels"
-        try:
-            computed = self._tower.features(load.pixels, load.height, load.width)
-        except Exception as error:  # of transformers, for a picture that it cannot take
-            logger.exception("the vision tower has failed for a picture of %s", size)
-            text = f"the model's vision tower cannot take a picture of {size}"
-            raise _NoFeaturesError(f"{text}; send another size") from error
-        if len(computed) != load.num_rows:
-            text = f"of {size} it has {len(computed)} features, and {load.num_rows} tokens"
-            raise _NoFeaturesError(f"{text}: the model's image processor and its sizes do not fit")
-        features.copy_(computed)
+    def _take_results(self) -> dict[bytes, str | None]:
+        results: dict[bytes, str | None] = {}
+        for digest, result in {} if self._turns is None else self._turns.take_results().items():
+            if isinstance(result, str):
+                results[digest] = f"a picture has no features: {result}"
+                logger.warning("%s", results[digest])
+            else:
+                self._features[digest], results[digest] = result, None
+        return results
 
     def of_step(self, step: StepInput, arrays: StepArrays, batch: InputBatch) -> PictureStep | None:
         """Returns what tokens of pictures need in a step; None: it computes text alone. To be
