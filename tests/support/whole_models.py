@@ -50,18 +50,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_whole(
-    folder: Path, model_type: str, sight: Mapping[str, Any] | None = None, **fields: Any
+    folder: Path,
+    model_type: str,
+    sight: Mapping[str, Any] | None = None,
+    text: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> Any:
     """Writes a small random model with both halves; returns it.
 
     Args:
         sight: further fields of what sees.
+        text: of the text half.
     """
     text_type, more = CASES.get(model_type, ("gemma", {}))
-    text = {"model_type": text_type, **TEXT, **more}
-    config = AutoConfig.for_model(
-        model_type, text_config=text, vision_config={**SIGHT, **(sight or {})}, **fields
-    )
+    halves = {
+        "text_config": {"model_type": text_type, **TEXT, **more, **(text or {})},
+        "vision_config": {**SIGHT, **(sight or {})},
+    }
+    config = AutoConfig.for_model(model_type, **halves, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
