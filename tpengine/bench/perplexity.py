@@ -117,11 +117,9 @@ def read_windows(path: str, engine_args: EngineArgs) -> list[list[int]]:
 
 
 def _write(num_documents: int, engine_args: EngineArgs) -> list[list[int]]:
-    prompts = [_OPENINGS[i % len(_OPENINGS)] for i in range(num_documents)]
-    params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=_WRITTEN_TOKENS)
-        for i in range(len(prompts))
-    ]
+    seeds = range(num_documents)
+    prompts = [_OPENINGS[seed % len(_OPENINGS)] for seed in seeds]
+    params = [SamplingParams(max_tokens=_WRITTEN_TOKENS, seed=seed) for seed in seeds]
     with _llm(replace(engine_args, **_EXACT)) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]

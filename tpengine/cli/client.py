@@ -149,8 +149,7 @@ async def open_client(args: argparse.Namespace) -> GenerationClient:
     if options.timeout is not None:
         timeouts = {"timeout_s": options.timeout, "call_timeout_s": options.timeout}
     tls = ClientTLS(*files) if options.tls or any(files) else None
-    token = _read_token(options.token_file)
-    return GenerationClient(args.target, token=token, tls=tls, **timeouts)
+    return GenerationClient(args.target, token=_read_token(options.token_file), tls=tls, **timeouts)
 
 
 def _read_token(path: str | None) -> str | None:
@@ -167,8 +166,7 @@ def _read_token(path: str | None) -> str | None:
 
 def _generate(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
     failed = 0
-    params = given_sampling(args)
-    params |= {"n": args.n, "logprobs": args.logprobs}
+    params = given_sampling(args) | {"n": args.n, "logprobs": args.logprobs}
     lines = [Line(1, prompt, "a prompt") for prompt in args.prompts]
     for line in lines or read_lines():
         if not line.text.strip():

@@ -38,19 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
     parser.add_argument("--file", metavar="FILE", help="one prompt per line; - is standard input")
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="answer prompts as messages, by the model's chat template",
+    text = "answer prompts as messages, by the model's chat template"
+    parser.add_argument("--chat", action="store_true", help=text)
+    text = (
+        "picture of each prompt, one for each of its placeholders, such as <image>; without "
+        "placeholders, and with --chat, the pictures come before its text"
     )
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="picture of each prompt, one for each of its placeholders, such as <image>; without "
-        "placeholders, and with --chat, the pictures come before its text",
-    )
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help=text)
     add_sampling_options(parser)
     EngineArgs.add_cli_args(parser)
 

@@ -14,13 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ClientTLS", "GenerationClient"]
 
-_HOMES = {
-    "ClientTLS": "tpengine.client.grpc_channel",
-    "GenerationClient": "tpengine.client.generation_client",
-}
+_HOMES = {"ClientTLS": "grpc_channel", "GenerationClient": "generation_client"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tpengine.client' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(f"tpengine.client.{_HOMES[name]}"), name)

@@ -282,11 +282,10 @@ def _to_completion(output: pb.CompletionOutput) -> CompletionOutput:
 
 
 def _to_logprobs(logprobs: pb.TokenLogprobs) -> dict[int, Logprob]:
-    shown: dict[int, Logprob] = {}
-    for c in logprobs.candidates:
-        rank, text = _optional(c, "rank"), _optional(c, "decoded_token")
-        shown[c.token_id] = Logprob(c.logprob, rank, text)
-    return shown
+    return {
+        c.token_id: Logprob(c.logprob, _optional(c, "rank"), _optional(c, "decoded_token"))
+        for c in logprobs.candidates
+    }
 
 
 def _to_usage(usage: pb.Usage) -> Usage:

@@ -135,9 +135,7 @@ def _credentials(tls: ClientTLS) -> grpc.ChannelCredentials:
         raise ConfigError(
             "a client's certificate and its key belong together; one of them is missing"
         )
-    return grpc.ssl_channel_credentials(
-        _read(tls.ca_file), _read(tls.key_file), _read(tls.cert_file)
-    )
+    return grpc.ssl_channel_credentials(*map(_read, (tls.ca_file, tls.key_file, tls.cert_file)))
 
 
 def _read(path: str | None) -> bytes | None:

@@ -210,16 +210,14 @@ def percentiles(values: Sequence[float]) -> dict[int, float]:
 def describe_load(summary: LoadSummary) -> str:
     """The statistics as text, one per line."""
     ends = ", ".join(f"{count} {end}" for end, count in summary.ends.most_common())
-    return "\n".join(
-        [
-            f"requests            {ends}; {summary.elapsed_s:.2f} s",
-            f"output tokens/s     {summary.output_rate:.1f}",
-            f"goodput             {summary.goodput:.2f} requests/s",
-            f"first token, ms     {_in_ms(summary.first_token_s)}",
-            f"inter-token, ms     {_in_ms(summary.token_gap_s)}",
-            f"tokens a message    {summary.tokens_per_message:.2f}",
-            f"sent late by        at most {1000 * summary.lateness_s:.1f} ms",
-        ]
+    return (
+        f"requests            {ends}; {summary.elapsed_s:.2f} s\n"
+        f"output tokens/s     {summary.output_rate:.1f}\n"
+        f"goodput             {summary.goodput:.2f} requests/s\n"
+        f"first token, ms     {_in_ms(summary.first_token_s)}\n"
+        f"inter-token, ms     {_in_ms(summary.token_gap_s)}\n"
+        f"tokens a message    {summary.tokens_per_message:.2f}\n"
+        f"sent late by        at most {1000 * summary.lateness_s:.1f} ms"
     )
 
 
