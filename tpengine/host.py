@@ -206,6 +206,24 @@ def allow_open_files(count: int) -> int:
     return most
 
 
+def bound_resource(kind: int, value: int, is_final: bool = False) -> None:
+    """Sets a limit of this process, unless the system's own is lower.
+
+    Args:
+        kind: one of `resource.RLIMIT_...`.
+        is_final: the process cannot raise it again.
+    """
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value if is_final else hard))
+
+
+def own_memory_bytes() -> tuple[int, int]:
+    """Bytes of this process's address space, and those of them that are in memory."""
+    pages = Path("/proc/self/statm").read_text().split()
+    return int(pages[0]) * resource.getpagesize(), int(pages[1]) * resource.getpagesize()
+
+
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 

@@ -13,7 +13,6 @@ import resource
 import socket
 import sys
 import time
-from pathlib import Path
 
 from PIL import Image, MpoImagePlugin, TiffImagePlugin, WebPImagePlugin
 
@@ -35,25 +34,16 @@ def main() -> None:
     connection = socket.socket(fileno=0)
     orders = connection.makefile("rb")
     os.dup2(1, 2)  # pictures must not fill the log of the parent
-    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    _bound(resource.RLIMIT_AS, num_pages * resource.getpagesize() + memory_bytes)
-    _bound(resource.RLIMIT_NOFILE, _STREAMS)
-    _bound(resource.RLIMIT_FSIZE, 0)
-    _bound(resource.RLIMIT_CORE, 0)
+    own_bytes, _ = host.own_memory_bytes()
+    host.bound_resource(resource.RLIMIT_AS, own_bytes + memory_bytes, is_final=True)
+    host.bound_resource(resource.RLIMIT_NOFILE, _STREAMS, is_final=True)
+    for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+        host.bound_resource(kind, 0, is_final=True)
     connection.sendall(ANSWER.pack(0, 0, 0))
     while header := orders.read(ORDER.size):
         place, num_bytes = ORDER.unpack(header)
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        end_s = math.ceil(time.process_time()) + cpu_s
-        resource.setrlimit(resource.RLIMIT_CPU, (end_s if most < 0 else min(end_s, most), most))
+        host.bound_resource(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
         _answer(connection, list(FORMATS)[place], orders.read(num_bytes), max_pixels)
-
-
-def _bound(kind: int, value: int) -> None:
-    """Sets a limit of this process for good, unless the system's own is lower."""
-    most = resource.getrlimit(kind)[1]
-    value = value if most == resource.RLIM_INFINITY else min(value, most)
-    resource.setrlimit(kind, (value, value))
 
 
 def _answer(connection: socket.socket, name: str, data: bytes, max_pixels: int) -> None:

@@ -20,7 +20,7 @@ from operator import itemgetter
 
 from tpengine import errors
 from tpengine.server.auth import Client
-from tpengine.server.limits import Limits, OpenCalls
+from tpengine.server.limits import Limits, OpenCalls, change_count
 from tpengine.server.stream_sender import Write, write_within
 
 Produce = Callable[["KeptStream"], Awaitable[None]]
@@ -83,12 +83,11 @@ class KeptStream:
         self._await_reader()
 
     async def _run(self, produce: Produce) -> None:
-        error = None
         try:
             await produce(self)
-        except Exception as raised:
-            error = raised
-        self.end(error)
+        except Exception as error:
+            self.end(error)
+        self.end()
 
     def add(self, message: bytes, position: int) -> None:
         """Adds a message that ends at this position.
@@ -320,9 +319,7 @@ class KeptStreams:
     def count(self, account: str, num_bytes: int) -> None:
         """Counts bytes that a client's streams take, or give back."""
         self.num_bytes += num_bytes
-        self._held[account] += num_bytes
-        if not self._held[account]:
-            del self._held[account]
+        change_count(self._held, account, num_bytes)
 
     def make_room(self, stream: KeptStream, size: int) -> bool:
         """Whether a stream may grow by some bytes. Streams that no client reads are dropped for it,

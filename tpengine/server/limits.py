@@ -182,13 +182,13 @@ class OpenCalls:
         self._num += 1
         self._of_client[client] += 1
         if when_over is not None:
-            when_over(lambda _: self._forget(client))
+            when_over(lambda _: change_count(self._of_client, client, -1))
         try:
             yield
         finally:
             self._num -= 1
             if when_over is None:
-                self._forget(client)
+                change_count(self._of_client, client, -1)
 
     def check_detached(self, client: str, num_detached: int) -> None:
         """Refuses a stream that may outlive its call, if the client holds too much already.
@@ -207,10 +207,12 @@ class OpenCalls:
                 "some, and try again"
             )
 
-    def _forget(self, client: str) -> None:
-        self._of_client[client] -= 1
-        if not self._of_client[client]:
-            del self._of_client[client]
+
+def change_count(counts: Counter[str], key: str, change: int) -> None:
+    """Adds to a count, and forgets its key when nothing is left."""
+    counts[key] += change
+    if not counts[key]:
+        del counts[key]
 
 
 class UntrustedCalls:

@@ -14,15 +14,12 @@ import os
 import resource
 import sys
 import time
-from pathlib import Path
 
 from tpengine import host
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.structured.constraints import Thinking, to_grammar
 from tpengine.structured.grammars import Vocabulary
-
-_ENDLESS = resource.RLIM_INFINITY
 
 
 def main() -> None:
@@ -31,14 +28,13 @@ def main() -> None:
     vocabulary = Vocabulary(*json.loads(sys.stdin.readline()))
     with contextlib.suppress(InvalidSamplingParamsError):  # else each check finds it anew
         vocabulary.load()
-    _bound(resource.RLIMIT_CORE, 0)
+    host.bound_resource(resource.RLIMIT_CORE, 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # clients must not fill the log of the driver
-    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    own_bytes = num_pages * resource.getpagesize()
+    own_bytes, _ = host.own_memory_bytes()
     for line in sys.stdin:
         cpu_s, num_bytes, (fields, thinking, special_tokens) = json.loads(line)
-        _bound(resource.RLIMIT_AS, own_bytes + num_bytes)
-        _bound(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
+        host.bound_resource(resource.RLIMIT_AS, own_bytes + num_bytes)
+        host.bound_resource(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
         error_text = grammar = ""
         try:
             constraint = StructuredOutputsParams(**fields)
@@ -50,12 +46,6 @@ def main() -> None:
         except InvalidSamplingParamsError as error:
             error_text = str(error)
         print(json.dumps([error_text, grammar]), flush=True)
-
-
-def _bound(kind: int, value: int) -> None:
-    """Sets a limit of this process, unless the system's own is lower."""
-    hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (value if hard == _ENDLESS else min(value, hard), hard))
 
 
 if __name__ == "__main__":

@@ -54,8 +54,7 @@ def read_generate_request(
         if field == "messages":
             text = "go with prompt or prompt_token_ids; with messages put them into their parts"
             raise errors.InvalidPromptError.of_field("images", text)
-        pictures = {"image": list(message.images)}
-        prompt = {"prompt": prompt, "multi_modal_data": pictures}
+        prompt = {"prompt": prompt, "multi_modal_data": {"image": list(message.images)}}
     return GenerateRequest(
         prompt,
         token_ids,
@@ -95,8 +94,7 @@ def read_resumption(
     plain.ClearField("resume_from")
     request = kind.name.encode() + plain.SerializeToString(deterministic=True)
     digest = hashlib.sha256(request).digest()
-    key = f"gRPC {message.request_id}"
-    return Resumption(account, key, digest, window_s, message.resume_from)
+    return Resumption(account, f"gRPC {message.request_id}", digest, window_s, message.resume_from)
 
 
 def _check_lengths(sampling: pb.SamplingParams, limits: Limits) -> None:

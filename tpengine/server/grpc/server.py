@@ -30,7 +30,7 @@ from tpengine.server.auth import Authenticator, CertificateReloader, TlsContents
 from tpengine.server.grpc.guard import Guard, address_of
 from tpengine.server.grpc.service import GenerationServicer
 from tpengine.server.grpc.vllm import VLLM_SERVICE, VllmServicer
-from tpengine.server.limits import Limits, address_key
+from tpengine.server.limits import Limits, address_key, change_count
 from tpengine.server.state import ServerState
 
 logger = init_logger(__name__)
@@ -308,6 +308,4 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                     return
                 await changed.wait()
         finally:
-            self._watchers[host] -= 1
-            if not self._watchers[host]:
-                del self._watchers[host]
+            change_count(self._watchers, host, -1)

@@ -44,7 +44,6 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import tpengine
@@ -52,6 +51,7 @@ from tpengine.async_engine.mailbox import Mailbox
 from tpengine.async_engine.request_table import unique_id
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError, RequestAbortedError
+from tpengine.host import own_memory_bytes
 from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.sampling_params import RequestOutputKind as Kind
@@ -153,8 +153,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Ends a request of the same client, or with the admin token of any client."""
-        aborted = await abort_requests(self._state, [request.request_id])
-        return pb.AbortResponse(aborted=aborted)
+        return pb.AbortResponse(aborted=await abort_requests(self._state, [request.request_id]))
 
     async def Tokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Converts a text or a conversation to token ids."""
@@ -225,7 +224,6 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         """Queues, cache and rates at this moment, and resources of this process."""
         stats = self._state.loaded_engine().stats()
         cache = stats.cache
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pb.GetLoadsResponse(
             **dataclasses.asdict(stats.queues),
             num_total_blocks=cache.num_total_blocks,
@@ -242,7 +240,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             num_tasks=len(asyncio.all_tasks()),
             num_threads=len(os.listdir("/proc/self/task")),
             num_file_descriptors=len(os.listdir("/proc/self/fd")),
-            resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            resident_bytes=own_memory_bytes()[1],
         )
 
     async def Drain(self, request: Any, context: Any) -> Any:  # noqa: N802

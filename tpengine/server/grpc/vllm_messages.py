@@ -54,8 +54,7 @@ def read_request(
     prompt: Any = message.text if token_ids is None else None
     check_sampling(params, limits, max_model_len, [prompt if token_ids is None else token_ids])
     if message.HasField("media_refs"):
-        pictures = {"image": read_media(message.media_refs)}
-        prompt = {"prompt": prompt, "multi_modal_data": pictures}
+        prompt = {"prompt": prompt, "multi_modal_data": {"image": read_media(message.media_refs)}}
     return GenerateRequest(prompt, token_ids, params=params)
 
 

@@ -25,7 +25,7 @@ from tpengine.errors import MalformedRequestError, QueueFullError, RequestError
 from tpengine.proto import REQUEST_ID_KEY
 from tpengine.server.auth import certificate_name
 from tpengine.server.http.error_answers import HttpError, refusal
-from tpengine.server.limits import Limits, address_key
+from tpengine.server.limits import Limits, address_key, change_count
 
 DISCARD_S = 3.0
 """Time for a client to stop sending what is not read. A connection that is closed while data arrive
@@ -111,10 +111,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._set_timer(None)
         self.pipeline.clear()
-        hosts = self.server_state.hosts
-        hosts[self._host] -= 1
-        if not hosts[self._host]:
-            del hosts[self._host]
+        change_count(self.server_state.hosts, self._host, -1)
         if self._task is not None:
             # uvicorn tells only the newest request, which may still wait for this one's answer.
             self._answering.disconnected = True

@@ -220,8 +220,7 @@ class ToolParser:
     def _begin(self, gains: list[dict[str, Any]], name: str) -> None:
         own_id = uuid.uuid4().hex
         own_id = own_id[:_SHORT_ID] if self._form.has_short_ids else f"call_{own_id}"
-        function = {"name": name, "arguments": ""}
-        call = {"id": own_id, "type": "function", "function": function}
+        call = {"id": own_id, "type": "function", "function": {"name": name, "arguments": ""}}
         gains.append({"index": self._num_calls, **call})
         self._num_calls += 1
 
