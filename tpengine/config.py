@@ -175,8 +175,7 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Number of elements of one head."""
-        head_dim = self.hf_config.get("head_dim")
-        return int(head_dim or self.hidden_size // self.total_num_heads)
+        return int(self.hf_config.get("head_dim") or self.hidden_size // self.total_num_heads)
 
     @property
     def hidden_size(self) -> int:
@@ -528,8 +527,7 @@ def choose_model_impl(hf_config: Mapping[str, Any], folder: str, wanted: str) ->
         return "tpengine"
     if wanted == "tpengine":
         known = ", ".join(sorted(ARCHITECTURES))
-        text = f"{refused} with model_impl = 'tpengine', which has {known}; use 'auto'"
-        raise ConfigError(text)
+        raise ConfigError(f"{refused} with model_impl = 'tpengine', which has {known}; use 'auto'")
     if problem := _misfit(hf_config):
         raise ConfigError(f"{refused}: {problem}; docs/models.md lists what runs")
     return "transformers"
@@ -666,8 +664,7 @@ def resolve_max_model_len(
     if window:  # Qwen2-MoE says 0 for none
         if wanted is not None and wanted > window:
             text = f"max_model_len = {wanted} is more than the sliding window of {window} tokens"
-            hint = "choose a smaller one, or leave disable_sliding_window out"
-            raise ConfigError(f"{text}; {hint}")
+            raise ConfigError(f"{text}; choose a smaller one, or leave disable_sliding_window out")
         return min(wanted or window, resolve_max_model_len(hf_config, wanted))
     limit = _num_positions(hf_config)
     if wanted is None:

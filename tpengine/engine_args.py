@@ -634,8 +634,7 @@ class EngineArgs(Options):
         in_host = self.max_cpu_loras or self.max_loras
         if in_host < self.max_loras:
             text = f"max_cpu_loras = {in_host} is less than max_loras = {self.max_loras}"
-            hint = "raise it, or leave it out"
-            raise ConfigError(f"{text}, which all come from host memory; {hint}")
+            raise ConfigError(f"{text}, which all come from host memory; raise it, or leave it out")
         return self._named(cfg.LoRAConfig, max_cpu_loras=in_host)
 
     def _ray_config(self) -> cfg.RayConfig:

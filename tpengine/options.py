@@ -106,8 +106,7 @@ class Declaration:
 
 def option(default: Any, choices: tuple[Any, ...] = (), **declared: Any) -> Any:
     """A field of `Options` with its default and its `Declaration`."""
-    metadata = {"option": Declaration(choices, **declared)}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"option": Declaration(choices, **declared)})
 
 
 @dataclass
@@ -344,8 +343,7 @@ def parameter(default: Any, choices: tuple[Any, ...] = (), **declared: Any) -> A
 
     The first paragraph of the docstring below the field is its text in `--help`.
     """
-    metadata = {"option": Parameter(choices, **declared)}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"option": Parameter(choices, **declared)})
 
 
 def parameters(owner: type) -> dict[str, Parameter]:

@@ -160,8 +160,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
     if name == "llama" and "blk.0.ffn_gate_inp.weight" in file.tensors:
         name = "mixtral"
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        what = f"general.architecture = {name!r} of {file.path}"
-        raise not_supported(what, ARCHITECTURES)
+        raise not_supported(f"general.architecture = {name!r} of {file.path}", ARCHITECTURES)
     return ARCHITECTURES[name]
 
 

@@ -79,9 +79,7 @@ def read_scheme(hf_config: Mapping[str, Any], folder: str) -> QuantizationScheme
         ConfigError: a value is not supported.
     """
     section = hf_config.get("quantization_config")
-    if section is None:
-        return None
-    return _Reader(section, folder).read()
+    return None if section is None else _Reader(section, folder).read()
 
 
 def chosen_quantization(chosen: str | None, hf: Mapping[str, Any], folder: str) -> str | None:

@@ -265,8 +265,7 @@ def _fp8_weight(
     outputs, inputs = weight.get_shape()
     shape = parts.shape(ending)
     if math.prod(shape) == 1 or shape in ([outputs], [outputs, 1]):
-        scales = parts.take_column(ending, _SCALES, outputs).float()
-        return BlockTensor(weight, scales, (1, inputs))
+        return BlockTensor(weight, parts.take_column(ending, _SCALES, outputs).float(), (1, inputs))
     if scheme.block is None:
         raise _MisfitError(f"{ending} is {shape}, and no size of blocks is given")
     rows, columns = scheme.block

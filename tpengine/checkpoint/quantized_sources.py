@@ -124,9 +124,7 @@ class GroupedTensor:
         return self._values(first, second)
 
     def _values(self, outputs: slice, inputs: slice) -> torch.Tensor:
-        groups = self.groups
-        groups = self._neighbours() if groups is None else groups
-        groups = groups[inputs]
+        groups = (self._neighbours() if self.groups is None else self.groups)[inputs]
         values = self.numbers.read(outputs, inputs).contiguous().float()
         values -= self._middle if self.zeros is None else self.zeros[outputs][:, groups]
         return values.mul_(self.scales[outputs][:, groups])
@@ -147,8 +145,7 @@ class GroupedTensor:
         scales = self.scales[rows][:, groups].half()
         q = self.numbers.read(rows, columns)
         offsets = None if self.zeros is None else self.zeros[rows][:, groups].half()
-        kind = NO_OFFSETS if offsets is None else ZERO_POINTS
-        form = QuantizedFormat(self.bits, size, kind)
+        form = QuantizedFormat(self.bits, size, NO_OFFSETS if offsets is None else ZERO_POINTS)
         return StoredGroups(q if order is None else q[:, order], scales, offsets, form, order)
 
     @property
@@ -163,8 +160,7 @@ class GroupedTensor:
     @cached_property
     def _fits_halves(self) -> bool:
         """Whether float16 keeps all scales."""
-        halves = self.scales.half().float()
-        return torch.allclose(halves, self.scales, rtol=_SCALE_ERROR, atol=0)
+        return torch.allclose(self.scales.half().float(), self.scales, rtol=_SCALE_ERROR, atol=0)
 
     @cached_property
     def _order(self) -> torch.Tensor | None:

@@ -12,11 +12,7 @@ from typing import Any
 
 from tpengine.errors import ConfigError
 
-_ALONE = {
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-}
+_ALONE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """By `model_type`: text models that transformers does not run alone, and the decoder that computes
 the same for text, where a token has one position on all axes."""
 _BOTH_WAYS = ("paligemma",)

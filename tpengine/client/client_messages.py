@@ -105,7 +105,7 @@ def to_request(
     return request
 
 
-def put(message: Any, kind: type[errors.RequestError], **fields: object) -> None:
+def put(message: Any, kind: type[errors.RequestError], **fields: object) -> Any:
     """Sets fields of a message; one that is None stays unset.
 
     Args:
@@ -121,6 +121,7 @@ def put(message: Any, kind: type[errors.RequestError], **fields: object) -> None
             content = _CONTENTS.get(message.DESCRIPTOR.fields_by_name[name].cpp_type, _WHOLE)
             text = f"{name} can hold only {content} in the protocol, got {reprlib.repr(value)}"
             raise kind(f"{text}: {error}", field=name) from error
+    return message
 
 
 _WHOLE = f"integers in [{-(2**31)}, {2**31 - 1}]"

@@ -205,15 +205,14 @@ class GenerationClient:
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request; returns whether it existed. Another client's needs the admin token."""
-        request = pb.AbortRequest()
-        put(request, errors.InvalidPromptError, request_id=request_id)
+        request = put(pb.AbortRequest(), errors.InvalidPromptError, request_id=request_id)
         answer = await self._call(self._stub.Abort, request)
         return bool(answer.aborted)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
-        request = pb.TokenizeRequest()
-        put(request, errors.InvalidPromptError, text=text, add_special_tokens=add_special_tokens)
+        fields = {"text": text, "add_special_tokens": add_special_tokens}
+        request = put(pb.TokenizeRequest(), errors.InvalidPromptError, **fields)
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
     async def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -223,9 +222,8 @@ class GenerationClient:
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        request = pb.DetokenizeRequest()
         fields = {"token_ids": token_ids, "skip_special_tokens": skip_special_tokens}
-        put(request, errors.InvalidPromptError, **fields)
+        request = put(pb.DetokenizeRequest(), errors.InvalidPromptError, **fields)
         return str((await self._call(self._stub.Detokenize, request)).text)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
@@ -260,8 +258,7 @@ class GenerationClient:
         Raises:
             RequestError: the server does not know this service.
         """
-        request = health_pb2.HealthCheckRequest()
-        put(request, errors.RequestError, service=service)
+        request = put(health_pb2.HealthCheckRequest(), errors.RequestError, service=service)
         answer = await self._call(self._health.Check, request)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 

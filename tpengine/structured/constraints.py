@@ -53,8 +53,7 @@ def to_grammar(
     if thinking is not Thinking.NONE:
         lark = _thinking_grammar(thinking, THINK_CLOSING in special_tokens)
         first, *rest = grammar["grammars"]
-        named = {**first, "name": "answer"}
-        grammar = {"grammars": [{"lark_grammar": lark}, named, *rest]}
+        grammar = {"grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *rest]}
     return json.dumps(grammar)
 
 
