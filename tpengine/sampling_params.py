@@ -27,7 +27,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from tpengine.errors import InvalidSamplingParamsError, did_you_mean
-from tpengine.options import WrongValueError, parameter, read_parameters
+from tpengine.options import WrongValueError, parameter, parameters, read_parameters
 
 LogitsProcessor = Callable[[list[int], Any], Any] | Callable[[list[int], list[int], Any], Any]
 """A function of (output ids, logits) or (prompt ids, output ids, logits) that returns logits."""
@@ -438,6 +438,10 @@ class SamplingParams:
             if getattr(self, name) != value:
                 text = f"beam search needs {name} = {value!r}, got {getattr(self, name)!r}"
                 raise InvalidSamplingParamsError(text, field=name)
+
+
+PARAMETERS = parameters(SamplingParams)
+"""What each parameter may be, and who reads it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from tpengine.errors import InvalidSamplingParamsError, closest
-from tpengine.options import add_option, docstrings_of_fields, parameters
-from tpengine.sampling_params import SamplingParams
+from tpengine.options import add_option, docstrings_of_fields
+from tpengine.sampling_params import PARAMETERS, SamplingParams
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -79,8 +79,7 @@ FlexibleArgumentParser = CommandParser
 """Its name in vLLM."""
 
 
-_PARAMETERS = parameters(SamplingParams)
-_OPTIONS = {name: name for name, declared in _PARAMETERS.items() if declared.is_option}
+_OPTIONS = {name: name for name, declared in PARAMETERS.items() if declared.is_option}
 _OPTIONS["sampling_seed"] = _OPTIONS.pop("seed")  # --seed is the engine's
 """Parameters that commands have, by the names of their options."""
 
@@ -90,7 +89,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     texts, hints = docstrings_of_fields(SamplingParams), typing.get_type_hints(SamplingParams)
     for option, name in _OPTIONS.items():
-        declared, hint = _PARAMETERS[name], hints[name]
+        declared, hint = PARAMETERS[name], hints[name]
         default = False if hint is bool else None
         hint = str if declared.read else hint | None
         add_option(group, option, declared, hint, default, texts[name])

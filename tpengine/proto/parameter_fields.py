@@ -12,11 +12,9 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
-from tpengine.options import parameters
 from tpengine.proto import tpengine_pb2 as pb
-from tpengine.sampling_params import SamplingParams
+from tpengine.sampling_params import PARAMETERS, SamplingParams
 
-_PARAMETERS = parameters(SamplingParams)
 _FIELDS = dict(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 _MOST = 2**31 - 1
 _ALL_BITS = 2**64 - 1
@@ -46,7 +44,7 @@ def write_parameters(params: SamplingParams) -> dict[str, Any]:
     for name, field in _FIELDS.items():
         value = getattr(params, name)
         if value is not None:
-            if _PARAMETERS[name].endless:
+            if PARAMETERS[name].endless:
                 value = min(value, _MOST)
             elif name in _EXCEPTIONS:
                 value = _EXCEPTIONS[name][0](value)

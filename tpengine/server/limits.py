@@ -17,9 +17,8 @@ from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.picture_reader import MAX_URL_BYTES
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import counted
-from tpengine.options import parameters
 from tpengine.proto import TIMEOUT_KEY
-from tpengine.sampling_params import WHOLE_VOCABULARY, SamplingParams
+from tpengine.sampling_params import PARAMETERS, WHOLE_VOCABULARY, SamplingParams
 
 MAX_REQUEST_ID = 128
 """Characters of a request id."""
@@ -38,7 +37,6 @@ _OWN_FILES = 256
 _LEAST_CONNECTIONS = 16
 _FRAME_TOKENS = 16
 _MAX_TIMEOUT_DIGITS = 12
-_PARAMETERS = parameters(SamplingParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +132,7 @@ class Limits:
 
     def max_entries(self) -> dict[str, int]:
         """Most entries of each sampling parameter that is a list or a map."""
-        declared = _PARAMETERS.items()
+        declared = PARAMETERS.items()
         return {name: getattr(self, p.max_entries) for name, p in declared if p.max_entries}
 
 

@@ -14,10 +14,10 @@ from smg_grpc_proto.generated.common_pb2 import Modality
 
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError
-from tpengine.options import parameters
 from tpengine.outputs import RequestOutput
 from tpengine.proto.parameter_fields import read_field, read_fields
-from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tpengine.sampling_params import PARAMETERS, SamplingParams, StructuredOutputsParams
+from tpengine.sampling_params import RequestOutputKind as Kind
 from tpengine.server.limits import Limits, at_most, check_sampling, last_ids
 from tpengine.server.stream_sender import CandidateTurns, Positions, of_output, of_prompt
 
@@ -28,7 +28,6 @@ REFUSED = (
 """Fields of a request that would change its answer, and that are not offered."""
 NOT_READ = ("spaces_between_special_tokens",)
 """It shapes text alone."""
-_PARAMETERS = parameters(SamplingParams)
 
 
 def read_request(
@@ -46,7 +45,7 @@ def read_request(
     input_field = message.WhichOneof("input")
     if input_field is None:
         raise InvalidPromptError("a request needs tokenized or text; got neither")
-    kind = RequestOutputKind.DELTA if message.stream else RequestOutputKind.FINAL_ONLY
+    kind = Kind.DELTA if message.stream else Kind.FINAL_ONLY
     params = read_sampling_params(message.sampling_params, kind, limits, max_model_len)
     token_ids = None
     if input_field == "tokenized":
@@ -72,7 +71,7 @@ def read_media(message: pb.MediaRefs) -> list[str]:
 
 
 def read_sampling_params(
-    message: pb.SamplingParams, kind: RequestOutputKind, limits: Limits, max_model_len: int
+    message: pb.SamplingParams, kind: Kind, limits: Limits, max_model_len: int
 ) -> SamplingParams:
     """`SamplingParams` as vLLM reads them: a number that cannot be unset has its default if it is
     0. The output has text only if a stop string needs it.
@@ -84,7 +83,7 @@ def read_sampling_params(
     bounds = limits.max_entries()
     for field in message.DESCRIPTOR.fields:
         name = field.name
-        if name not in _PARAMETERS or name in NOT_READ:
+        if name not in PARAMETERS or name in NOT_READ:
             continue
         value: Any = getattr(message, name)
         if name in bounds:  # it has room for millions of entries

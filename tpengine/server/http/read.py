@@ -14,8 +14,7 @@ from typing import Any
 
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
-from tpengine.options import parameters
-from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.sampling_params import PARAMETERS, RequestOutputKind, SamplingParams
 from tpengine.server import limits
 from tpengine.server.auth import Call
 from tpengine.server.http.fields import FieldError, Fields, read_bias, read_constraint, whole
@@ -26,7 +25,7 @@ from tpengine.server.state import ServerState
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat completion may fill the model's length."""
-_PARAMETERS = [name for name, spec in parameters(SamplingParams).items() if "http" in spec.doors]
+_PARAMETERS = [name for name, spec in PARAMETERS.items() if "http" in spec.doors]
 READ_BY_COMPLETION = ("prompt", "echo")
 READ_BY_CHAT = (
     "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
