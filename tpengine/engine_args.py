@@ -549,23 +549,18 @@ class EngineArgs(Options):
             text = f"ngram_prompt_lookup_min = {shortest} is more than"
             raise ConfigError(f"{text} ngram_prompt_lookup_max = {longest}; raise the second")
         most = self.num_speculative_tokens or _NUM_DRAFTS
+        # With drafts one step at a time is sent, so that stages wait for each other. They do so
+        # anyway while there are fewer sequences than stages.
+        most_with_drafts = self.speculative_disable_by_batch_size or self.pipeline_parallel_size - 1
         return self._named(
             cfg.LookaheadConfig,
             num_speculative_tokens=min(most, self.num_lookahead_slots or most),
             ngram_prompt_lookup_max=longest,
             ngram_prompt_lookup_min=shortest,
-            speculative_disable_by_batch_size=self._most_with_drafts,
+            speculative_disable_by_batch_size=most_with_drafts or None,
             speculative_max_model_len=self.speculative_max_model_len or model.max_model_len,
             draft_model=draft_model,
         )
-
-    @property
-    def _most_with_drafts(self) -> int | None:
-        """With drafts one step at a time is sent, so that stages wait for each other. They do so
-        anyway while there are fewer sequences than stages."""
-        stages = self.pipeline_parallel_size
-        fewer = None if stages == 1 else stages - 1
-        return self.speculative_disable_by_batch_size or fewer
 
     def _draft_model_config(
         self, source: str, model: cfg.ModelConfig, device: str

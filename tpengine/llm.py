@@ -57,8 +57,7 @@ class LLM:
         known = [spec.name for spec in fields(EngineArgs)]
         for name in arguments:
             if name not in known:
-                hint = did_you_mean(name, known)
-                raise errors.ConfigError(f"LLM has no argument {name!r}{hint}")
+                raise errors.ConfigError(f"LLM has no argument {name!r}{did_you_mean(name, known)}")
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.request_counter: Iterator[int] = itertools.count()
         self._inbox: dict[str, list[RequestOutput]] = {}

@@ -153,10 +153,9 @@ async def _measure(
         size = info.vocab_size, seed, info.max_model_len
         for run_number, rate in enumerate([math.inf, *rates]):  # the first one only warms up
             count = options.num_requests if run_number else _WARM_UP_REQUESTS
-            workload = harness.mixed_requests(count, *size, run_number)
             prompts = [
                 (ids, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_output))
-                for ids, num_output in workload
+                for ids, num_output in harness.mixed_requests(count, *size, run_number)
             ]
             plan = load.poisson_plan(rate, prompts, seed)
             with tqdm(total=count, desc=f"{rate:g} requests/s", unit="request") as bar:

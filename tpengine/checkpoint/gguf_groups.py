@@ -56,8 +56,7 @@ def _q8_0(blocks: Tensor) -> Unpacked:
 
 def _iq4_nl(blocks: Tensor) -> Unpacked:
     table = torch.tensor(_IQ4_NL, dtype=torch.int16) + _MIDDLE
-    numbers = table.to(torch.uint8)[_nibbles(blocks[:, 2:]).int()]
-    return numbers, _halfs(blocks, 0), None
+    return table.to(torch.uint8)[_nibbles(blocks[:, 2:]).int()], _halfs(blocks, 0), None
 
 
 def _q4_k(blocks: Tensor) -> Unpacked:

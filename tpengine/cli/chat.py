@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 
 from tpengine.cli import conversation
 from tpengine.cli.generate import check_words, load_llm
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Answers message after message; returns the exit code, 1 if a message was refused."""
     check_words(args.message)
     options = given_sampling(args)
-    engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
+    engine_args = EngineArgs.from_cli_args(args)
     with sigterm_as_interrupt() as must_end:
         limit, last_words = conversation.MAX_TOKENS, "tpengine: interrupted"
         llm, params, sampling = load_llm(engine_args, options, limit, last_words)

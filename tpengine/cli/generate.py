@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from tpengine.checkpoint.model_defaults import sampling_defaults
@@ -57,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
     check_words(args.prompts)
     images = list(map(read_picture, args.image))
     options = given_sampling(args)
-    # Lines of statistics would break the text up.
-    engine_args = replace(EngineArgs.from_cli_args(args), disable_log_stats=True)
+    engine_args = EngineArgs.from_cli_args(args)
     finished = failed = 0
     with sigterm_as_interrupt():
         prompts = _read_prompts(args)
@@ -138,7 +136,8 @@ def load_llm(
     # Ranks in processes of their own have to be ended in order, at any time.
     is_local = engine_args.chosen_executor == "local"
     with signals_end_at_once(last_words) if is_local else nullcontext():
-        return LLM(**vars(engine_args)), params, words
+        # Lines of statistics would break the text up.
+        return LLM(**vars(engine_args) | {"disable_log_stats": True}), params, words
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Line]:

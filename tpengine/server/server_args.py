@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import ipaddress
@@ -278,12 +279,9 @@ def join_address(host: str, port: int) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address; of names, only localhost counts as such."""
-    if host == "localhost":
-        return True
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"
 
 
 def check_port(host: str, port: int, option: str = "--port") -> list[tuple[int, Any]]:

@@ -197,8 +197,7 @@ class _TokenSender(Generic[Message]):
             if self._written is not None and not self._written.done():
                 self._mailbox.listener = None
                 self._written.add_done_callback(self._listen)
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(self._write_s, self._give_up)
+                self._timer = asyncio.get_running_loop().call_later(self._write_s, self._give_up)
                 return None
             self._advance()
         output = self._mailbox.take_now()

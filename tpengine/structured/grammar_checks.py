@@ -89,8 +89,7 @@ class GrammarChecks:
             if code in _BEYOND:
                 self._start(vocabulary)  # so that the next check need not wait for it
                 bounds = f"{CPU_S} s of a processor or {MEMORY_BYTES >> 20} MiB of memory"
-                text = f"its check takes more than {bounds}; give a simpler one"
-                return str(refusal(text)), ""
+                return str(refusal(f"its check takes more than {bounds}; give a simpler one")), ""
             failure = f"the process that checks it has ended ({code})"
         except OSError as error:
             failure = f"no process checks it: {error}"

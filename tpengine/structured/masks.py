@@ -142,8 +142,7 @@ class GrammarSlots:
         if not rows:
             return None
         assert self.vocabulary is not None, "the driver sends it before the first grammar"
-        filled = self._submit(work, len(rows), self.vocabulary)
-        return TokenMasks(np.array(rows, np.int64), filled)
+        return TokenMasks(np.array(rows, np.int64), self._submit(work, len(rows), self.vocabulary))
 
     def forced_after(self, slot: int, token_ids: Int32, num_tokens: Int32) -> list[int]:
         """Lets a slot's matcher take all tokens of its sequence; returns the tokens that must

@@ -45,8 +45,7 @@ def without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema without the keywords that ask for nothing. What a `$ref` points into stays,
     wherever it is."""
     paths = _POINTER.findall(json.dumps(schema, ensure_ascii=False))
-    kept: dict[str, Any] = _kept(schema, {name for path in paths for name in path.split("/")})
-    return kept
+    return dict(_kept(schema, {name for path in paths for name in path.split("/")}))
 
 
 def _kept(schema: Any, targets: set[str]) -> Any:

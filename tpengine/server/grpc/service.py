@@ -164,8 +164,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             token_ids = await engine.tokenize(request.text, special)
         elif field == "messages":
             messages = convert.read_conversation(request.messages, self._state.limits)
-            adds_prompt = convert.adds_prompt(request.messages)
-            token_ids = await engine.chat_token_ids(messages, adds_prompt)
+            token_ids = await engine.chat_token_ids(messages, convert.adds_prompt(request.messages))
         else:
             raise InvalidPromptError("Tokenize needs text or messages; got neither")
         return pb.TokenizeResponse(token_ids=token_ids)

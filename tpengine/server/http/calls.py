@@ -147,8 +147,7 @@ async def _read_body(request: Request, most: int, timeout_s: float) -> bytes:
                     _refuse_size(f"more than {most}", most)
     except TimeoutError:
         came = f"{len(body)} bytes of the body came within {timeout_s:g} s"
-        text = f"{came}, and not the rest; send it faster"
-        raise HttpError(text, 408, "body_timeout") from None
+        raise HttpError(f"{came}, and not the rest; send it faster", 408, "body_timeout") from None
     return bytes(body)
 
 

@@ -211,8 +211,7 @@ class Answer(_EventStream):
         writers, boxes, style = Writers(), Boxes(), self.style
         stack.enter_context(naming_field(style.is_chat, style.constraint, style.tools))
         for place, request in enumerate(self.requests):
-            first = place * request.params.n
-            writers.append(AnswerWriter(style, self.head, tokenizer, first))
+            writers.append(AnswerWriter(style, self.head, tokenizer, place * request.params.n))
             boxes.append(await stack.enter_async_context(self.state.open(request)))
         return boxes, writers
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from tpengine.structured.constraints import THINK_CLOSING as CLOSING
-from tpengine.structured.constraints import THINK_OPENING as OPENING
+from tpengine.structured.constraints import THINK_CLOSING, THINK_OPENING
 
 THOUGHT_FIELDS = ("reasoning", "reasoning_content")
 """Of a message, for its reasoning. Clients, servers and templates know the one or the other."""
@@ -34,7 +33,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, prompt: str | None) -> None:
-        is_open = prompt is not None and prompt.rstrip().endswith(OPENING)
+        is_open = prompt is not None and prompt.rstrip().endswith(THINK_OPENING)
         self._part = _Part.REASONING if is_open else _Part.START
         self._held = ""
 
@@ -59,7 +58,7 @@ class ReasoningSplitter:
             return "", text
         if self._part is _Part.START:
             return "", ""
-        reasoning, tag, content = text.partition(CLOSING)
+        reasoning, tag, content = text.partition(THINK_CLOSING)
         if tag:
             self._part = _Part.CONTENT
         elif not is_last:
@@ -70,10 +69,10 @@ class ReasoningSplitter:
         """Decides whether the answer has reasoning; returns the text after the opening tag."""
         bare = text.lstrip()
         fits = len(text) - len(bare) <= _MAX_SPACE
-        if fits and bare.startswith(OPENING):
+        if fits and bare.startswith(THINK_OPENING):
             self._part = _Part.REASONING
-            return bare[len(OPENING) :]
-        if fits and OPENING.startswith(bare) and not is_last:
+            return bare[len(THINK_OPENING) :]
+        if fits and THINK_OPENING.startswith(bare) and not is_last:
             self._held = text
         else:
             self._part = _Part.CONTENT
@@ -82,7 +81,7 @@ class ReasoningSplitter:
 
 def _cut(text: str) -> tuple[str, str]:
     """Cuts off the longest end of a text with which the closing tag may begin."""
-    for length in range(min(len(CLOSING) - 1, len(text)), 0, -1):
-        if CLOSING.startswith(text[-length:]):
+    for length in range(min(len(THINK_CLOSING) - 1, len(text)), 0, -1):
+        if THINK_CLOSING.startswith(text[-length:]):
             return text[:-length], text[-length:]
     return text, ""
