@@ -261,9 +261,6 @@ def test_commands(server: ServerProcess, llm: LLM, capsys: pytest.CaptureFixture
     assert sum(line.startswith("    ") and "*" in line for line in shown) == 2 * 8
     assert printed("chat", "Hello", *words, *where).strip()
     assert "6 complete" in printed("load", "--num-requests", "6", "--rate", "40", *words, *where)
-    no_server = printed("health", "--target", "127.0.0.1:1", code=1)
-    assert "ServerUnavailableError" in no_server
-    assert "start one with `tpengine serve`" in no_server
     refused = printed("generate", "word " * (2 * MODEL_LENGTH), *words, *where, code=1)
     assert "RequestIgnoredError" in refused, "and not even the prompt was printed"
     assert "does not speak TLS" in printed("generate", PROMPT, "--tls", *where, code=1)

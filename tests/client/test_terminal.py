@@ -135,4 +135,5 @@ def test_refused_connection_is_told_at_once(host: str, capsys: pytest.CaptureFix
     with socket.socket() as probe:  # bound but not listening: no server can be there
         probe.bind(("127.0.0.1", 0))
         assert main(["client", "health", "--target", f"{host}:{probe.getsockname()[1]}"]) == 1
-    assert "Connection refused; no server is there" in capsys.readouterr().err
+    words = r"ServerUnavailableError: .*Connection refused; no server is there: start one with `"
+    assert re.search(words, capsys.readouterr().err)

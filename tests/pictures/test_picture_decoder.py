@@ -153,16 +153,14 @@ def test_bombs_and_other_files_are_refused(decoder: PictureDecoder, name: str) -
 
 
 def test_what_follows_the_first_picture_costs_nothing(decoder: PictureDecoder) -> None:
-    rows = png(9, 9, chunk(b"IDAT", ZEROS))
-    assert not decoder.decode(rows).pixels.any()
+    assert not decoder.decode(png(9, 9, chunk(b"IDAT", ZEROS))).pixels.any()
     frames = [Image.fromarray(noise(4, 4) + i) for i in range(200)]
     many = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert decoder.decode(many).pixels.shape == (4, 4, 3)
     # An entry of EXIF that points at its own directory, and a million entries that are not there.
     loop = struct.pack("<2sHIHHHIIHHII", b"II", 42, 8, 2, 0x8769, 4, 1, 8, 0x0112, 3, 1, 6)
     for exif in (loop, loop[:8] + b"\xff\xff" + loop[10:], loop[:12]):
-        data = encoded(RGB, "JPEG", exif=b"Exif\0\0" + exif)
-        assert decoder.decode(data).pixels.shape[2] == 3
+        assert decoder.decode(encoded(RGB, "JPEG", exif=b"Exif\0\0" + exif)).pixels.shape[2] == 3
 
 
 def test_a_limit_of_nothing_is_refused() -> None:

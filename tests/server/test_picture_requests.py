@@ -62,8 +62,7 @@ async def test_outputs_are_those_of_the_engine(
     prompts = [pictured(PNG), pictured(JPEG, PNG, prompt="<image> and <image>")]
     chats = [asks(PART), asks(PART, URL_PART)]
     with LLM(folder, dtype="float32", cpu_kv_cache_space=0.05) as llm:
-        token_ids = llm.get_tokenizer().encode("<image> ?")
-        prompts.append(pictured(PNG, prompt=token_ids))
+        prompts.append(pictured(PNG, prompt=llm.get_tokenizer().encode("<image> ?")))
         wanted = llm.generate(prompts, PARAMS, use_tqdm=False)
         wanted += llm.chat(chats, PARAMS, use_tqdm=False)
     async with GenerationClient(seeing.target) as client:

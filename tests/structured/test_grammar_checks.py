@@ -69,8 +69,7 @@ def checks() -> Iterator[GrammarChecks]:
 
 
 def check(checks: GrammarChecks, vocabulary: Vocabulary, **constraint: Any) -> str:
-    params = StructuredOutputsParams(**constraint)
-    return checks.check(vocabulary, params, Thinking.NONE, [])
+    return checks.check(vocabulary, StructuredOutputsParams(**constraint), Thinking.NONE, [])
 
 
 @pytest.mark.parametrize("constraint", ENDLESS, ids=lambda value: str(value)[:30])
@@ -112,8 +111,7 @@ def test_processes_that_were_killed(checks: GrammarChecks, vocabulary: Vocabular
         busy.end()
         with pytest.raises(RequestFailedError, match="try again later"):
             asked.result(PATIENCE_S)
-        third = pool.submit(check, checks, vocabulary, regex="third")
-        assert "third" in third.result(PATIENCE_S)
+        assert "third" in pool.submit(check, checks, vocabulary, regex="third").result(PATIENCE_S)
     (left,) = (process for thread, process in checks._processes.items() if thread != own)
     for process in (left, checks._processes[own]):  # as a process does with its thread
         process.end()

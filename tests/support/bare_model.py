@@ -83,8 +83,7 @@ class BareModel:
         kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)
         sizes = BLOCK_SIZE, config.num_layers, kv_heads, config.head_dim
         shape = CacheShape(CPU, cache_dtype or dtype, *sizes)
-        cache = CacheEngine(shape, num_sequences * BLOCKS_EACH)
-        self.kv_caches = cache.kv_caches
+        self.kv_caches = CacheEngine(shape, num_sequences * BLOCKS_EACH).kv_caches
 
     def logits(self) -> torch.Tensor:
         """Of every prompt token and of one decode, `[num_tokens, vocab_size]`."""

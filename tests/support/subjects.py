@@ -83,5 +83,4 @@ def generate(
 
 
 def assert_equal_to_oracle(subject: Subject, outputs: list[Any]) -> None:
-    ids = [output.token_ids for output in outputs]
-    subject.oracle.assert_greedy(subject.prompts, ids)
+    subject.oracle.assert_greedy(subject.prompts, [output.token_ids for output in outputs])

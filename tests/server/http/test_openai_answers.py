@@ -153,8 +153,7 @@ def test_ids_of_gateways_are_no_keys(server: ServerProcess, door: Door, own_id: 
     answers = [connection.getresponse() for connection in begun]
     for answer in answers:
         assert (answer.status, answer.headers["x-request-id"]) == (200, own_id)
-        first = json.loads(answer.readline().removeprefix(b"data: "))
-        assert first["id"] == f"cmpl-{own_id}"
+        assert json.loads(answer.readline().removeprefix(b"data: "))["id"] == f"cmpl-{own_id}"
     if own_id == "same":
         request = pb.GenerateRequest(
             prompt="a", request_id=own_id, sampling=pb.SamplingParams(max_tokens=1)

@@ -246,8 +246,7 @@ def test_the_effort_reaches_a_template_that_knows_it(
         ("enable_thinking", "none", {}, {"enable_thinking": False, "thinking": False}),
         ("thinking", "low", {"thinking": False}, {"thinking": False}),
     ):
-        template = f"{{{{ messages }}}}{{# {knows} #}}"
-        monkeypatch.setattr(tokenizer.hf, "chat_template", template)
+        monkeypatch.setattr(tokenizer.hf, "chat_template", f"{{{{ messages }}}}{{# {knows} #}}")
         body = {**BASES[CHAT], "reasoning_effort": effort, "chat_template_kwargs": more}
         options = read(state, CHAT, body)[0][0].chat_options
         assert options == wanted | {"add_generation_prompt": True}

@@ -221,8 +221,7 @@ def test_slow_clients(
 
 
 def test_connections_and_calls_are_bounded() -> None:
-    limits = Limits(max_connections=5, max_host_connections=3)
-    with open_port(limits=limits) as port:
+    with open_port(limits=Limits(max_connections=5, max_host_connections=3)) as port:
         held = [port.connect() for _ in range(3)]
         wait_until(lambda: port.held()[0] == 3, WAIT_S)
         answer = port.send(b"")
@@ -504,8 +503,7 @@ def test_another_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (answer.status, answer.error["code"]) == (403, "host_not_allowed")
             assert "--allowed-hosts" in answer.error["message"]
         assert port.send(HEALTH).status == 200
-    state = ServerState(["none"], 1.0)
-    number, close = open_metrics_port(0, state, ["127.0.0.1"])
+    number, close = open_metrics_port(0, ServerState(["none"], 1.0), ["127.0.0.1"])
     for host, status in (("evil.example", 403), ("localhost", 200)):
         page = http.client.HTTPConnection(LOCAL, number, timeout=WAIT_S)
         page.request("GET", "/metrics", headers={"host": host})
@@ -571,8 +569,7 @@ def test_a_silent_stream_gets_comments() -> None:
     async def late(scope: Any, receive: Any, send: Any) -> None:
         call = Request({**scope, "state": {"request_id": "it", "send": send}})
         state = ServerState(["none"], 1.0, limits=Limits(sse_ping_s=0.01))
-        stream = Late(request=call, state=state)
-        await stream({**scope, "events": events}, receive, send)
+        await Late(request=call, state=state)({**scope, "events": events}, receive, send)
 
     async def go_on(event: asyncio.Event) -> None:
         event.set()
