@@ -27,7 +27,9 @@ def fields_of(config: Any) -> dict[str, Any]:
     """Returns all fields of a configuration of transformers, also those that its class calls
     otherwise than most (BLOOM: n_layer)."""
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return {name: fields.get(own) for name, own in config.attribute_map.items()} | fields
+    renamed = {name: fields.get(own) for name, own in config.attribute_map.items()}
+    computed = {"num_hidden_layers": getattr(config, "num_hidden_layers", None)}
+    return computed | renamed | fields
 
 
 def text_half(config: Any, written: Mapping[str, Any]) -> dict[str, Any] | None:
