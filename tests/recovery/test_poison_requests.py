@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from scheduling.fake_worker import FakeWorker
+from scheduling.loop import Limits, Loop, make_request, plain
 
 from tpengine import SamplingParams
 from tpengine.engine.poison_requests import PoisonSearch
 from tpengine.engine.stats import EngineState
+from tpengine.errors import RankLoss
 from tpengine.messages import StepInput
 
 from .client import Client, Job, open_client, serve, summary
@@ -261,3 +264,25 @@ def test_random_poisons(fake_config: MakeConfig) -> None:
     run()
     assert num_poisonous > 50
     assert accidents > 25
+
+
+def test_a_request_whose_picture_loses_the_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no rows in most steps that compute the features."""
+    monkeypatch.setattr(FakeWorker, "_computed_pictures", lambda *_: {})
+    loop, search = Loop(Limits(picture_rows=20, num_blocks=400)), PoisonSearch()
+    requests = [loop.add(make_request(i, 3, plain(300), pictures="a" * (i == 2))) for i in range(4)]
+    for _ in range(200):
+        loop.restrict(search.allowed and sorted(search.allowed))
+        output = loop._plan()
+        if not output.awaiting or any(row in requests[2].sequences for row in output.rows):
+            loop._answer()
+            search.note_step()
+            search.note_progress()
+            continue
+        loss = RankLoss(0, "", 1, output.step_input.step, "execute_model", "")
+        unfinished = loop.scheduler.unfinished_requests()
+        culprit, _ = search.note_loss(loss, [output], unfinished)
+        loop.lose(400)
+        if culprit is not None:
+            break
+    assert culprit is requests[2]

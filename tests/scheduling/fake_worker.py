@@ -240,6 +240,7 @@ class FakeWorker:
         self.features.update(step.computed_pictures)
         for digest in step.dropped_pictures:
             self.features.discard(digest)
+            self.awaited.pop(digest, None)
         for load in step.picture_loads:
             assert load.digest not in self.features | self.awaited.keys(), "computed twice"
             self.awaited[load.digest] = load.num_rows

@@ -183,7 +183,7 @@ class Loop:
             if limits.drafts
             else None,
             pictures=PicturesConfig(
-                8, limits.most_awaited_rows, limits.picture_rows, {}, limits.whole_pictures
+                8, limits.most_awaited_rows, limits.picture_rows, {}, 1.0, limits.whole_pictures
             )
             if limits.picture_rows
             else None,
@@ -448,7 +448,7 @@ class Loop:
         self.events["adapter loads"] += len(step.adapter_loads)
         self.events["picture loads"] += len(step.picture_loads)
         self.events["pictures dropped"] += len(step.dropped_pictures)
-        self.events["turns of the tower"] += not output.rows
+        self.events["turns of the tower"] += step.num_awaited_rows > 0 and not output.rows
         self.events["moves without rows"] += bool(step.block_moves) and not output.rows
         self.events["swap outs"] += len(step.block_moves.swap_outs)
         self.events["swap ins"] += len(step.block_moves.swap_ins)

@@ -13,9 +13,13 @@ from tpengine.scheduling.sequence import PromptPictures, Request, Sequence, Sequ
 
 
 def ask(*pictures: str, num_computed: int = 0) -> Request:
-    """A running request whose pictures have four tokens each, with one token before each."""
-    spans = [PictureSpan(1 + 5 * i, 4, 0, 4, name.encode()) for i, name in enumerate(pictures)]
-    loads = {span.digest: PictureLoad(span.digest, 4, 1, 1, b"\0\0\0") for span in spans}
+    """A running request whose pictures have four tokens each, x two, with one token before each."""
+    sizes = [2 if name == "x" else 4 for name in pictures]
+    spans = [
+        PictureSpan(1 + 5 * i, size, 0, size, name.encode())
+        for i, (name, size) in enumerate(zip(pictures, sizes, strict=True))
+    ]
+    loads = {s.digest: PictureLoad(s.digest, s.num_tokens, 1, 1, b"\0\0\0") for s in spans}
     ids = list(range(5 * len(pictures) + 1))
     sequence = Sequence(0, 0, ids, len(ids), num_computed_tokens=num_computed)
     sequence.move_to(SequenceStatus.RUNNING)
@@ -27,19 +31,19 @@ def ask(*pictures: str, num_computed: int = 0) -> Request:
 
 
 def cache(num_rows: int, most: int = 100, are_whole: bool = False) -> PictureCache:
-    return PictureCache(PicturesConfig(16, most, num_rows, {}, are_whole))
+    return PictureCache(PicturesConfig(16, most, num_rows, {}, 1.0, are_whole))
 
 
-def step() -> StepInput:
-    return StepInput(1, [], [])
+def step(number: int = 1) -> StepInput:
+    return StepInput(number, [], [])
 
 
 def names(loads: list[PictureLoad]) -> list[str]:
     return [load.digest.decode() for load in loads]
 
 
-def answer(pictures: PictureCache, *names: str) -> None:
-    pictures.note_answer([name.encode() for name in names], [])
+def answer(pictures: PictureCache, *names: str, number: int = 1) -> None:
+    pictures.note_answer(number, [name.encode() for name in names], [])
 
 
 def test_a_request_waits_for_the_answer_with_its_features() -> None:
@@ -118,9 +122,49 @@ def test_a_whole_picture_is_not_divided(num_tokens: int, tokens_left: int, size:
 def test_features_that_failed_are_computed_again() -> None:
     pictures, request, message = cache(8), ask("a"), step()
     pictures.reach(request, 6, message, [request])
-    pictures.note_answer([], [b"a", b"other"])
+    pictures.note_answer(1, [], [b"a", b"other"])
     assert pictures.num_awaited_rows == 0
     again = step()
     pictures.reach(request, 6, again, [request])
     pictures.tell_changes(again)
     assert (names(again.picture_loads), again.dropped_pictures) == (["a"], [b"a"])
+
+
+@pytest.mark.parametrize(("most", "num_rows"), [(7, 100), (100, 7)])
+def test_a_picture_that_the_limits_refuse_is_the_next_one(most: int, num_rows: int) -> None:
+    """Else those that come later could take its place for ever."""
+    pictures, first, later = cache(num_rows, most), ask("b"), ask("x")
+    pictures.reach(ask("a"), 6, step(), [])
+    message = step(2)
+    assert pictures.reach(first, 6, message, [first]) == 1  # it does not fit beside the awaited one
+    assert pictures.reach(later, 4, message, [first]) == 1
+    assert not message.picture_loads
+    answer(pictures, "a")
+    message = step(3)
+    assert pictures.reach(first, 6, message, [first]) == 1
+    assert names(message.picture_loads) == ["b"]
+
+
+def test_what_only_ended_requests_wait_for_is_given_up() -> None:
+    pictures, ended, other = cache(100), ask("a", "b"), ask("b")
+    for request in (ended, other):
+        pictures.reach(request, 6, step(), [ended, other])
+    assert pictures.waiting([ended, other]) == [ended, other]
+    ended.sequences[0].num_computed_tokens = 10
+    assert pictures.waiting([ended, other]) == [other]
+    message = step(2)
+    pictures.note_end(ended, [other])
+    pictures.tell_changes(message)
+    assert (message.dropped_pictures, pictures.num_awaited_rows) == ([b"a"], 4)
+
+
+def test_a_late_answer_is_not_taken_for_a_later_one() -> None:
+    """A picture is dropped and asked for again while the answer with its features is on its way."""
+    pictures, first, second = cache(100), ask("a"), ask("a")
+    pictures.reach(first, 6, step(1), [first])
+    pictures.note_end(first, [])
+    pictures.reach(second, 6, step(3), [second])
+    answer(pictures, "a", number=2)
+    assert (pictures.num_awaited_rows, pictures.reach(second, 6, step(4), [second])) == (4, 1)
+    answer(pictures, "a", number=3)
+    assert (pictures.num_awaited_rows, pictures.reach(second, 6, step(4), [second])) == (0, 6)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tpengine.inputs import Owner
 from tpengine.scheduling.passing import Passing
 
+from .fake_worker import FakeWorker
 from .loop import Limits, Loop, make_request, plain, sizes
 
 LIMITS = Limits(tokens=64, num_blocks=520)
@@ -178,3 +179,13 @@ def test_a_step_asks_once_how_long_the_first_request_waits(monkeypatch: pytest.M
     loop.step()
     assert loop.scheduler.num_waiting == 29
     assert len(asked) == 1
+
+
+def test_a_prompt_that_waits_for_a_picture_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeWorker, "_computed_pictures", lambda *_: {})
+    loop = Loop(replace(LIMITS, picture_rows=10))
+    loop.add_plain(LONG)
+    loop.add(make_request(1, 20, plain(3), pictures="a"))
+    assert parts(loop) == {0: 63, 1: 1}
+    for _ in range(3):
+        assert parts(loop) == {0: 64}

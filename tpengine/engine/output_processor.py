@@ -143,7 +143,7 @@ class OutputProcessor:
         # Not only those with rows: beams that were swapped in may have none in this step.
         for known in self._requests.values() if problems else ():
             is_running = any(s.slot is not None for s in known.request.sequences)
-            for key in known.request.loaded_keys if is_running else ():
+            for key in known.request.awaited_keys if is_running else ():
                 if key in problems:
                     _fail(known.request, RequestFailedError(problems[key]), decisions)
         rejected, previous, num_before = set(output.rejected), None, 0

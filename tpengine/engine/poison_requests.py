@@ -134,7 +134,13 @@ class PoisonSearch:
         if loss.step in {output.step_input.step for output in lost}:
             self.note_progress()
             rows = {sequence.seq_id for output in lost for sequence in output.rows}
-            present = [r for r in unfinished if any(s.seq_id in rows for s in r.sequences)]
+            awaiting = {request.request_id for output in lost for request in output.awaiting}
+            present = [
+                request
+                for request in unfinished
+                if request.request_id in awaiting
+                or any(sequence.seq_id in rows for sequence in request.sequences)
+            ]
             for request in present:
                 self.suspects.setdefault(request.request_id, _Suspect(request)).note_loss()
             finding = self._decide([self.suspects[r.request_id] for r in present], unfinished)

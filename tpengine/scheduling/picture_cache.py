@@ -26,11 +26,13 @@ class PictureCache:
     def __init__(self, config: PicturesConfig) -> None:
         self._config = config
         self._held: OrderedDict[bytes, int] = OrderedDict()  # rows; least recently used first
-        self._awaited: set[bytes] = set()  # of `_held`, those that are not computed
+        # Of `_held`, those that are not computed, with the step that has asked for them.
+        self._awaited: dict[bytes, int] = {}
         self._computed: list[bytes] = []  # since the message before
         self._dropped: list[bytes] = []
         self._message: StepInput | None = None
         self._used: set[bytes] = set()  # by the rows of the step with this message
+        self._is_closed = False  # to further pictures in this message
 
     @property
     def num_awaited_rows(self) -> int:
@@ -43,11 +45,12 @@ class PictureCache:
         """Returns `num_ready`; the step with this message may use these features. Asks for those of
         the first picture that lacks them, if there is room."""
         if message is not self._message:
-            self._message, self._used = message, set()
+            self._message, self._used, self._is_closed = message, set(), False
         loads = {} if request.pictures is None else request.pictures.loads
         for span in _next_spans(request, num_tokens):
-            if span.digest not in self._held:
-                self._ask(loads[span.digest], message, running)
+            if span.digest not in self._held and not self._is_closed:
+                # If the limits refuse one, later ones must not take its place for ever.
+                self._is_closed = not self._ask(loads[span.digest], message, running)
             if not self._is_ready(span):
                 break
             self._held.move_to_end(span.digest)
@@ -78,13 +81,13 @@ class PictureCache:
     def _is_ready(self, span: PictureSpan) -> bool:
         return span.digest in self._held and span.digest not in self._awaited
 
-    def _ask(self, load: PictureLoad, message: StepInput, running: Iterable[Request]) -> None:
+    def _ask(self, load: PictureLoad, message: StepInput, running: Iterable[Request]) -> bool:
         """Makes room for a picture's features and asks for them, if the limits permit."""
         if self._awaited:
             if self.num_awaited_rows + load.num_rows > self._config.max_encoder_tokens:
-                return
+                return False
             if sum(len(other.pixels) for other in (*message.picture_loads, load)) > _MAX_STEP_BYTES:
-                return
+                return False
         needed = self._used.union(self._awaited, *map(_needed_next, running))
         num_free = self._config.num_cached_rows - sum(self._held.values())
         victims = list[bytes]()
@@ -95,27 +98,45 @@ class PictureCache:
                 victims.append(digest)
                 num_free += num_rows
         if num_free < load.num_rows:
-            return
+            return False
         self._drop(victims)
         message.picture_loads.append(load)
         self._held[load.digest] = load.num_rows
-        self._awaited.add(load.digest)
+        self._awaited[load.digest] = message.step
+        return True
 
     def _drop(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
             if self._held.pop(digest, None) is not None:
-                self._awaited.discard(digest)
+                self._awaited.pop(digest, None)
                 self._dropped.append(digest)
 
-    def note_answer(self, computed: Iterable[bytes], failed: Iterable[bytes]) -> None:
-        """Takes what an answer says about features that were asked for.
+    def note_answer(self, step: int, computed: Iterable[bytes], failed: Iterable[bytes]) -> None:
+        """Takes what the answer of a step says about features. It may be late: they were dropped
+        since, and asked for again by a later step.
 
         Args:
             failed: digests of pictures, and keys of what is no picture.
         """
-        self._computed += computed
-        self._awaited.difference_update(computed)
-        self._drop(failed)
+        asked = {digest for digest, number in self._awaited.items() if number <= step}
+        for digest in asked.intersection(computed):
+            del self._awaited[digest]
+            self._computed.append(digest)
+        self._drop(asked.intersection(failed))
+
+    def note_end(self, request: Request, others: Iterable[Request]) -> None:
+        """Gives up the features that only this request, which has ended, has waited for."""
+        if request.pictures is None:
+            return
+        if wanted := self._awaited.keys() & request.pictures.loads.keys():
+            kept = (other.pictures.loads for other in others if other.pictures is not None)
+            self._drop(wanted.difference(*kept))
+
+    def waiting(self, running: Iterable[Request]) -> list[Request]:
+        """The running requests that wait for features."""
+        if not self._awaited:
+            return []
+        return [request for request in running if self._awaited.keys() & request.awaited_keys]
 
     def tell_changes(self, message: StepInput) -> None:
         """Tells the ranks which features have become complete, and which they may forget."""
@@ -143,8 +164,8 @@ def _next_spans(request: Request, num_tokens: int) -> list[PictureSpan]:
 
 
 def _needed_next(request: Request) -> set[bytes]:
-    """The pictures of a running request of which a token is the next one, or one behind it if the
-    picture was begun: of a picture in parts, what stands between these is no part."""
+    """The pictures of a running request that it waits for, or is in the middle of. What stands
+    between the parts of a picture counts as the middle of it."""
     if request.pictures is None:
         return set()
     next_places = [sequence.num_computed_tokens for sequence in request.running_sequences]

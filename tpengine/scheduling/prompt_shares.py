@@ -91,7 +91,7 @@ class PromptShares:
                 break
             waits = not queues.is_running(request)
             if waits:
-                num -= queues.blocks.num_cached_tokens(request)
+                num = max(0, num - queues.blocks.num_cached_tokens(request))
             # One that comes before the first prompt need not be shorter.
             is_shorter = num < num_left and self._gives_way(first, request)
             if not is_shorter and rank(request) > rank(first):
@@ -109,11 +109,15 @@ class PromptShares:
     def _num_behind(self, request: Request) -> int:
         """Tokens that a running request has to compute, and can; before its fork, only the common
         ones."""
-        num_common, pictures = self._queues.unforked.get(request.request_id), self._queues.pictures
+        num_common = self._queues.unforked.get(request.request_id)
         if num_common is not None:
             num = num_common - request.unfinished_sequences[0].num_computed_tokens
         else:
             num = sum(sequence.num_behind for sequence in request.running_sequences)
+        return self._num_ready(request, num)
+
+    def _num_ready(self, request: Request, num: int) -> int:
+        pictures = self._queues.pictures
         return num if pictures is None else pictures.num_ready(request, num)
 
     def _waiting(self, first: Request, step: StepBuilder) -> list[Part]:
@@ -122,7 +126,10 @@ class PromptShares:
         if step.lacks_blocks or queues.swapped or not queues.slots.num_free:
             return []
         waiting = queues.waiting if shares is None else shares.account(first).waiting
-        return [(request, request.num_common_tokens) for request in islice(waiting, MAX_LOOKED)]
+        looked = islice(waiting, MAX_LOOKED)
+        return [
+            (request, self._num_ready(request, request.num_common_tokens)) for request in looked
+        ]
 
     def _gives_way(self, first: Request, other: Request) -> bool:
         """Whether a prompt may get less because of another one."""

@@ -417,3 +417,5 @@ class RequestQueues:
         if self.drafter is not None:
             self.drafter.leave(request)
         del self.requests[request.request_id]
+        if self.pictures is not None:
+            self.pictures.note_end(request, self.requests.values())

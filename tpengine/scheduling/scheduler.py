@@ -177,7 +177,7 @@ class Scheduler:
         if stages is not None and step.is_empty:
             stages.begin_idle_step(running)
             self._continue(running, step, stages)
-        self._await_pictures(step)
+        self._go_on_with_pictures(step)
         if not step.is_empty:
             if stages is not None:
                 stages.end_step(step)
@@ -209,7 +209,8 @@ class Scheduler:
             self.fail_request(request_id, error)
         queues.adapters.note_failed(decisions.failed_loads, output.step_input.adapter_loads)
         if queues.pictures is not None:
-            queues.pictures.note_answer(decisions.computed_pictures, decisions.failed_loads)
+            number = output.step_input.step
+            queues.pictures.note_answer(number, decisions.computed_pictures, decisions.failed_loads)
         block_size = blocks.block_size
         sizes, ends = output.step_input.num_scheduled_tokens, output.num_computed_tokens
         for sequence, size, num_computed in zip(output.rows, sizes, ends, strict=True):
@@ -344,10 +345,8 @@ class Scheduler:
                 size = len(sequence.token_ids) - sequence.num_computed_tokens
                 if size < 1 and not (size := sequence.num_behind):  # a call for each row costs much
                     continue
-                if size > 1:
+                if size > 1 or sequence.num_computed_tokens < request.end_of_pictures:
                     size = self._chunk_size(request, size, step)
-                elif request.pictures is not None:
-                    size = self._reach_pictures(request, size, step)
                 if size:
                     self._add_row(sequence, size, step, lacking > 0)
 
@@ -471,13 +470,14 @@ class Scheduler:
             return num_left
         return pictures.reach(request, num_left, step.message, self._queues.running)
 
-    def _await_pictures(self, step: StepBuilder) -> None:
+    def _go_on_with_pictures(self, step: StepBuilder) -> None:
         """Lets the ranks go on with features that requests wait for; also in a step without rows,
         but not in several such steps at once."""
         pictures = self._queues.pictures
         is_due = not (step.is_empty and self.unanswered) or step.message.picture_loads
         if pictures is not None and is_due:
             step.message.num_awaited_rows = pictures.num_awaited_rows
+            step.awaiting = pictures.waiting(self._queues.running)
 
     def _num_without_row(self, step: StepBuilder) -> int:
         return len(self._queues.request_of) - len(step.singles) - len(step.chunks)

@@ -172,10 +172,9 @@ class CheckedRequest:
     """None: its prompt is text alone."""
 
     @property
-    def loaded_keys(self) -> list[bytes]:
-        """Of what ranks load for it: the key of its adapter, the digests of its pictures."""
-        keys = [] if self.adapter is None else [self.adapter.key]
-        return keys + ([] if self.pictures is None else list(self.pictures.loads))
+    def end_of_pictures(self) -> int:
+        """The position behind the last token that stands for a picture."""
+        return 0 if self.pictures is None else self.pictures.spans[-1].end
 
 
 @dataclass(eq=False, kw_only=True)
@@ -190,6 +189,15 @@ class Request(CheckedRequest):
     metrics: RequestMetrics
     error: RequestError | None = None
     """Why it was ignored or failed."""
+
+    @property
+    def awaited_keys(self) -> list[bytes]:
+        """Of what ranks load for its next tokens: the key of its adapter, digests of pictures."""
+        keys = [] if self.adapter is None else [self.adapter.key]
+        if self.pictures is None or not self.unfinished_sequences:
+            return keys
+        place = self.unfinished_sequences[0].num_computed_tokens
+        return keys + [span.digest for span in self.pictures.spans if place < span.end]
 
     @property
     def finished(self) -> bool:

@@ -35,7 +35,7 @@ class StepDecisions:
         overridden: sequences whose token of this step is not the one that rank 0 sampled.
         failed: by id, requests that cannot go on, with the error for the user.
         failed_loads: keys of adapters, and digests of pictures, that could not be loaded.
-        computed_pictures: digests of pictures whose features the ranks have from now on.
+        computed_pictures: digests of pictures whose features the first rank has computed.
         to_report: by id, requests whose user may be told something new after the update.
         forced: sequences, each with tokens that its grammar forces after its last one.
         behind: see `StepOutput`.
@@ -77,6 +77,7 @@ class SchedulerOutput:
         num_prefill_tokens: scheduled tokens, without those of rows that compute one token after
             the whole prompt.
         forks: children that are sampled from their parent's row in this step.
+        awaiting: running requests that wait for features that are computed before its rows.
         drafts: by sequence. A draft has a row of its own, see `StepInput`, so `rows` and `sampled`
             have the sequence once more for each; its `num_computed_tokens` are those without it.
     """
@@ -91,6 +92,7 @@ class SchedulerOutput:
     num_prefill_tokens: int
     forks: list[SequencePair]
     drafts: dict[Sequence, list[Guess]]
+    awaiting: list[Request]
 
     @property
     def is_empty(self) -> bool:
@@ -114,7 +116,7 @@ class StepBuilder:
     tokens_left: int
     singles: list[SizedRow] = field(default_factory=list)
     chunks: list[SizedRow] = field(default_factory=list)
-    message: StepInput = field(default_factory=lambda: StepInput(0, [], []))
+    message: StepInput = field(init=False)
     """What workers are told; `build` adds the rows."""
     forks: list[SequencePair] = field(default_factory=list)
     ignored: list[Request] = field(default_factory=list)
@@ -125,6 +127,10 @@ class StepBuilder:
     preempted: list[Request] = field(default_factory=list)
     lacks_blocks: bool = False
     drafts: dict[Sequence, list[Guess]] = field(default_factory=dict)
+    awaiting: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.message = StepInput(self.number, [], [])
 
     @property
     def is_empty(self) -> bool:
@@ -211,7 +217,6 @@ class StepBuilder:
                 ends.append(end)
         for _, child in self.forks:
             child.num_unanswered += 1
-        message.step = self.number
         return SchedulerOutput(
             step_input=message,
             rows=rows,
@@ -223,6 +228,7 @@ class StepBuilder:
             num_prefill_tokens=num_prefill_tokens,
             forks=self.forks,
             drafts=self.drafts,
+            awaiting=self.awaiting,
         )
 
 
