@@ -334,18 +334,18 @@ class PicturesConfig:
         max_encoder_tokens: most tokens whose features are awaited at once, but for one picture.
         num_cached_rows: features that the ranks keep, in tokens.
         processor: fields of the model's image processor.
+        encoder_share: of the time, for the vision tower beside running requests.
         are_whole: whether all tokens of a picture are computed in one step, as each sees all.
         allowed_hosts: from which pictures may be fetched.
-        encoder_share: of the time, for the vision tower beside running requests.
     """
 
     max_per_prompt: int
     max_encoder_tokens: int
     num_cached_rows: int
     processor: Mapping[str, Any]
+    encoder_share: float
     are_whole: bool = False
     allowed_hosts: Sequence[str] = ()
-    encoder_share: float = 1.0
 
 
 @dataclass(frozen=True)

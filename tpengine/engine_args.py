@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ _AHEAD_FROM_S = 0.004
 """On two cores with two ranks: docs/figures.md."""
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 Config = TypeVar("Config")
+_HOST = re.compile(r"(\*\.)?[\w.-]+(:\d{1,5})?|\[[0-9a-f:.]+\](:\d{1,5})?")
 _GPUS, _RANKS, _RAY = "GPUs", "ranks in processes of their own", "ranks on Ray"
 _DRAFTS, _MATCHES = "a speculative_model", "[ngram] and [suffix]"
 _NUM_DRAFTS = 8
@@ -175,8 +177,8 @@ class EngineArgs(Options):
 
     _: KW_ONLY
     limit_mm_per_prompt: Mapping[str, Any] | None = option(None, metavar="JSON")
-    """Most pictures of a prompt, such as {"image": 4}; default: {"image": 16}. With 0 the vision
-    tower is not loaded."""
+    """Most pictures of a prompt of a model that sees, such as {"image": 4}; default: {"image": 16}.
+    With 0 the vision tower is not loaded. See docs/pictures.md."""
     allowed_media_hosts: str | Sequence[str] | None = option(None, takes_words=True)
     """Hosts from which pictures are fetched, as in example.org, *.example.org, 10.0.0.5:8000; a
     name must lead to public addresses alone; default: none, pictures come in data: URLs."""
@@ -187,8 +189,8 @@ class EngineArgs(Options):
     rest of their speed; 1: they wait for it. `LLM` has 1 unless told otherwise: its prompts arrive
     together, so that they are done sooner."""
     encoder_cache: float = option(0.25, more_than=0)
-    """GiB for features of pictures on each rank of the first stage, in float32; in 16 bits the same
-    number of features takes half of it."""
+    """GiB for features of pictures in float32, on each rank of the first stage. With a dtype of 16
+    bits as many features are kept, in half of the memory."""
     scheduling_policy: str = option("fcfs", cfg.SCHEDULING_POLICIES)
     """Order of requests: fcfs is first come, first served; priority serves the lowest number first,
     with a limit on how often a request is overtaken."""
@@ -532,9 +534,11 @@ class EngineArgs(Options):
         row_bytes = 4 * model.picture_row_size  # of the widest dtype; auto is decided on the ranks
         num_rows = int(self.encoder_cache * GIB) // row_bytes
         hosts = ",".join(each(self.allowed_media_hosts)).lower().replace(",", " ").split()
-        room = most, self.max_encoder_tokens, num_rows
-        pictures = cfg.PicturesConfig(*room, processor, are_whole, hosts, self.encoder_share)
-        return {"pictures": pictures}
+        if wrong := [host for host in hosts if not _HOST.fullmatch(host)]:
+            text = f"allowed_media_hosts: {wrong[0]!r} names no host"
+            raise ConfigError(f"{text}; write it as in example.org, *.example.org, 10.0.0.5:8000")
+        room, share = (most, self.max_encoder_tokens, num_rows), self.encoder_share
+        return {"pictures": cfg.PicturesConfig(*room, processor, share, are_whole, hosts)}
 
     def _lookahead_config(self, model: cfg.ModelConfig, device: str) -> cfg.LookaheadConfig | None:
         source = self.speculative_model

@@ -99,7 +99,7 @@ class PictureSpan:
 
 @dataclass(frozen=True, slots=True)
 class PictureLoad:
-    """A picture of which the ranks of the first stage compute the features, and keep them.
+    """A picture of which rank 0 computes the features. All ranks of the first stage keep them.
 
     Attributes:
         num_rows: rows of the features; each belongs to a token.
@@ -190,10 +190,11 @@ class StepInput:
         block_moves: blocks to copy.
         adapter_loads: adapters that come into slots which no running sequence uses.
         drafts: (slot, the sequence's drafts).
-        dropped_pictures: digests of pictures whose features are not needed any more.
+        dropped_pictures: digests of pictures whose features have to make place, could not be
+            computed, or are waited for by no request any more.
         picture_loads: pictures whose features later steps need.
-        computed_pictures: digests of pictures whose features the first rank has computed since the
-            step before; the other ranks of its stage get them.
+        computed_pictures: digests of pictures whose features the first rank has computed, by the
+            answers since the last message; the other ranks of its stage get them.
         num_awaited_rows: rows of features that were asked for and of which no answer has told; the
             first rank computes a part of them before the step's rows. There may be no rows.
     """
@@ -281,8 +282,8 @@ class StepOutput:
     Attributes:
         logprobs: by index in `token_ids`, for requests that ask for them, and for those
             whose value the sampling kernel cannot give.
-        model_s: seconds inside the model: forward, logits and sampling; measured from the answer
-            before if the device began with this step earlier.
+        model_s: seconds inside the model: vision tower, forward, logits and sampling; measured from
+            the answer before if the device began with this step earlier.
         waited_s: seconds between the end of the work before and this step's message, in a rank in a
             process of its own.
         candidates: by index in `token_ids`, for sequences with `num_candidates`.

@@ -17,9 +17,11 @@ from support.whole_models import IMAGE, PICTURES, PROMPTS, WORDS, picture, serve
 
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 from tpengine.engine_args import EngineArgs
-from tpengine.errors import InvalidPromptError
+from tpengine.errors import ConfigError, InvalidPromptError
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.sampling_params import StructuredOutputsParams
+from tpengine.worker import picture_store, tower_turns
+from tpengine.worker.tower_turns import TowerTurns
 
 _LENGTH = {"ignore_eos": True, "max_tokens": 30}
 PARAMS = [
@@ -100,6 +102,28 @@ def test_modes_change_nothing(
         for _ in range(2):
             assert summaries(serve_prompts(engine, REQUESTS, PARAMS)) == expected[form]
         assert (engine.counters.num_preemptions > 0) == (mode in ("swap", "recompute"))
+
+
+def test_a_tower_that_rests_before_each_layer_changes_nothing(
+    folder: Path, expected: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tower_turns, "_ALONE_S", 1e-9)
+    begin, shares, turns = TowerTurns.begin_turn, list[float](), itertools.count()
+
+    class Counted(TowerTurns):
+        def __init__(self, tower: Any, share: float, *args: Any) -> None:
+            super().__init__(tower, share, *args)
+            shares.append(share)
+
+        def begin_turn(self, is_alone: bool) -> None:
+            next(turns)
+            begin(self, is_alone)
+
+    monkeypatch.setattr(picture_store, "TowerTurns", Counted)
+    with open_engine(folder, **SIZES, encoder_share=1e-6) as engine:
+        assert summaries(serve_prompts(engine, REQUESTS, PARAMS)) == expected["float32"]
+    assert shares == [1e-6]
+    assert next(turns) > 100
 
 
 def test_lost_ranks(folder: Path) -> None:
@@ -212,3 +236,15 @@ def test_without_what_sees(llava: Path) -> None:
         with refused(InvalidPromptError, "this engine reads text alone"):
             serve_prompts(engine, PROMPTS[:1])
         assert serve_prompts(engine, PROMPTS[2:3])[0].error is None
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"allowed_media_hosts": "a.example, http://b/"}, "'http://b/' names no host"),
+        ({"encoder_cache": 1e6}, "encoder_cache takes 1000000.00 GiB, and this machine has"),
+    ],
+)
+def test_wrong_options(llava: Path, args: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words), open_engine(llava, **args, dtype="float32"):
+        pass

@@ -183,3 +183,7 @@ def test_deadline_follows_what_steps_took() -> None:
         deadline.observe(500, 0.5)
     assert deadline.of(2000) == 30.0
     assert deadline.of(20_000) == pytest.approx(200.0, rel=0.01)
+    for _ in range(20_000):
+        deadline.observe(0, 0.0)
+    assert deadline.of(20_000) == pytest.approx(200.0, rel=0.01)
+    assert deadline.of(0, num_awaited_rows=1000) == 530.0

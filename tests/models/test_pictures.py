@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.engines import greedy, open_engine, run
 from support.matrix import matrix
 from support.whole_models import (
@@ -24,6 +25,8 @@ from support.whole_models import (
 from transformers import AutoTokenizer, Idefics3Processor
 
 from tpengine.engine_args import EngineArgs
+from tpengine.models import vision_tower
+from tpengine.models.vision_tower import VisionTower
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +113,23 @@ print('transformers.models.llava.modeling_llava' in sys.modules)"""
     assert shown.stdout == "True\n"
     args.limit_mm_per_prompt = {"image": 0}
     assert args.create_engine_config().model_code == ("tpengine", None)
+
+
+@pytest.mark.parametrize("whole", ["qwen2_5_vl"], indirect=True)
+def test_the_tower_rests_within_a_layer_of_a_large_picture(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineArgs(str(whole.folder)).create_engine_config().model
+    tower, rests, features = VisionTower(config, torch.float32, torch.device("cpu")), [0, 0], []
+    pixels = picture(3, 90, 84).tobytes()
+    for at, most_queries in enumerate((1000, 3)):
+        monkeypatch.setattr(vision_tower, "_MOST_QUERIES", most_queries)
+
+        def count(at: int = at) -> None:
+            rests[at] += 1
+
+        tower.before_layer = count
+        with torch.inference_mode():
+            features.append(tower.features(pixels, 90, 84))
+    assert rests[1] > rests[0] + 10
+    torch.testing.assert_close(*features, atol=1e-6, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -70,7 +71,7 @@ def rank() -> Iterator[Rank]:
     made = Rank()
     yield made
     made.turns.close()
-    assert not made.turns._thread.is_alive()
+    assert all(thread.name != "tower" for thread in threading.enumerate())
 
 
 def test_a_turn_that_has_all_time_lasts_until_all_is_computed() -> None:
@@ -128,6 +129,50 @@ def test_a_picture_without_features(rank: Rank, args: dict[str, int], problem: s
     results = rank.turns.take_results()
     assert str(results[b"a"]).startswith(problem)
     assert torch.equal(torch.as_tensor(results[b"b"]), torch.full((1, 2), 98.0))
+
+
+def test_a_picture_that_is_given_up_is_not_computed(rank: Rank) -> None:
+    for name in "abc":
+        rank.ask(name, 5)
+    rank.turns.give_up(b"c")
+    assert rank.give_turn() == 4
+    rank.turns.give_up(b"a")  # the tower has begun with it
+    rank.turns.give_up(b"b")
+    assert (rank.give_turn(), rank.turns.take_results().keys()) == (1, {b"a"})
+    assert rank.give_turn() == 0
+
+
+def test_what_ends_the_thread_is_raised(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error in this operation or one before it")
+
+    monkeypatch.setattr(rank.tower, "features", fail)
+    rank.ask("a", 5)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        rank.give_turn()
+
+
+def test_a_turn_that_was_left_ends_before_the_next_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error of another rank may end the worker during a turn."""
+    rank, begun, go_on = Rank(share=1.0), threading.Event(), threading.Event()
+    features = rank.tower.features
+
+    def wait(pixels: bytes, height: int, width: int) -> torch.Tensor:
+        begun.set()
+        assert go_on.wait(60)
+        return features(pixels, height, width)
+
+    monkeypatch.setattr(rank.tower, "features", wait)
+    rank.ask("a", 1000)
+    rank.clock.now += 1
+    rank.turns.begin_turn(is_alone=False)
+    assert begun.wait(60)
+    rank.turns._is_closed = True
+    go_on.set()
+    rank.turns.close()
+    assert rank.tower.num_layers == 0
 
 
 def test_the_thread_ends_in_the_middle_of_a_picture(rank: Rank) -> None:

@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tpengine.config import ModelConfig
 from tpengine.errors import ModelLoadError
+
+_INTERFACE = "tpengine-tower"
+_MOST_QUERIES = 1024
+"""Of a part of a layer's attention: in large pictures a layer takes seconds."""
 
 
 class VisionTower:
@@ -23,7 +30,7 @@ class VisionTower:
 
     Attributes:
         num_bytes: of its weights.
-        before_layer: is called before each of its layers.
+        before_layer: is called before each of its layers, and of their parts in large pictures.
 
     Raises:
         ModelLoadError: transformers cannot load it.
@@ -41,8 +48,12 @@ class VisionTower:
             raise ModelLoadError(f"{fault}; {hint}") from error
         self.num_bytes = sum(p.nbytes for p in self._model.parameters())
         for module in self._model.modules():
+            module.__dict__["before_part"] = self._before_part
             if not any(module.children()):
-                module.register_forward_pre_hook(lambda *_: self.before_layer())
+                module.register_forward_pre_hook(self._before_part)
+
+    def _before_part(self, *_: object) -> None:
+        self.before_layer()
 
     def features(self, pixels: bytes, height: int, width: int) -> torch.Tensor:
         """Returns a picture's features, `[num_rows, picture_row_size]`.
@@ -80,9 +91,10 @@ def _load(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tupl
     if config.load_format == "dummy":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            model = model_class(whole).to(dtype)
+            model = model_class._from_config(whole, attn_implementation=_INTERFACE, dtype=dtype)
     else:
-        model = _read(model_class, config.model, {"config": whole, "dtype": dtype})
+        options = {"config": whole, "dtype": dtype, "attn_implementation": _INTERFACE}
+        model = _read(model_class, config.model, options)
     processor: Any = transformers.AutoImageProcessor
     pixels = processor.from_pretrained(config.model, backend="pil")
     return model.model.eval().to(device), pixels
@@ -104,6 +116,36 @@ def _read(model_class: Any, folder: str, options: dict[str, Any]) -> Any:
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"its files lack {', '.join(missing[:5])} ({len(missing)} tensors)")
     return model
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of all tokens of a picture to each other, in parts if they are many.
+
+    Args:
+        query, key, value: `[1, num_heads, num_tokens, head_dim]`; the result has
+            `[1, num_tokens, num_heads, head_dim]`.
+        attention_mask: `[1, 1, 1 or num_tokens, num_tokens]`; None: each sees all.
+    """
+    parts = list[torch.Tensor]()
+    for queries in query.split(_MOST_QUERIES, dim=2):
+        if parts:
+            module.before_part()
+        mask, start = attention_mask, sum(part.shape[1] for part in parts)
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask[:, :, start : start + queries.shape[2]]
+        parts.append(sdpa_attention_forward(module, queries, key, value, mask, **options)[0])
+    return torch.cat(parts, dim=1), None
+
+
+AttentionInterface.register(_INTERFACE, _attend)
+AttentionMaskInterface.register(_INTERFACE, sdpa_mask)
 
 
 def _tiles(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

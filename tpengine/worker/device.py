@@ -62,9 +62,12 @@ def claim_gpu(device: torch.device) -> str:
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
     """GNU's OpenMP library that torch has loaded; None: it has another one."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    path = next((line.split()[-1] for line in lines if "libgomp" in line), None)
-    return None if path is None else ctypes.CDLL(path)
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        paths = [line.split(maxsplit=5)[5] for line in lines if "libgomp" in line]
+        return ctypes.CDLL(paths[0]) if paths else None
+    except OSError:
+        return None
 
 
 def end_openmp_team() -> None:

@@ -173,10 +173,13 @@ class ModelRunner:
         if not is_last:
             for _ in range(self._ends.num_needed([p.step for p in self._pending], step)):
                 self.finish()
+        start = time.perf_counter()
         load_results = self.apply(step)
+        tower_s = time.perf_counter() - start if step.num_awaited_rows else 0.0
         if not step.slots:  # the tower had its turn, or blocks were moved
             outputs = self.finish() if is_last else []
-            return [*outputs, StepOutput(step.step, [], load_results=load_results)]
+            alone = StepOutput(step.step, [], model_s=tower_s, load_results=load_results)
+            return [*outputs, alone]
         if not is_last:
             self._pass_on(step)
             return [StepOutput(step.step, [], load_results=load_results)]
@@ -188,7 +191,7 @@ class ModelRunner:
         # Before the layers, if it can be: the masks of grammars are made while these run.
         parameters = self._sampling_parameters(step) if has_all_ids else None
         forward = self.prepare_rows(step, inputs.wanted)
-        start = time.perf_counter() - drafting_s
+        start = time.perf_counter() - drafting_s - tower_s
         hidden = forward()
         outputs = self.finish()
         if not has_all_ids:

@@ -25,7 +25,7 @@ logger = init_logger(__name__)
 
 
 _NEWS_S = 2.0
-"""How often the first rank tells the others that the tower's turn goes on."""
+"""How often the first rank tells the others that the tower's turn goes on, at least."""
 
 
 class PictureStore:
@@ -71,6 +71,8 @@ class PictureStore:
             self._share(digest)
         for digest in step.dropped_pictures:
             self._features.pop(digest, None)
+            if self._num_rows.pop(digest, None) is not None and self._turns is not None:
+                self._turns.give_up(digest)
         for load in step.picture_loads:
             self._num_rows[load.digest] = load.num_rows
             if self._turns is not None:
@@ -92,9 +94,9 @@ class PictureStore:
         one of their exchanges may; so the first rank tells them from time to time."""
         if self._turns is not None:
             self._turns.begin_turn(is_alone)
-        is_over = False
+        is_over, news_s = False, min(_NEWS_S, self._parallel.timeout_s / 4)
         while not is_over:
-            is_over = self._turns is not None and self._turns.is_over(_NEWS_S)
+            is_over = self._turns is not None and self._turns.is_over(news_s)
             if self._parallel.tp_size > 1:
                 news = torch.tensor([float(is_over)], device=self._device)
                 is_over = bool(self._parallel.broadcast(news))
@@ -102,6 +104,8 @@ class PictureStore:
     def _take_results(self) -> dict[bytes, str | None]:
         results: dict[bytes, str | None] = {}
         for digest, result in {} if self._turns is None else self._turns.take_results().items():
+            if digest not in self._num_rows:  # it was dropped while it was computed
+                continue
             if isinstance(result, str):
                 results[digest] = f"a picture has no features: {result}"
                 logger.warning("%s", results[digest])

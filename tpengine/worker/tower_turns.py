@@ -2,7 +2,7 @@
 
 The features of a large picture take as long as many steps, and other requests should not wait for
 them. So the tower has a thread of its own, which goes on only while it has its turn: before a step,
-for a share of the time that steps have taken since. It gives its turn back before a layer.
+for a share of the time since its last turn. It gives its turn back before a layer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 
+from tpengine.errors import is_device_fault
+from tpengine.host import start_thread
 from tpengine.logger import init_logger
 from tpengine.messages import PictureLoad
 from tpengine.worker.device import end_openmp_team
@@ -45,10 +47,11 @@ class _Closed(BaseException):
 
 
 class TowerTurns:
-    """The thread of a tower. One other thread gives it its turns.
+    """The thread of a tower, which lives while it has something to compute. One other thread gives
+    it its turns.
 
     Args:
-        share: of the time, beside steps with rows; 1: a turn lasts until all is computed.
+        share: of the time, beside steps with rows; 1: their turns last until all is computed.
         clock: seconds; a test may have its own.
     """
 
@@ -68,16 +71,24 @@ class TowerTurns:
         self._results: dict[bytes, torch.Tensor | str] = {}
         self._turn, self._end_of_turn = threading.Semaphore(0), threading.Semaphore(0)
         self._has_turn = self._is_closed = False
-        self._until = self._ended_at = self._credit_s = 0.0
+        self._until = self._credit_s = 0.0
+        self._counted_at = 0.0  # the beginning of the present turn, or the end of the last one
+        self._error: BaseException | None = None
         tower.before_layer = self._rest_if_due
-        self._thread = threading.Thread(target=self._run, name="tpengine-tower", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # while there is something to compute
 
     def ask(self, load: PictureLoad) -> None:
         """Has a picture's features computed after those that were asked for before."""
         if not self._asked:
-            self._ended_at, self._credit_s = self._clock(), 0.0
-        self._asked.append(load)
+            self._counted_at, self._credit_s = self._clock(), 0.0
+        if all(load.digest != other.digest for other in self._asked):
+            self._asked.append(load)
+
+    def give_up(self, digest: bytes) -> None:
+        """Leaves a picture out, unless the tower has begun with it."""
+        for load in list(self._asked)[self._thread is not None :]:
+            if load.digest == digest:
+                self._asked.remove(load)
 
     def begin_turn(self, is_alone: bool) -> None:
         """Lets the thread go on, if it has something to do and has not had its share.
@@ -88,22 +99,34 @@ class TowerTurns:
         now = self._clock()
         if is_alone:
             self._credit_s = _ALONE_S
-        elif now > self._ended_at:
-            self._credit_s += self._per_second * (now - self._ended_at)
-        self._ended_at = now
+        elif now > self._counted_at:
+            self._credit_s += self._per_second * (now - self._counted_at)
+        self._counted_at = now
         if self._asked and self._credit_s > 0:
             self._until, self._has_turn = now + self._credit_s, True
-            self._turn.release()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tower", daemon=True)
+                start_thread(self._thread)
+            else:
+                self._turn.release()
 
     def is_over(self, timeout_s: float) -> bool:
-        """Waits for the end of the turn, but no longer than this; returns whether it has come."""
+        """Waits for the end of the turn, but no longer than this; returns whether it has come.
+
+        Raises:
+            BaseException: what has ended the thread, such as a fault of the device.
+        """
         if self._has_turn and self._end_of_turn.acquire(timeout=timeout_s):
             now = self._clock()
             if math.isinf(self._credit_s):
                 self._credit_s = 0.0
             else:
-                self._credit_s -= now - self._ended_at  # a long layer is paid in the next turns
-            self._ended_at, self._has_turn = now, False
+                self._credit_s -= now - self._counted_at  # a long layer is paid in the next turns
+            self._counted_at, self._has_turn = now, False
+            if self._error is not None:
+                raise self._error
+            if not self._asked:
+                self._thread = None
         return not self._has_turn
 
     def take_results(self) -> dict[bytes, torch.Tensor | str]:
@@ -114,33 +137,32 @@ class TowerTurns:
 
     def close(self) -> None:
         """Ends the thread; what it has not computed is dropped."""
-        self._is_closed = True
-        self._turn.release()
-        self._thread.join(_CLOSE_S)
+        if self._thread is not None:
+            self._is_closed = True
+            self._turn.release()
+            self._thread.join(_CLOSE_S)
+            if self._thread.is_alive():
+                logger.warning("the vision tower has not stopped within %g s", _CLOSE_S)
 
     @torch.inference_mode()  # a thread does not inherit it
     def _run(self) -> None:
         try:
-            while True:
-                self._await_turn()
-                while self._asked:
-                    self._rest_if_due()
-                    load = self._asked[0]
-                    self._results[load.digest] = self._compute(load)
-                    self._asked.popleft()
-                self._end_of_turn.release()
-        except _Closed:
-            pass
+            while self._asked:
+                self._rest_if_due()
+                load = self._asked[0]
+                self._results[load.digest] = self._compute(load)
+                self._asked.popleft()
+            end_openmp_team()
+        except BaseException as error:
+            self._error = error
+        self._end_of_turn.release()
 
     def _rest_if_due(self) -> None:
         """Gives the turn back if it has lasted long enough, and waits for the next one."""
-        if self._clock() >= self._until:
+        if self._clock() >= self._until and not self._is_closed:
+            end_openmp_team()
             self._end_of_turn.release()
-            self._await_turn()
-
-    def _await_turn(self) -> None:
-        end_openmp_team()
-        self._turn.acquire()
+            self._turn.acquire()
         if self._is_closed:
             raise _Closed
 
@@ -148,10 +170,14 @@ class TowerTurns:
         size = f"{load.width} x {load.height} pixels"
         try:
             features = self._tower.features(load.pixels, load.height, load.width).to(self._dtype)
-            if self._device.type == "cuda":  # steps run in another stream
+            if self._device.type == "cuda":  # its work counts as this turn's, not as a step's
                 torch.cuda.synchronize(self._device)
-        except Exception:  # of transformers, for a picture that it cannot take
+        except Exception as error:
+            if is_device_fault(error):
+                raise
             logger.exception("the vision tower has failed for a picture of %s", size)
+            if isinstance(error, MemoryError) or "allocate memory" in str(error):
+                return f"memory is too short for a picture of {size}; send a smaller one"
             text = f"the model's vision tower cannot take a picture of {size}"
             return f"{text}; send another size"
         if len(features) != load.num_rows:

@@ -63,7 +63,7 @@ class Worker:
         self._device = torch.device("cuda:0" if config.device == "cuda" else config.device)
         self._dtype = self._cache_dtype = torch.float32
         self._model: CausalLM | None = None
-        self._weights_bytes = self._looked_up_bytes = 0
+        self._weights_bytes = self._looked_up_bytes = self._features_bytes = 0
         self._weights_form = ""
         self._gpu: GpuAttention | None = None
         self._ends: StageEnds  # from `load_model` on
@@ -183,7 +183,12 @@ class Worker:
                 tower = import_vision_tower().VisionTower(model, self._dtype, self._device)
                 self._weights_bytes += tower.num_bytes
             row_bytes = model.picture_row_size * self._dtype.itemsize
-            self._weights_bytes += limits.num_cached_rows * row_bytes
+            self._features_bytes = limits.num_cached_rows * row_bytes
+            self._weights_bytes += self._features_bytes
+            total = device.cpu_total_bytes()
+            if self._device.type == "cpu" and self._features_bytes > total:
+                text = f"encoder_cache takes {self._features_bytes / device.GIB:.2f} GiB, and this"
+                raise ConfigError(f"{text} machine has {total / device.GIB:.2f}; lower it")
         self._pictures = PictureStore(tower, config, self._dtype, self._device, parallel)
 
     def _load_draft_model(self, config: EngineConfig) -> Weights:
@@ -238,7 +243,10 @@ class Worker:
         graphs = self._recording_bytes()
         self._release()
         total, budget = device.kv_budget_bytes(
-            self._device, cache, self._num_local_ranks, peak + graphs + staging
+            self._device,
+            cache,
+            self._num_local_ranks,
+            peak + graphs + staging + self._features_bytes,
         )
         wanted = cache.num_device_blocks_override
         ledger = MemoryLedger(
@@ -320,9 +328,9 @@ class Worker:
             if self._runner is not None:
                 self._runner.drop_recording()  # before the group is closed, see `DecodeGraphs`
         finally:
+            if self._pictures is not None:
+                self._pictures.close()
             self._parallel.close()
-        if self._pictures is not None:
-            self._pictures.close()
         self._store = self._model = self._gpu = self._runner = self._adapters = None
         self._pictures = None
         self._draft_model = None
