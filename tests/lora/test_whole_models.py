@@ -82,6 +82,6 @@ def test_layers_of_the_other_half(target_modules: Any, words: str, tmp_path: Pat
     adapt(model, 1, target_modules=target_modules).save_pretrained(tmp_path / "adapter")
     request = LoRARequest("mine", 1, str(tmp_path / "adapter"))
     with open_engine(tmp_path, enable_lora=True) as engine:
-        text = f"{words}.weight is of no linear layer | only the layers of the model's text half"
+        text = f"{words}.weight is of no linear layer | only the layers of the text half"
         with refused(InvalidAdapterError, text):
             engine.add_lora(request)

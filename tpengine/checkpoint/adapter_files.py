@@ -234,7 +234,8 @@ class _Reader:
         others = self.targets.keys() - sizes.keys()
         matches = {name: _TENSOR.fullmatch(name) for name in self.shapes}
         layers = whole_names([match[1] for match in matches.values() if match], sizes, others)
-        hint = "; only the layers of the model's text half can be adapted" if others else ""
+        hint = "only the layers of the text half can be adapted; train with exclude_modules"
+        hint = f"; {hint}" if others else ""
         for name, match in matches.items():
             if match is None or match[1] not in layers:
                 yield f"{name} is of no linear layer that takes an adapter here{hint}"

@@ -1,8 +1,8 @@
 """Names of a text half, as the class of the whole model has them.
 
 They are the names of the decoder behind a prefix that differs from class to class, and from one
-version of transformers to the next. It is unread by the names that the decoder has. No torch here:
-the driver compares the names of adapters.
+version of transformers to the next. It is found by comparing them with those of the decoder. No
+torch here: the driver compares the names of adapters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 _MOST_DOTS = 32
-"""Of an adapter's name; classes have some ten. All divisions of a name take the square of them."""
+"""Of an adapter's name; classes have some ten. Time and memory grow with the square of them."""
 
 
 def text_prefix(names: Iterable[str], declared: Collection[str], base_prefix: str) -> str:

@@ -154,6 +154,7 @@ class Conversation:
             KeyboardInterrupt: on Ctrl-C, after what was generated is remembered.
             RequestError: the message is too long, or the chat template refuses it. Its pictures
                 stay for the next one.
+            RequestFailedError: the model cannot see one of its pictures; they are forgotten.
         """
         content = content_of(text, self.pictures)
         token_ids = self._fit(content)
@@ -170,6 +171,9 @@ class Conversation:
 
                 self.generate(self._messages(content, self.turns), add)
                 write("\n")
+        except errors.RequestFailedError:
+            self.pictures.clear()
+            raise
         finally:
             if answer:
                 self.turns.append((content, answer))

@@ -256,7 +256,8 @@ class PicturePrompts:
             shown = f", {self.placeholder!r}" if self.placeholder else ""
             problem = f"the prompt has {counted(count, 'placeholder')} (token {placeholder}{shown})"
             problem = f"{problem} and {counted(len(wanted), 'picture')}"
-            raise InvalidPictureError(f"{problem}; it needs one for each")
+            hint = "it needs one for each, and in its text they count too"
+            raise InvalidPictureError(f"{problem}; {hint}")
         loaded = [self._load(self._reader.read(image), owner) for image in wanted]
         replacements = [pieces for _, pieces in loaded]
         try:

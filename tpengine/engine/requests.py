@@ -238,7 +238,8 @@ def _read_prompt(
         unknown = prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}
         if unknown:
             hint = "; did you mean prompt_token_ids?" if "input_ids" in unknown else ""
-            text = f"a prompt's keys are prompt and prompt_token_ids; got {sorted(unknown)}{hint}"
+            keys = "prompt, prompt_token_ids and multi_modal_data"
+            text = f"a prompt's keys are {keys}; got {sorted(unknown)}{hint}"
             raise errors.InvalidPromptError(text)
         token_ids, prompt = prompt.get("prompt_token_ids", token_ids), prompt.get("prompt")
     if prompt is not None and not isinstance(prompt, str):

@@ -93,8 +93,9 @@ def _fetch(url: str, limits: PictureLimits, allowed_hosts: Sequence[str]) -> byt
     if parts.username is not None or parts.password is not None:
         raise InvalidPictureError("the picture's URL holds a user's name; leave it out")
     if not _is_allowed(host, port, allowed_hosts):
-        text = f"{shown} is at a host or port that this server does not fetch from"
-        raise InvalidPictureError(f"{text}; send the picture itself, in a data: URL")
+        text = f"{shown} is at a host or port that is not fetched from"
+        hint = "send the picture itself, in a data: URL, or have allowed_media_hosts name the host"
+        raise InvalidPictureError(f"{text}; {hint}")
     path = urllib.parse.quote(parts.path or "/", _PATH_CHARACTERS)
     query = urllib.parse.quote(parts.query, _PATH_CHARACTERS)
     try:
