@@ -184,7 +184,7 @@ class EngineArgs(Options):
     name must lead to public addresses alone; default: none, pictures come in data: URLs."""
     max_encoder_tokens: int = option(4096, at_least=1)
     """Most tokens of pictures whose features are awaited at once; one picture may have more."""
-    encoder_share: float = option(0.25, more_than=0, at_most=1)
+    encoder_share: float = option(0.2, more_than=0, at_most=1)
     """Share of the time that a model's vision tower has beside running requests, which keep the
     rest of their speed; 1: they wait for it. `LLM` has 1 unless told otherwise: its prompts arrive
     together, so that they are done sooner."""
