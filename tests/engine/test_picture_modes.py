@@ -120,8 +120,15 @@ def test_a_tower_that_rests_before_each_layer_changes_nothing(
             begin(self, is_alone)
 
     monkeypatch.setattr(picture_store, "TowerTurns", Counted)
+    num_awaiting = list[int]()
     with open_engine(folder, **SIZES, encoder_share=1e-6) as engine:
-        assert summaries(serve_prompts(engine, REQUESTS, PARAMS)) == expected["float32"]
+
+        def after_step() -> None:
+            num_awaiting.append(engine.stats().queues.num_awaiting)
+
+        outputs = serve_prompts(engine, REQUESTS, PARAMS, after_step)
+        assert summaries(outputs) == expected["float32"]
+    assert (max(num_awaiting), num_awaiting[-1]) == (5, 0)
     assert shares == [1e-6]
     assert next(turns) > 100
 
@@ -242,6 +249,7 @@ def test_without_what_sees(llava: Path) -> None:
     ("args", "words"),
     [
         ({"allowed_media_hosts": "a.example, http://b/"}, "'http://b/' names no host"),
+        ({"encoder_cache": 1e-9}, "encoder_cache has room for 0 tokens of pictures, and one has"),
         ({"encoder_cache": 1e6}, "encoder_cache takes 1000000.00 GiB, and this machine has"),
     ],
 )

@@ -205,8 +205,11 @@ class PicturePrompts:
         except (KeyError, TypeError) as error:
             text = f"{model.model} does not say how pictures become tokens: {error!r}"
             raise ModelLoadError(f"{text}; fetch its files again, or {_TEXT_ALONE}") from error
-        # Of these models all pictures have equally many.
-        if limits.are_whole and (needed := _num_tokens(made.pieces(1, 1))) > budget:
+        needed, room = _num_tokens(made.pieces(1, 1)), limits.num_cached_rows  # of the smallest one
+        if needed > room:
+            text = f"encoder_cache has room for {room} tokens of pictures, and one has {needed}"
+            raise ConfigError(f"{text} at least; raise it")
+        if limits.are_whole and needed > budget:
             text = f"max_num_batched_tokens = {budget} is less than the {needed} tokens of a"
             raise ConfigError(f"{text} picture, which are computed together; raise it")
         self._expansion: Expansion = made
