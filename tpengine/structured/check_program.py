@@ -30,9 +30,11 @@ def main() -> None:
         vocabulary.load()
     host.bound_resource(resource.RLIMIT_CORE, 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # clients must not fill the log of the driver
-    own_bytes, _ = host.own_memory_bytes()
+    first_bytes, _ = host.own_memory_bytes()
     for line in sys.stdin:
         cpu_s, num_bytes, (fields, thinking, special_tokens) = json.loads(line)
+        # With the stacks of threads that have just ended, which may not be free yet.
+        own_bytes = min(host.own_memory_bytes()[0], first_bytes + num_bytes)
         host.bound_resource(resource.RLIMIT_AS, own_bytes + num_bytes)
         host.bound_resource(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
         error_text = grammar = ""

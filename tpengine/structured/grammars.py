@@ -7,6 +7,7 @@ A request's grammar is compiled first in a process that can be ended, to check i
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -28,7 +29,8 @@ each other in a chain by recursion, and a stack that is too small ends the proce
 need 64 to 128 MiB; what is not used takes no memory."""
 _COMPILE_S = 300.0
 """Longest wait for a grammar. Its check bounds the work, so that only a hang takes longer."""
-_END_S = 10.0
+_PAUSES_S = 0.02, 0.1, 0.5
+"""Between attempts to start a thread: the stack of one that has ended is freed a moment later."""
 _MAX_REASON = 300
 _LIMIT_OF = {
     # part of an error's text: the limit in LLParserLimits
@@ -61,7 +63,6 @@ class Vocabulary:
         self._tokens: LLTokenizer | None = None
         self._compiled: dict[str, Future[LLMatcher]] = {}
         self._waiting: deque[tuple[str, Future[LLMatcher]]] = deque()
-        self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Vocabulary, (self._tokenizer, self.size, self.end_token_ids)
@@ -135,21 +136,32 @@ class Vocabulary:
         self._waiting.append((grammar, compiled))
         if len(self._waiting) > 1:
             return compiled
-        if self._thread is not None:  # its stack is freed a moment after its last grammar
-            self._thread.join(_END_S)
+        try:
+            self._start_thread()
+        except (RuntimeError, MemoryError) as error:
+            self._waiting.clear()
+            compiled.set_exception(refusal(f"{error}; try again later"))
+        return compiled
+
+    def _start_thread(self) -> None:
+        for pause_s in _PAUSES_S:
+            try:
+                self._start_now()
+                return
+            except RuntimeError as error:
+                if "can't start new thread" not in str(error):
+                    raise
+                time.sleep(pause_s)
+        self._start_now()
+
+    def _start_now(self) -> None:
         with _STARTING:  # the size is one for the whole process
             usual = threading.stack_size(STACK_BYTES)
             try:
                 name, run = "compile-grammar", self._compile_waiting
-                thread = threading.Thread(target=run, name=name, daemon=True)
-                start_thread(thread)
-                self._thread = thread
-            except (RuntimeError, MemoryError) as error:
-                self._waiting.clear()
-                compiled.set_exception(refusal(f"{error}; try again later"))
+                start_thread(threading.Thread(target=run, name=name, daemon=True))
             finally:
                 threading.stack_size(usual)
-        return compiled
 
     def _compile_waiting(self) -> None:
         """Runs on the thread until no grammar waits."""
