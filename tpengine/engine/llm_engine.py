@@ -225,7 +225,6 @@ class LLMEngine:
                 num_swapped=scheduler.num_swapped,
                 num_queued=scheduler.num_waiting,
                 num_queued_tokens=0,
-                num_awaiting=scheduler.num_awaiting,
             ),
             cache=figures.CacheStats.of(scheduler.block_manager, counters.prefix_hits),
             num_steps=counters.num_steps,

@@ -27,7 +27,6 @@ _STATES = ("running", "recovering", "draining", "dead")
 _GAUGES = (
     ("num_requests_running", "queues.num_running", "Requests that hold blocks on the device."),
     ("num_requests_swapped", "queues.num_swapped", "Requests whose blocks are on the host."),
-    ("num_requests_awaiting_pictures", "queues.num_awaiting", "Those that wait for a picture."),
     ("num_queued_tokens", "queues.num_queued_tokens", "Prompt tokens of requests not started."),
     ("kv_cache_usage_perc", "cache.usage", "Share of the KV cache that is held; 1 is all."),
     ("cpu_cache_usage_perc", "cache.host_usage", "Share of the swap space that is held; 1 is all."),

@@ -356,7 +356,6 @@ class QueueStats:
         num_waiting: requests without blocks: new ones, and those preempted by recompute.
         num_queued: requests without a first step; `QueueLimits` bounds them.
         num_queued_tokens: prompt tokens of those.
-        num_awaiting: running requests that wait for the features of pictures.
     """
 
     num_running: int
@@ -364,7 +363,6 @@ class QueueStats:
     num_swapped: int
     num_queued: int
     num_queued_tokens: int
-    num_awaiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,12 +101,6 @@ class Scheduler:
         """Requests whose blocks are on the host."""
         return len(self._queues.swapped)
 
-    @property
-    def num_awaiting(self) -> int:
-        """Running requests that wait for the features of pictures."""
-        pictures = self._queues.pictures
-        return 0 if pictures is None else len(pictures.waiting(self._queues.running))
-
     def running_sequences(self) -> list[Sequence]:
         """Sequences that hold device blocks."""
         return [s for request in self._queues.running for s in request.running_sequences]
