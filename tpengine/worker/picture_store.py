@@ -85,7 +85,7 @@ class PictureStore:
         """Sends features to the other ranks of the stage."""
         shape = self._num_rows.pop(digest), self._row_size
         if self._parallel.tp_size > 1:
-            if digest not in self._features:
+            if self._turns is None:  # the first rank has them, or its step fails
                 self._features[digest] = torch.zeros(shape, dtype=self._dtype, device=self._device)
             self._features[digest] = self._parallel.broadcast(self._features[digest])
 
