@@ -58,6 +58,7 @@ def read_source(url: str, limits: PictureLimits, allowed_hosts: Sequence[str]) -
         return _read_data(url, limits)
     if scheme not in _PORTS:
         text = "a picture's URL begins with data:image/, https:// or http://"
+        text = f"{text}, not with {url[:_SHOWN]!r}"
         raise InvalidPictureError(f"{text}; send a file as its bytes, or in a data: URL")
     try:
         return _fetch(url.strip(), limits, allowed_hosts)

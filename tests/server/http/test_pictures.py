@@ -76,7 +76,10 @@ HOSTILE: list[tuple[Any, str]] = [
     (url_part(data_url(PNG[:900])), "damaged"),
     (url_part(data_url(png(1 << 15, 1 << 15))), "32768 x 32768 pixels"),
     (url_part("data:image/png;base64,%%"), "no valid base64"),
-    (url_part("file:///etc/passwd"), "https:// or http://; send a file as its bytes, or"),
+    (
+        url_part("file:///etc/passwd"),
+        "http://, not with 'file:///etc/passwd'; send a file as its bytes, or",
+    ),
     (url_part("http://127.0.0.1/"), "is not fetched from"),
     ({"type": "image_url"}, "holds no picture"),
     ({"type": "image", "image": 7}, "not a int; the bytes of a file and a URL are taken"),
