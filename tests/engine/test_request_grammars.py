@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.byte_llama import write
 from support.engines import greedy, open_engine
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, wait_until
 
 from tpengine import RequestOutput, SamplingParams
 from tpengine.structured.grammars import Vocabulary
@@ -89,6 +89,8 @@ def test_grammars_of_unfinished_requests_stay_compiled(
             params = held(f"[ac]{{12}}{number}", seed=1)
             engine.add_request(str(number), None, params, prompt_token_ids=[5])
         texts = {}
+        engine.step()  # begins to compile all of them; one at a time they would need no swap
+        wait_until(lambda: len(compiler.compiled) == 70)
         while engine.has_unfinished_requests():
             texts |= {out.request_id: out.outputs[0].text for out in engine.step() if out.finished}
         assert engine.stats().num_preemptions
