@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +49,100 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "tpengine.models.smollm3:SmolLM3ForCausalLM",
 }
 """Class of each architecture; its module is imported when a model of it is built."""
+_BERT, _ROBERTA = "tpengine.models.bert:BertModel", "tpengine.models.bert:RobertaModel"
+_ENCODER_FAMILIES = {
+    "Bert": _BERT,
+    "Camembert": _ROBERTA,
+    "ModernBert": "tpengine.models.modernbert:ModernBertModel",
+    "Roberta": _ROBERTA,
+    "XLMRoberta": _ROBERTA,
+}
+ENCODERS = {"BertForPreTraining": _BERT} | {
+    f"{name}{head}": family
+    for name, family in _ENCODER_FAMILIES.items()
+    for head in ("ForMaskedLM", "ForSequenceClassification", "Model")
+}
+"""The same of models whose tokens see each other in both directions, which make no tokens."""
+TWO_HALVES = {
+    "BartForConditionalGeneration": "tpengine.models.bart:BartForConditionalGeneration",
+    "BartModel": "tpengine.models.bart:BartForConditionalGeneration",
+}
+"""The same of models with an encoder, which reads one prompt, and a decoder, which generates."""
+OWN_CLASSES = ARCHITECTURES | ENCODERS | TWO_HALVES
+TASKS = ("auto", "generate", "embed", "score", "classify")
+POOLINGS = ("cls", "last", "mean")
+"""Which of a prompt's hidden states stand for it: the first, the last, or the mean of all."""
 PICTURE_MODELS = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
 """Values of `model_type` of whole models whose vision towers are run."""
 WHOLE_PICTURES = ("gemma3",)
 """Those in which the tokens of a picture see each other, also later ones."""
-_CACHED_LAYERS = {"full_attention", "sliding_attention"}
-"""Types of layers of transformers whose K and V the paged cache holds."""
-FALLBACK_NEEDS = (5, 4)
-"""First version of transformers whose code can be used: 4 has other masks and configurations, 5.0
-does not load experts, and 5.1 to 5.3 ignore GPT-2's scale of attention."""
 MAX_PRIORITY = 1000
 """A request's priority is in [-MAX_PRIORITY, MAX_PRIORITY]."""
 EMBEDDED_MODEL = str(Path(__file__).parent / "assets" / "embedded")
 """Folder of the small trained model inside the package, the default model."""
+_POSITIONS_AFTER_PADDING = ("camembert", "roberta", "xlm-roberta")
+"""Values of `model_type` of models whose first position is the one after the id of padding."""
 _LONGEST = 1 << 21
 """Most positions that are believed of a model's files: memory grows with them."""
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """A linear layer behind the pooling, as sentence-transformers has it in a folder of its own.
+
+    Attributes:
+        activation: gelu, relu, tanh or identity.
+    """
+
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True)
+class PoolingConfig:
+    """What a model gives for a prompt in the place of tokens.
+
+    Attributes:
+        task: one of `TASKS` but auto and generate.
+        pooling: one of `POOLINGS`.
+        labels: names of the classes, in the order of the outputs; of the task score there is one;
+            of embed there is none.
+        activation: what makes probabilities of scores and classes: sigmoid, softmax or identity.
+        choice_ids: ids of the tokens that say no and yes, for a causal model that answers so, and
+            whose score is the probability of the second; empty: the model has a head for it.
+        normalize: whether an embedding has length 1.
+        dense: layers behind the pooling.
+        prompts: texts before a user's text, by name.
+        default_prompt: the name of the one that is taken if a request names none; None: none.
+    """
+
+    task: str
+    pooling: str
+    labels: tuple[str, ...] = ()
+    activation: str = "softmax"
+    choice_ids: tuple[int, ...] = ()
+    normalize: bool = False
+    dense: tuple[DenseConfig, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The half of a model that reads a prompt of its own, to which the decoder's layers attend.
+
+    Attributes:
+        num_layers: of the encoder.
+        max_len: most tokens of its prompt.
+        start_token_ids: how the decoder's prompt begins.
+    """
+
+    num_layers: int
+    max_len: int
+    start_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,6 +161,8 @@ class ModelConfig:
         logprobs_mode: one of `LOGPROBS_MODES`: of the logits as the model computed them, or after
             edits, temperature and truncation.
         model_impl: whose code the model is: tpengine or transformers.
+        pooling: None: the model generates.
+        encoder: None: the model has one half.
     """
 
     model: str
@@ -98,16 +179,51 @@ class ModelConfig:
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
     model_impl: str = "tpengine"
+    pooling: PoolingConfig | None = None
+    encoder: EncoderConfig | None = None
+
+    @property
+    def task(self) -> str:
+        """One of `TASKS`, but not auto."""
+        return "generate" if self.pooling is None else self.pooling.task
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the tokens of a prompt see each other in both directions, so that it is computed
+        in one step."""
+        return is_encoder(self.hf_config)
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the model gives for a prompt; 0: it generates."""
+        if self.pooling is None:
+            return 0
+        dense = self.pooling.dense
+        own = dense[-1].out_features if dense else self.hidden_size
+        return len(self.pooling.labels) or own
 
     @property
     def implementation(self) -> str:
         """Whose code runs the model, and why, for the log."""
         half = "" if self.text_half_of is None else f", the text half of {self.text_half_of}"
+        if self.pooling is not None:
+            half = f"; task {self.pooling.task}, pooling {self.pooling.pooling}"
         if self.model_impl == "tpengine":
             return f"tpengine's code{half}"
-        if self.architecture in ARCHITECTURES:
+        if self.architecture in OWN_CLASSES:
             return f"transformers' code, as model_impl asks{half}"
+        if code := own_code(self.hf_config):
+            return f"code of its own folder, {code}"
         return f"transformers' code, tpengine has no code of its own for it{half}"
+
+    @property
+    def file_dtype(self) -> str | None:
+        """Dtype of the weights by `config.json`, such as float16; None: it names none."""
+        names = [
+            fields.get("dtype") or fields.get("torch_dtype")
+            for fields in (self.hf_config, self.whole or {})
+        ]
+        return next(filter(None, names), None)
 
     @property
     def text_half_of(self) -> str | None:
@@ -185,8 +301,8 @@ class ModelConfig:
     @property
     def sliding_window(self) -> int | None:
         """Tokens that a token sees in every layer, itself included; None: a layer sees all, or
-        transformers' code decides."""
-        if self.model_impl == "transformers":
+        transformers' code decides, or a prompt is computed in one step."""
+        if self.model_impl == "transformers" or self.is_encoder:
             return None
         types = self.hf_config.get("layer_types")
         if types is not None and set(types) != {"sliding_attention"}:
@@ -209,6 +325,8 @@ class CacheConfig:
         enable_prefix_caching: whether prompts reuse full blocks with the same content.
         kv_cache_dtype: one of `KV_CACHE_DTYPES`; auto is the model's dtype. fp8 is e4m3 and needs a
             GPU; int8 needs a CPU.
+        kv_scales: of an fp8 cache, for each rank of a stage and each layer; None: those of the
+            checkpoint.
         num_gpu_blocks: device blocks of an engine's cache, in `LLMEngine.cache_config`; None
             elsewhere.
         num_cpu_blocks: the same for its host blocks.
@@ -221,6 +339,7 @@ class CacheConfig:
     swap_space_bytes: int | None
     enable_prefix_caching: bool
     kv_cache_dtype: str = "auto"
+    kv_scales: tuple[tuple[float, ...], ...] | None = None
     num_gpu_blocks: int | None = None
     num_cpu_blocks: int | None = None
 
@@ -374,6 +493,9 @@ class SchedulerConfig:
             computes one behind the other.
         pictures: None: prompts are text alone.
         why_text_alone: then the reason, for errors, with what to change.
+        whole_prompts: whether each prompt is computed in one step, beside others: the model is an
+            encoder.
+        delay_factor: see `scheduling.prompt_delay`; 0: no delay.
     """
 
     max_num_batched_tokens: int
@@ -391,6 +513,8 @@ class SchedulerConfig:
     num_stages: int = 1
     pictures: PicturesConfig | None = None
     why_text_alone: str = "docs/pictures.md lists the models that see"
+    whole_prompts: bool = False
+    delay_factor: float = 0.0
 
     @property
     def max_sampled_rows(self) -> int:
@@ -497,73 +621,22 @@ def architecture_of(hf_config: Mapping[str, Any]) -> str:
     return str((hf_config.get("architectures") or ["(none named)"])[0])
 
 
-def name_architecture(hf_config: dict[str, Any]) -> None:
-    """Names the causal decoder of the `model_type` if `architectures` names none, or a class that
-    does not exist, such as `LLaMAForCausalLM` of early files, and is not in a file of the model."""
-    name = architecture_of(hf_config)
-    if name in ARCHITECTURES or "auto_map" in hf_config:
-        return
+def is_encoder(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a model is an encoder, by its `config.json`."""
+    sees_both = hf_config.get("use_bidirectional_attention") is True
+    return architecture_of(hf_config) in ENCODERS or sees_both
+
+
+def own_code(hf_config: Mapping[str, Any]) -> str | None:
+    """Class in a Python file of the model's folder, as `file.Class`, that runs a model of which
+    neither tpengine nor transformers has the class; None: there is none, or it is not needed."""
+    code: str | None = (hf_config.get("auto_map") or {}).get("AutoModelForCausalLM")
+    # With -- it would be code of another repository.
+    if code is None or "--" in code or architecture_of(hf_config) in ARCHITECTURES:
+        return None
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    is_alias = name.endswith(("ForCausalLM", "LMHeadModel")) and not hasattr(transformers, name)
-    if is_alias or not hf_config.get("architectures"):
-        decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.get("model_type"), name)
-        hf_config["architectures"] = [decoder]
-
-
-def choose_model_impl(hf_config: Mapping[str, Any], folder: str, wanted: str) -> str:
-    """Returns whose code runs a model: tpengine or transformers.
-
-    Args:
-        wanted: one of `MODEL_IMPLS`; auto is tpengine where it has the architecture.
-
-    Raises:
-        ConfigError: the wanted code does not run the architecture.
-    """
-    architecture = architecture_of(hf_config)
-    refused = f"architecture {architecture!r} of {folder} is not supported"
-    if wanted != "transformers" and architecture in ARCHITECTURES:
-        return "tpengine"
-    if wanted == "tpengine":
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise ConfigError(f"{refused} with model_impl = 'tpengine', which has {known}; use 'auto'")
-    if problem := _misfit(hf_config):
-        raise ConfigError(f"{refused}: {problem}; docs/models.md lists what runs")
-    return "transformers"
-
-
-def _misfit(hf_config: Mapping[str, Any]) -> str | None:
-    """Returns why transformers' code cannot run a model over the paged cache, as far as its
-    configuration and its class tell; None: they give no reason."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    version = transformers.__version__
-    if tuple(map(int, version.split(".")[:2])) < FALLBACK_NEEDS:
-        needed = "transformers' code runs from transformers {}.{}".format(*FALLBACK_NEEDS)
-        return f"{needed} on, found {version}; upgrade it"
-    architecture, model_type = architecture_of(hf_config), hf_config.get("model_type")
-    if "whole_model" in hf_config and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return f"its text half is a {model_type}, which no class of tpengine or transformers runs"
-    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        lack = "neither tpengine nor the installed transformers has it as a causal decoder"
-        return f"{lack}; its model_type is {model_type!r}"
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "unknown")
-    if known != architecture:
-        return f"transformers' causal decoder of model_type {model_type!r} is {known}"
-    model_class = getattr(transformers, architecture)
-    if getattr(model_class, "_is_stateful", False):
-        return "it keeps a state beside K and V, which the paged cache does not hold"
-    if "vocab_size" not in hf_config or "num_attention_heads" not in hf_config:
-        return "it has parts beside a text decoder; convert its text part to a model of its own"
-    if not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
-        return "its attention does not go through transformers' attention interface"
-    if hf_config.get("is_encoder_decoder"):
-        return "it is the decoder of an encoder, whose states the cache does not hold"
-    if types := set(hf_config.get("layer_types") or ()) - _CACHED_LAYERS:
-        return f"it has layers of type {', '.join(sorted(types))}, which the paged cache lacks"
-    return None
+    return None if hasattr(transformers, architecture_of(hf_config)) else code
 
 
 def check_division(hf_config: Mapping[str, Any], size: int, implementation: str) -> None:
@@ -683,6 +756,21 @@ def resolve_max_model_len(
     return wanted
 
 
+def first_position(hf_config: Mapping[str, Any]) -> int:
+    """Row of the first position in a model's table of positions.
+
+    Raises:
+        ConfigError: the model counts from the id of padding, and has none.
+    """
+    if hf_config.get("model_type") not in _POSITIONS_AFTER_PADDING:
+        return 0
+    padding = hf_config.get("pad_token_id")
+    if not isinstance(padding, int) or padding < 0:
+        text = f"pad_token_id = {padding!r}: {architecture_of(hf_config)} counts positions from it"
+        raise ConfigError(f"{text}; set it to an id in the model's config.json")
+    return padding + 1
+
+
 def _num_positions(hf_config: Mapping[str, Any]) -> int | None:
     """Number of positions that a model is made for; None: its configuration does not say.
 
@@ -691,6 +779,8 @@ def _num_positions(hf_config: Mapping[str, Any]) -> int | None:
     With other kinds of scaling, and in Gemma 3, `max_position_embeddings` is the scaled length.
     """
     longest: int | None = hf_config.get("max_position_embeddings")
+    if longest is not None and (first := first_position(hf_config)):
+        return longest - first
     scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
     name = "original_max_position_embeddings"

@@ -13,13 +13,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from tpengine import config as cfg
 from tpengine.checkpoint import model_files
 from tpengine.checkpoint.gguf_file import model_name
+from tpengine.checkpoint.kv_scales import read_scale_file
+from tpengine.checkpoint.model_code import choose_model_impl, name_architecture
 from tpengine.checkpoint.model_files import ModelFiles
+from tpengine.checkpoint.pooling_files import causal_decoder_of, read_max_seq_length, read_pooling
 from tpengine.checkpoint.quantization_config import FILE_FORMS, chosen_quantization
+from tpengine.checkpoint.two_halves import read_encoder
 from tpengine.errors import ConfigError, ModelLoadError, counted
 from tpengine.logger import init_logger
 from tpengine.options import Options, each, option, read_bundle
@@ -39,6 +43,24 @@ _DRAFTS, _MATCHES = "a speculative_model", "[ngram] and [suffix]"
 _NUM_DRAFTS = 8
 _MAX_PICTURES = 16
 _LONGEST_MATCH = {"[ngram]": 8, "[suffix]": 32}
+
+
+class ReadModel(NamedTuple):
+    """What the files of a model say.
+
+    Attributes:
+        folder: of the model.
+        hf_config: see `ModelConfig`.
+        implementation: whose code runs it: tpengine or transformers.
+        pooling: None: it generates.
+        encoder: None: it has one half.
+    """
+
+    folder: str
+    hf_config: dict[str, Any]
+    implementation: str
+    pooling: cfg.PoolingConfig | None
+    encoder: cfg.EncoderConfig | None = None
 
 
 @dataclass
@@ -64,7 +86,8 @@ class EngineArgs(Options):
     tokenizer_mode: str = option("auto", ("auto", "slow"))
     """Which tokenizer of the model: auto prefers the fast one, slow takes the other."""
     trust_remote_code: bool = option(False)
-    """Run Python code from the model's folder (configuration and tokenizer)."""
+    """Run Python code from the model's folder: configuration, tokenizer, and the model itself where
+    neither tpengine nor transformers has its class."""
     download_dir: str | None = option(None)
     """Folder for models of the hub; default: the hub's own cache."""
     load_format: str = option(
@@ -80,6 +103,9 @@ class EngineArgs(Options):
     kv_cache_dtype: str = option("auto", cfg.KV_CACHE_DTYPES, advice="fp8 is e4m3")
     """Type of K and V in the cache: auto is the model's dtype; fp8, on a GPU, holds twice as many
     tokens; fp8_e4m3 is the same; int8, on a CPU, holds nearly twice as many as bfloat16."""
+    quantization_param_path: str | None = option(None, only_for=_GPUS)
+    """JSON file with the scales of K and V for --kv-cache-dtype fp8, in the schema of vLLM 0.5.4;
+    default: those of the checkpoint, else 1."""
     seed: int = option(0, at_least=-(1 << 63), at_most=(1 << 64) - 1)
     """Seed of requests without their own, so that each run gives the same text."""
     max_model_len: int | None = option(None, at_least=1)
@@ -148,6 +174,11 @@ class EngineArgs(Options):
     them to swap_space; recompute drops them and computes its tokens again, which is tens of times
     slower; auto, or None, swaps only requests with more than one sequence. Without room in
     swap_space every mode recomputes."""
+    scheduler_delay_factor: float = option(0.0, at_least=0)
+    """Let waiting prompts gather while requests run: none is admitted until the one that arrived
+    first has waited longer than this factor times the time of the latest step with prompts, with
+    and without --enable-chunked-prefill. Steps with prompts become fewer, and hold streams up less
+    often; first tokens come later. 0: prompts never wait for this."""
     enable_chunked_prefill: bool | None = option(True)
     """Compute long prompts over more than one step, together with decodes."""
     speculative_model: str | None = option(None)
@@ -176,6 +207,12 @@ class EngineArgs(Options):
     as --num-speculative-tokens."""
 
     _: KW_ONLY
+    task: str = option("auto", cfg.TASKS)
+    """What the model is for: generate text, or embed, score or classify it; auto is what its files
+    say. A model that generates can embed too, by its last token. See docs/embeddings.md."""
+    pooling_type: str | None = option(None, cfg.POOLINGS)
+    """Which hidden states of a prompt stand for it in an embedding, a score or a class: the first,
+    the last, or the mean of all; default: as the model's files say."""
     limit_mm_per_prompt: Mapping[str, Any] | None = option(None, metavar="JSON")
     """Most pictures of a prompt of a model that sees, such as {"image": 4}; default: {"image": 16}.
     With 0 the vision tower is not loaded. See docs/pictures.md."""
@@ -255,7 +292,8 @@ class EngineArgs(Options):
     temperature and truncation made of them."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "download_dir", "speculative_model"):
+        paths = "model", "tokenizer", "download_dir", "speculative_model", "quantization_param_path"
+        for name in paths:
             if isinstance(getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(getattr(self, name)))
         if type(self.dtype).__module__ == "torch":
@@ -330,14 +368,8 @@ class EngineArgs(Options):
         self.check()
         self._check_device(device)
         shares = each(self.gpu_memory_utilization)
-        cache_bytes = tuple(int(space * GIB) for space in each(self.cpu_kv_cache_space))
+        cache_bytes = self._cache_bytes
         model, executor = self._model_config(), self.chosen_executor
-        cache = self._named(
-            cfg.CacheConfig,
-            gpu_memory_utilization=min(shares),
-            cpu_kv_cache_bytes=min(cache_bytes) if cache_bytes else None,
-            swap_space_bytes=None if self.swap_space is None else int(self.swap_space * GIB),
-        )
         parallel = self._named(
             cfg.ParallelConfig,
             rank_gpu_memory_utilization=shares if len(shares) > 1 else None,
@@ -349,6 +381,7 @@ class EngineArgs(Options):
         limits = (self.max_recoveries, self.recovery_window, self.recovery_timeout)
         recovery, kernels = cfg.RecoveryConfig(*limits), self._named(cfg.KernelConfig)
         scheduler, lora = self._scheduler_config(model, device), self._lora_config()
+        cache = self._cache_config(model, scheduler, device)
         return cfg.EngineConfig(model, cache, parallel, scheduler, recovery, device, kernels, lora)
 
     def check(self) -> None:
@@ -417,9 +450,9 @@ class EngineArgs(Options):
         if idle:
             logger.warning("no effect on CPU: %s", ", ".join(idle))
 
-    def read_model(self) -> tuple[str, dict[str, Any], str]:
-        """Returns the model's folder, its configuration, in which the arguments have replaced what
-        they name, and whose code runs it. No weights are fetched.
+    def read_model(self) -> ReadModel:
+        """Reads the model's configuration, in which the arguments replace what they name, and no
+        weights.
 
         Raises:
             ConfigError: the architecture is not supported, or the ranks cannot share the model.
@@ -427,13 +460,53 @@ class EngineArgs(Options):
         """
         folder = self._files().find()
         hf_config = model_files.read_hf_config(folder, self.trust_remote_code)
-        cfg.name_architecture(hf_config)
-        implementation = cfg.choose_model_impl(hf_config, folder, self.model_impl)
+        name_architecture(hf_config)
+        encoder, pooling = read_encoder(folder, hf_config), None
+        if encoder is None:
+            pooling = read_pooling(folder, hf_config, self.task, self.pooling_type)
+        else:
+            self._check_two_halves(cfg.architecture_of(hf_config))
+        if pooling is not None:
+            hf_config["architectures"] = [causal_decoder_of(cfg.architecture_of(hf_config))]
+        asked = self.model_impl, self.trust_remote_code
+        implementation = choose_model_impl(hf_config, folder, *asked)
+        if pooling is not None:
+            self._check_pooling(pooling, hf_config, implementation)
         cfg.check_division(hf_config, self.tensor_parallel_size, implementation)
         stages = self.pipeline_parallel_size, self._layer_partition
         cfg.check_stages(hf_config, *stages, implementation)
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
-        return folder, hf_config, implementation
+        return ReadModel(folder, hf_config, implementation, pooling, encoder)
+
+    def _check_pooling(
+        self, pooling: cfg.PoolingConfig, hf_config: Mapping[str, Any], implementation: str
+    ) -> None:
+        """Raises ConfigError if a model that makes no tokens is asked for what only others do."""
+        name = f"task = {pooling.task!r}"
+        if implementation == "transformers" or "whole_model" in hf_config:
+            text = f"{name}: {cfg.architecture_of(hf_config)} does not run on tpengine's own code"
+            raise ConfigError(f"{text}; docs/embeddings.md lists what does")
+        if self.speculative_model is not None:
+            raise ConfigError(f"{name} makes no tokens; leave speculative_model out")
+        if self.enable_lora and cfg.is_encoder(hf_config):
+            text = f"enable_lora: {cfg.architecture_of(hf_config)} is an encoder"
+            raise ConfigError(f"{text}, which takes no adapters; leave it out")
+
+    def _check_two_halves(self, name: str) -> None:
+        """Raises ConfigError if a model with an encoder and a decoder is asked for what it does not
+        do."""
+        asked = {
+            f"task = {self.task!r}": self.task not in ("auto", "generate"),
+            f"pooling_type = {self.pooling_type!r}": self.pooling_type is not None,
+            "enable_lora": self.enable_lora,
+            f"speculative_model = {self.speculative_model!r}": self.speculative_model is not None,
+            f"pipeline_parallel_size = {self.pipeline_parallel_size}": self.pipeline_parallel_size
+            > 1,
+        }
+        for option_text, is_asked in asked.items():
+            if is_asked:
+                text = f"{option_text} does not fit {name}, which has an encoder and a decoder"
+                raise ConfigError(f"{text}; leave it out")
 
     def find_tokenizer(self, folder: str) -> str | None:
         """Returns the folder of the tokenizer, for a model in `folder`; None: none is wanted.
@@ -451,9 +524,11 @@ class EngineArgs(Options):
         return ModelFiles(self.model, self.download_dir, self.revision, self.trust_remote_code)
 
     def _model_config(self) -> cfg.ModelConfig:
-        folder, hf_config, implementation = self.read_model()
+        folder, hf_config, implementation, pooling, encoder = self.read_model()
         asked = (self.max_model_len, self.disable_sliding_window)
         max_model_len = cfg.resolve_max_model_len(hf_config, *asked)
+        if pooling is not None and self.max_model_len is None:
+            max_model_len = min(max_model_len, read_max_seq_length(folder) or max_model_len)
         tokenizer = self.find_tokenizer(folder)
         self._files().fetch_weights(folder, self.load_format, each(self.ignore_patterns))
         return self._named(
@@ -465,7 +540,51 @@ class EngineArgs(Options):
             end_token_ids=model_files.read_end_token_ids(folder, hf_config),
             quantization=chosen_quantization(self.quantization, hf_config, folder),
             model_impl=implementation,
+            pooling=pooling,
+            encoder=encoder,
         )
+
+    def _cache_config(
+        self, model: cfg.ModelConfig, scheduler: cfg.SchedulerConfig, device: str
+    ) -> cfg.CacheConfig:
+        """The KV cache. An encoder needs only blocks for what its steps in flight compute; a prefix
+        cannot be left out if the pooling reads it."""
+        shares, cache_bytes = each(self.gpu_memory_utilization), self._cache_bytes
+        swap_bytes = None if self.swap_space is None else int(self.swap_space * GIB)
+        num_blocks, reuses = self.num_device_blocks_override, self.enable_prefix_caching
+        reuses = reuses and model.encoder is None  # K and V depend on the encoder's prompt
+        if model.pooling is not None:
+            reuses = reuses and model.pooling.pooling == "last" and not model.is_encoder
+        if model.is_encoder:
+            swap_bytes = 0
+            of_step = -(-scheduler.max_num_batched_tokens // self.block_size)
+            steps = scheduler.max_steps_in_flight + 1
+            num_blocks = num_blocks or of_step * steps + scheduler.max_num_seqs
+        return self._named(
+            cfg.CacheConfig,
+            gpu_memory_utilization=min(shares),
+            cpu_kv_cache_bytes=min(cache_bytes) if cache_bytes else None,
+            swap_space_bytes=swap_bytes,
+            num_device_blocks_override=num_blocks,
+            enable_prefix_caching=reuses,
+            kv_scales=self._kv_scales(model, device),
+        )
+
+    @property
+    def _cache_bytes(self) -> tuple[int, ...]:
+        return tuple(int(space * GIB) for space in each(self.cpu_kv_cache_space))
+
+    def _kv_scales(
+        self, model: cfg.ModelConfig, device: str
+    ) -> tuple[tuple[float, ...], ...] | None:
+        path, kind = self.quantization_param_path, self.kv_cache_dtype
+        if path is None or (kind != "fp8" and device == "cpu"):  # of which a warning tells
+            return None
+        if kind != "fp8":
+            idle = f"quantization_param_path = {path!r} has no effect with kv_cache_dtype ="
+            raise ConfigError(f"{idle} {kind!r}; use 'fp8', or leave it out")
+        model_type = str(model.hf_config.get("model_type"))
+        return read_scale_file(path, model_type, self.tensor_parallel_size, model.num_layers)
 
     def _scheduler_config(self, model: cfg.ModelConfig, device: str) -> cfg.SchedulerConfig:
         budget, max_model_len = self.max_num_batched_tokens, model.max_model_len
@@ -474,13 +593,21 @@ class EngineArgs(Options):
             budget = _DEFAULT_BATCHED_TOKENS[device]
             if self.pipeline_parallel_size > 1:  # the parts of a prompt fill the stages
                 budget //= 2
-            if not is_chunked:
+            if not is_chunked or model.is_encoder:
                 budget = max(budget, max_model_len)
+            if model.encoder is not None:
+                budget = max(budget, model.encoder.max_len + self.max_num_seqs)
+        if model.encoder is not None and budget <= model.encoder.max_len:
+            raise ConfigError(
+                f"max_num_batched_tokens = {budget} must be at least {model.encoder.max_len + 1}: "
+                "the longest prompt of the encoder and a token of the decoder; raise it, or leave "
+                "it out"
+            )
         if not is_chunked and self.fairness == "owner":
             rule = "fairness = 'owner' shares the tokens of each step"
             text = f"{rule}, and prompts that are not chunked take whole steps"
             raise ConfigError(f"{text}; enable chunked prefill, or set fairness='none'")
-        if not is_chunked and budget < max_model_len:
+        if (not is_chunked or model.is_encoder) and budget < max_model_len:
             raise ConfigError(
                 f"max_num_batched_tokens = {budget} is less than max_model_len = {max_model_len}: "
                 "a prompt that is not chunked could never be scheduled; raise the first, lower "
@@ -500,8 +627,10 @@ class EngineArgs(Options):
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
             enable_chunked_prefill=is_chunked,
+            whole_prompts=model.is_encoder,
             policy=self.scheduling_policy,
-            preemption_mode=self.preemption_mode or "auto",
+            preemption_mode=self._preemption_mode(model),
+            delay_factor=self.scheduler_delay_factor,
             max_steps_in_flight=self._max_steps_in_flight(device),
             ahead_from_s=self._ahead_from_s(device),
             num_stages=self.pipeline_parallel_size,
@@ -509,6 +638,12 @@ class EngineArgs(Options):
             lookahead=self._lookahead_config(model, device),
             **self._picture_fields(model, device),
         )
+
+    def _preemption_mode(self, model: cfg.ModelConfig) -> str:
+        """A prompt whose tokens are summed up is computed again, as the sum is not swapped."""
+        if model.pooling is not None and model.pooling.pooling != "last":
+            return "recompute"
+        return self.preemption_mode or "auto"
 
     def _picture_fields(self, model: cfg.ModelConfig, device: str) -> dict[str, Any]:
         """The fields of `SchedulerConfig` that are about pictures."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from operator import attrgetter
 from os import PathLike, fspath
 from typing import Any, NotRequired, TypedDict
 
-from tpengine.errors import InvalidPromptError
+from tpengine.errors import InvalidPromptError, InvalidSamplingParamsError
 from tpengine.options import read_int
 from tpengine.sampling_params import SamplingParams
 
@@ -33,7 +33,15 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[MultiModalData | None]
 
 
-PromptInputs = str | TextPrompt | TokensPrompt
+class ExplicitEncoderDecoderPrompt(TypedDict):
+    """The prompts of a model with two halves. Without a decoder's, it begins as the model's files
+    say."""
+
+    encoder_prompt: str | TextPrompt | TokensPrompt
+    decoder_prompt: NotRequired[str | TextPrompt | TokensPrompt | None]
+
+
+PromptInputs = str | TextPrompt | TokensPrompt | ExplicitEncoderDecoderPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +153,49 @@ class BeamSearchParams:
         """
         same = {name: value for name, value in vars(self).items() if name != "beam_width"}
         return SamplingParams(n=self.beam_width, use_beam_search=True, **same)
+
+
+@dataclass
+class PoolingParams:
+    """What a request wants of a model that makes no tokens.
+
+    Args:
+        additional_data: only None; in vLLM models of a user's own get it.
+        dimensions: the first elements of an embedding that are kept, for models that were trained
+            so (https://arxiv.org/abs/2205.13147); None: all.
+        normalize: whether an embedding has length 1; None: as the model's files say.
+        activation: whether scores and classes are probabilities; False: the model's own numbers.
+        truncate_prompt_tokens: tokens of a text that are kept, special ones included; -1: as many
+            as the model takes; None: a longer text is refused.
+        prompt_name: of the model's own prompts, the one that stands before the text, such as
+            query; None: the model's default.
+
+    Raises:
+        InvalidSamplingParamsError: a value is out of its range.
+    """
+
+    additional_data: Any = None
+    _: KW_ONLY
+    dimensions: int | None = None
+    normalize: bool | None = None
+    activation: bool = True
+    truncate_prompt_tokens: int | None = None
+    prompt_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.additional_data is not None:
+            text = f"is not served, got {self.additional_data!r:.80}; leave it out"
+            raise InvalidSamplingParamsError.of_field("additional_data", text)
+        if self.dimensions is not None:
+            read_int("dimensions", self.dimensions, 1)
+        for name, kind in (("normalize", bool), ("activation", bool), ("prompt_name", str)):
+            value = getattr(self, name)
+            if not isinstance(value, kind | None) or (name == "activation" and value is None):
+                text = f"must be a {kind.__name__}, got {value!r:.80}"
+                raise InvalidSamplingParamsError.of_field(name, text)
+        if self.truncate_prompt_tokens not in (None, -1):
+            read_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+
+    def clone(self) -> PoolingParams:
+        """A copy."""
+        return replace(self)

@@ -72,6 +72,26 @@ class NewSequence:
     """Slot of its adapter; None: it has none."""
     pictures: list[PictureSpan] = field(default_factory=list)
     """Where its prompt has pictures, in the order of their positions."""
+    start_of_second: int | None = None
+    """The position at which the second text of a pair begins; None: its prompt is one text."""
+    cross: CrossInput | None = None
+    """None: the model has one half."""
+
+
+@dataclass(slots=True)
+class CrossInput:
+    """What the decoder of a model with two halves attends to beside its own tokens.
+
+    Attributes:
+        num_tokens: of the encoder prompt.
+        block_ids: blocks for K and V of these tokens, in each layer of the decoder.
+        token_ids: the encoder reads them before the step's rows are computed, and fills the blocks;
+            empty: the blocks are filled.
+    """
+
+    num_tokens: int
+    block_ids: list[int]
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +238,11 @@ class StepInput:
     computed_pictures: list[bytes] = field(default_factory=list)
     num_awaited_rows: int = 0
 
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Number of tokens that an encoder reads before the rows."""
+        return sum(len(new.cross.token_ids) for new in self.new_sequences if new.cross is not None)
+
 
 @dataclass(slots=True)
 class TokenLogprobs:
@@ -290,6 +315,8 @@ class StepOutput:
         prompt_logprobs: by row of the step, for requests that ask for them.
         errors: by index in `token_ids`: the token could not be sampled, so that its id has no
             meaning, and the request cannot go on.
+        pooled: by index in `token_ids`, what the model gives for a prompt in the place of a token,
+            whose id then has no meaning: float32 `[num_outputs]`, as bytes.
         chosen_logprobs: float32, log probability of each of `token_ids`; valid where `logprobs` has
             none. An array, since making a list of it costs more than sending it.
         load_results: by its key, why an adapter could not be loaded by all ranks; by its digest,
@@ -312,6 +339,7 @@ class StepOutput:
     rejected: list[int] = field(default_factory=list)
     forced: dict[int, list[int]] = field(default_factory=dict)
     behind: list[int] = field(default_factory=list)
+    pooled: dict[int, bytes] = field(default_factory=dict)
     chosen_logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 

@@ -3,8 +3,12 @@ vLLM 0.5.4; tpengine's own fields follow, by keyword only."""
 
 from __future__ import annotations
 
+import math
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeAlias
+from operator import mul
+from typing import Any, ClassVar, Self, TypeAlias
 
 
 @dataclass(slots=True)
@@ -97,6 +101,10 @@ class RequestOutput:
         failure: the error with which the request was refused or failed; None: no error.
         num_cached_tokens: prompt tokens whose K and V were in the cache.
         num_output_tokens: output tokens so far, of all sequences that are reported.
+        pooled: an embedding, a score, or the probabilities of classes, of a model that makes no
+            tokens; None: not computed yet, or the model generates.
+        encoder_prompt: the text that the encoder read; None: ids were given, or the model has one
+            half. With two halves `prompt` is the decoder's.
     """
 
     request_id: str
@@ -111,6 +119,9 @@ class RequestOutput:
     failure: Exception | None = None
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    pooled: array[float] | None = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
 
     @property
     def error(self) -> str | None:
@@ -144,3 +155,106 @@ class BeamSearchOutput:
 
     sequences: list[BeamSearchSequence]
     error: str | None = None
+
+
+@dataclass
+class EmbeddingOutput:
+    """An embedding: its elements."""
+
+    embedding: list[float]
+
+
+@dataclass
+class ScoringOutput:
+    """How well two texts fit."""
+
+    score: float
+
+    @classmethod
+    def of_one(cls, values: list[float]) -> Self:
+        """Of the only output of a model that scores."""
+        (score,) = values
+        return cls(score)
+
+
+def cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    """The cosine of the angle between two vectors; 0 if one has no length."""
+    lengths = math.hypot(*first) * math.hypot(*second)
+    return math.fsum(map(mul, first, second)) / lengths if lengths else 0.0
+
+
+@dataclass
+class ClassificationOutput:
+    """The probability of each class, in the order of the model's labels."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.probs)
+
+
+@dataclass
+class PoolingRequestOutput:
+    """What a model that makes no tokens gives for a prompt.
+
+    Attributes:
+        finished: always True.
+        failure: the error with which the request was refused or failed; then `outputs` has none.
+        make: makes `outputs` of the model's numbers.
+    """
+
+    make: ClassVar[Callable[..., Any]]
+
+    request_id: str
+    outputs: Any
+    prompt_token_ids: list[int]
+    finished: bool
+    _: KW_ONLY
+    failure: Exception | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def error(self) -> str | None:
+        """Why the request was refused or failed; None: no error."""
+        return None if self.failure is None else str(self.failure)
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> Self:
+        """Returns what an engine gave for a request with `PoolingParams`, in this form."""
+        made = None if output.pooled is None else cls.make(output.pooled.tolist())
+        own = output.request_id, made, output.prompt_token_ids, output.finished
+        num_cached = output.num_cached_tokens
+        return cls(*own, failure=output.failure, num_cached_tokens=num_cached)
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """The embedding of a prompt."""
+
+    outputs: EmbeddingOutput
+    make = EmbeddingOutput
+
+
+class ScoringRequestOutput(PoolingRequestOutput):
+    """The score of two texts."""
+
+    outputs: ScoringOutput
+    make = ScoringOutput.of_one
+
+    @classmethod
+    def of_embeddings(cls, first: RequestOutput, second: RequestOutput) -> Self:
+        """Returns the cosine of two embeddings as a score."""
+        failure = first.failure or second.failure
+        made = None
+        if first.pooled is not None and second.pooled is not None:
+            made = ScoringOutput(cosine(first.pooled, second.pooled))
+        token_ids = first.prompt_token_ids + second.prompt_token_ids
+        return cls(second.request_id, made, token_ids, True, failure=failure)
+
+
+class ClassificationRequestOutput(PoolingRequestOutput):
+    """The classes of a prompt."""
+
+    outputs: ClassificationOutput
+    make = ClassificationOutput

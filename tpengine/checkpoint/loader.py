@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tpengine.checkpoint.gguf_file import is_gguf
+from tpengine.checkpoint.kv_scales import without_scales
 from tpengine.checkpoint.model_files import POINTER, POINTER_FAULT, WEIGHT_FILES, read_json
 from tpengine.checkpoint.quantization_config import read_scheme
 from tpengine.checkpoint.quantized_checkpoint import merge_tensors
@@ -99,6 +100,8 @@ class _CheckpointReader:
         self._load_format = config.load_format
         self._is_text_half = config.text_half_of is not None
         self._scheme = read_scheme(config.hf_config, config.model)
+        modules = () if config.pooling is None else config.pooling.dense
+        self._module_folders = [dense.folder for dense in modules]
         self._weights = weights
         self._shards = weights.shards
         self._repeated: dict[str, TensorSource] = {}
@@ -140,10 +143,15 @@ class _CheckpointReader:
         if self._is_text_half:
             prefix, others = self._model.base_prefix, self._weights.others
             tensors = text_tensors(tensors, self._names, prefix, others)
+        tensors = without_scales(tensors, self._names, self._weights.kv_scales)
         if self._scheme is None:
             yield from tensors
         else:
             yield from merge_tensors(tensors, self._scheme, self._declared)
+        for folder in self._module_folders:
+            for path in checkpoint_files(self._folder / folder, "auto"):
+                for name, source in read_tensors(path):
+                    yield f"{folder}/{path.name}", f"{folder}/{name}", source
 
     def _declared(self, name: str) -> Sequence[WeightShard]:
         return self._shards.get(name, self._shards.get(self._model.base_prefix + name, []))

@@ -34,18 +34,29 @@ _OPT = {
     "max_position_embeddings": 2048, "do_layer_norm_before": True,
     "_remove_final_layer_norm": False, "num_attention_heads": 12, "activation_function": "relu",
     "enable_bias": True, "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
-    "eos_token_id": 2,
+    "pad_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+_BERT = {
+    "vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "hidden_act": "gelu", "max_position_embeddings": 512,
+    "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0, "tie_word_embeddings": True,
+    "eos_token_id": None,
+}  # fmt: skip
+_ROBERTA = _BERT | {"pad_token_id": 1, "eos_token_id": 2}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "bert": _BERT,
+    "camembert": _ROBERTA,
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128, "attention_bias": False},
     "opt": _OPT,
+    "roberta": _ROBERTA | {"vocab_size": 50265},
+    "xlm-roberta": _ROBERTA,
 }
 """By `model_type`: the fields that tpengine reads, with the values of the class in transformers."""
-_MAY_BE_NULL = ("head_dim", "num_key_value_heads", "sliding_window")
+_MAY_BE_NULL = ("head_dim", "num_key_value_heads", "pad_token_id", "sliding_window")
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tpengine.checkpoint import gguf_config
 from tpengine.checkpoint.gguf_file import find_gguf, first_part, is_gguf
+from tpengine.checkpoint.model_code import refused_code
 from tpengine.checkpoint.model_defaults import complete_config
 from tpengine.checkpoint.quantization_config import read_scheme
 from tpengine.checkpoint.text_half import fields_of, text_half
@@ -23,6 +24,8 @@ logger = init_logger(__name__)
 
 _HUB_TEXTS = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "vocab.bpe"]
 """Files of a hub model that hold its configuration, its tokenizer and the index of its weights."""
+_HUB_MODULES = "[0-9]_*/*"
+"""Layers that sentence-transformers has behind a model, in folders such as 2_Dense."""
 WEIGHT_FILES = {
     "auto": ("*.safetensors", "pytorch_model*.bin"),
     "safetensors": ("*.safetensors",),
@@ -117,7 +120,8 @@ class ModelFiles:
         commit = Path(folder).name  # the hub's main branch may have changed since `find`
         for pattern in WEIGHT_FILES[load_format]:
             # The hub's client warns if no file matches; config.json is there already.
-            self._fetch(commit, ["config.json", pattern], [*_HUB_DOUBLES, *unwanted])
+            wanted = ["config.json", pattern, _HUB_MODULES]
+            self._fetch(commit, wanted, [*_HUB_DOUBLES, *unwanted])
             if any(Path(folder).glob(pattern)):
                 return
 
@@ -147,7 +151,8 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
     reads more than text it returns the text half, see `checkpoint.text_half`.
 
     Raises:
-        ConfigError: the architecture of a GGUF file, or a `quantization_config`, is not supported.
+        ConfigError: the architecture of a GGUF file, or a `quantization_config`, is not supported;
+            or it is read by code of the folder, which is not trusted.
         ModelLoadError: there is no such file, or it cannot be read.
     """
     path = Path(folder)
@@ -164,13 +169,19 @@ def read_hf_config(folder: str, trust_remote_code: bool) -> ModelFields:
         fields = complete_config(written)
         if fields is not None:
             return _checked(fields)
-        from transformers import AutoConfig  # takes about two seconds
+        from transformers import CONFIG_MAPPING, AutoConfig  # takes about two seconds
 
+        code = (written.get("auto_map") or {}).get("AutoConfig")
+        if code and not trust_remote_code and written.get("model_type") not in CONFIG_MAPPING:
+            raise refused_code(folder, code)
         if is_gguf(path):
             config = AutoConfig.for_model(written.pop("model_type"), **written)
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return _checked(text_half(config, written) or fields_of(config))
+        fields = text_half(config, written) or fields_of(config)
+        if written.get("use_bidirectional_attention") and "sliding_window" in written:
+            fields["sliding_window"] = written["sliding_window"]  # transformers 4 halves it
+        return _checked(fields)
     except (ConfigError, ModelLoadError):
         raise
     except Exception as error:
@@ -188,7 +199,25 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelLoadError: it is no valid JSON, or no object.
     """
-    content = path.read_bytes()
+    value: dict[str, Any] = _read_as(dict, "an object {...}", path)
+    return value
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Content of a JSON file of a model that holds a list.
+
+    Raises:
+        ModelLoadError: it is no valid JSON, or no list.
+    """
+    value: list[Any] = _read_as(list, "a list [...]", path)
+    return value
+
+
+def _read_as(kind: type, form: str, path: Path) -> Any:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path} is not there; fetch the whole model again") from error
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -196,8 +225,8 @@ def read_json(path: Path) -> dict[str, Any]:
         fault = POINTER_FAULT if content.startswith(POINTER) else fault
         text = f"{path} cannot be read: {fault}; fetch it again, or repair it"
         raise ModelLoadError(text) from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold an object {{...}}, it holds {value!r:.80}")
+    if not isinstance(value, kind):
+        raise ModelLoadError(f"{path} must hold {form}, it holds {value!r:.80}")
     return value
 
 

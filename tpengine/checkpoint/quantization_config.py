@@ -33,10 +33,12 @@ _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "fp8": {
         "activation_scheme": ("dynamic", "static", None), "fmt": ("e4m3", None),
-        "kv_cache_scheme": (None,),
+        "kv_cache_scheme": ("static", None),
     },
 }  # fmt: skip
 """By method: fields, and their values that are supported."""
+_CACHE_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
+"""The one `kv_cache_scheme` of compressed-tensors that is read: see `kv_scales.py`."""
 
 _FORMATS: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {
     "pack-quantized": ("int", (4, 8), ("group", "channel")),
@@ -129,6 +131,9 @@ class _Reader:
                 value = self._fields.get("w_bit")  # AutoAWQ before 0.1.7
             if field == "sparsity_config" and isinstance(value, Mapping):
                 value = {} if value.get("format") in (None, "dense") else value
+            if field == "kv_cache_scheme" and isinstance(value, Mapping):
+                is_read = {name: value.get(name) for name in _CACHE_SCHEME} == _CACHE_SCHEME
+                value = None if is_read and value.get("symmetric", True) else value
             self._check(field, value, supported)
         if method == "compressed-tensors":
             return self._compressed_tensors()
