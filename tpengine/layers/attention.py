@@ -7,12 +7,12 @@ on each device is decided in `ops/cache_ops.py` (`kv_cache_shapes`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tpengine.layers.gpu_attention import AttentionRule, GpuBatch, attend_chunks
+from tpengine.layers.gpu_attention import BOTH_WAYS, AttentionRule, GpuBatch, attend_chunks
 from tpengine.layers.linear import Linear
 from tpengine.layers.norm import QKNorm
 from tpengine.ops import attention_ops, cache_ops
@@ -20,9 +20,6 @@ from tpengine.ops import attention_ops, cache_ops
 KVCache = tuple[Tensor, Tensor]
 """K and V of one layer, shaped by `ops.cache_ops.kv_cache_shapes` for the device."""
 _HEAD_DIM_STEP = 16
-_KV_SCALES = (1.0, 1.0)
-"""Factors on K and V of an fp8 cache: e4m3 reaches to 448, and no supported checkpoint contains
-better ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +42,19 @@ class PictureTokens:
     key_ends: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CrossRows:
+    """What the tokens of a step see of an encoder prompt, by token: all of it.
+
+    Attributes:
+        block_table: int32 `[num_tokens, max_blocks]`.
+        lengths: int32 `[num_tokens]`.
+    """
+
+    block_table: Tensor
+    lengths: Tensor
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """The ragged batch of one step: rows of one token first (decodes), then longer chunks.
@@ -64,6 +74,8 @@ class AttentionMetadata:
             all. For the other tokens the last layer computes K and V only.
         gpu: what attention needs on a GPU in addition; None on CPU.
         pictures: what tokens that stand for pictures need; None: there are none.
+        token_types: int32 `[num_tokens]`, which text of a pair each token is of; None: the first.
+        cross: None: the model has one half.
     """
 
     positions: Tensor
@@ -75,6 +87,26 @@ class AttentionMetadata:
     wanted_rows: Tensor | None = None
     gpu: GpuBatch | None = None
     pictures: PictureTokens | None = None
+    token_types: Tensor | None = None
+    cross: CrossRows | None = None
+    _ends_of_whole: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def ends_of_whole(self, window: int | None) -> Tensor:
+        """Returns the `key_ends` of tokens in chunks that are whole sequences, in which a token
+        also sees those after it, see `ops.reference.prefill_attention`. The first layer with a
+        window computes them, the others reuse them.
+
+        Args:
+            window: a token sees those at most `window - 1` before and after it; None: all.
+        """
+        ends = self._ends_of_whole.get(window)
+        if ends is None:
+            lengths = self.seq_lens[self.num_decodes :]
+            ends = lengths.repeat_interleave(self.query_start_loc.diff())
+            if window is not None:
+                ends = ends.minimum(self.positions[self.num_decodes :] + window)
+            self._ends_of_whole[window] = ends
+        return ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +135,13 @@ def keep_rows(x: Tensor, rows: Tensor | None) -> Tensor:
 
 @dataclass(eq=False)
 class Attention:
-    """Causal attention of this rank's heads, with rotary embedding where the model has it.
+    """Attention of this rank's heads, with rotary embedding where the model has it.
 
     Attributes:
         cos_sin_cache: float32 `[max_positions, rotary_dim]`; None: no rotary embedding.
+        is_bidirectional: whether a token also sees those after it. A step then computes whole
+            sequences only. If false, attention is causal.
+        kv_scales: factors on K and V of an fp8 cache, see `worker.gpu.attention_plans`.
     """
 
     num_heads: int
@@ -114,6 +149,8 @@ class Attention:
     head_dim: int
     rule: AttentionRule
     cos_sin_cache: Tensor | None = None
+    is_bidirectional: bool = False
+    kv_scales: tuple[float, float] = (1.0, 1.0)
 
     def forward(self, qkv: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         """Writes the step's K and V into the cache, then attends to the cached sequences.
@@ -140,21 +177,24 @@ class Attention:
             plan: attention_ops.DecodePlan | tuple[None, None, None] = (None, None, None)
             if gpu is not None and gpu.plans is not None:
                 plan = gpu.plans.get(own[3], self.rule.window)
-            rule = *self.rule, *_KV_SCALES
+            rule = *self.rule, *self.kv_scales
             attention_ops.paged_attention(own[0], own[1], k, v, own[2], own[3], *rule, *plan)
         if decodes == lengths.shape[0]:
             return out
         out_chunks, chunk_table = out_heads[decodes:], table[decodes:]
         if gpu is not None:
-            attend_chunks(out_chunks, heads[decodes:], kv_cache, chunk_table, gpu, self.rule)
+            backend = BOTH_WAYS if self.is_bidirectional else gpu.backend
+            own_chunks = heads[decodes:], kv_cache, self.kv_scales, chunk_table
+            attend_chunks(out_chunks, *own_chunks, gpu, backend, self.rule)
             return out
         starts, lengths = metadata.query_start_loc, lengths[decodes:]
         chunks = out_chunks, q[decodes:], k, v, chunk_table, starts, lengths
-        if metadata.pictures is None:
-            attention_ops.prefill_attention(*chunks, *self.rule)
-        else:
+        ends: Tensor | None = None
+        if self.is_bidirectional:
+            ends = metadata.ends_of_whole(self.rule.window)
+        elif metadata.pictures is not None:
             ends = metadata.pictures.key_ends
-            attention_ops.prefill_attention(*chunks, *self.rule, *_KV_SCALES, ends)
+        attention_ops.prefill_attention(*chunks, *self.rule, *self.kv_scales, ends)
         return out
 
     def _write_kv(self, qkv: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
@@ -165,13 +205,13 @@ class Attention:
                 rotated = positions, qkv, table
             num_heads = self.num_heads, self.num_kv_heads
             cache_ops.rotary_write_kv_cache(
-                *rotated, metadata.slot_mapping, *kv_cache, *num_heads, is_neox=True
+                *rotated, metadata.slot_mapping, *kv_cache, *num_heads, True, *self.kv_scales
             )
             return
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         first_v = self.num_heads + self.num_kv_heads
         k, v = heads[:, self.num_heads : first_v], heads[:, first_v:]
-        cache_ops.write_kv_cache(k, v, *kv_cache, metadata.slot_mapping)
+        cache_ops.write_kv_cache(k, v, *kv_cache, metadata.slot_mapping, *self.kv_scales)
 
 
 def padded_head_dim(head_dim: int) -> int:

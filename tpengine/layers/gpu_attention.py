@@ -114,7 +114,8 @@ class AttentionRule(NamedTuple):
 
 
 class PrefillBackend(Protocol):
-    """Causal attention over ragged rows; the queries of a row are the last of its keys."""
+    """Attention over ragged rows, causal but for `BOTH_WAYS`; the queries of a row are the last of
+    its keys."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule) -> Tensor:
         """Computes attention of all rows.
@@ -189,7 +190,15 @@ class XformersBackend:
 
 class SdpaBackend:
     """torch's `scaled_dot_product_attention`, one row at a time: the slowest backend, and the only
-    one for float32, ALiBi, soft caps and every head dim."""
+    one for float32, ALiBi, soft caps and every head dim.
+
+    Args:
+        is_causal: if false, a query also sees the keys after it; a window is as wide there as
+            before it.
+    """
+
+    def __init__(self, is_causal: bool = True) -> None:
+        self._is_causal = is_causal
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, rule: AttentionRule) -> Tensor:
         """See `PrefillBackend.run`."""
@@ -203,12 +212,20 @@ class SdpaBackend:
                 for start in range(0, queries, step):
                     count = min(step, queries - start)
                     rows = slice(first_query + start, first_query + start + count)
-                    out[rows] = _attend_slice(q[rows], row_k, row_v, keys - queries + start, rule)
+                    position = keys - queries + start
+                    inputs = q[rows], row_k, row_v, position, rule
+                    out[rows] = _attend_slice(*inputs, self._is_causal)
                 first_query, first_key = first_query + queries, first_key + keys
         return out
 
 
-def _attend_slice(q: Tensor, k: Tensor, v: Tensor, position: int, rule: AttentionRule) -> Tensor:
+BOTH_WAYS = SdpaBackend(is_causal=False)
+"""For layers whose tokens also see those after them. It has not run on a card yet."""
+
+
+def _attend_slice(
+    q: Tensor, k: Tensor, v: Tensor, position: int, rule: AttentionRule, is_causal: bool
+) -> Tensor:
     """Attention of the queries at `position` and after to the keys from position 0 on.
 
     Args:
@@ -226,10 +243,12 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, position: int, rule: Attentio
     k, v = (x.permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
     mask = None
     is_plain = rule.window is None and rule.slopes is None and rule.softcap is None
-    is_causal = is_plain and position == 0 and num_queries == k.shape[2]
-    if not is_causal:
+    is_square = position == 0 and num_queries == k.shape[2]
+    if not is_plain or (is_causal and not is_square):
         at = torch.arange(position, position + num_queries, device=q.device).unsqueeze(1)
         distance = at - torch.arange(k.shape[2], device=q.device)
+        if not is_causal:
+            distance.abs_()
         mask = distance >= 0
         if rule.window is not None:
             mask &= distance < rule.window
@@ -238,7 +257,7 @@ def _attend_slice(q: Tensor, k: Tensor, v: Tensor, position: int, rule: Attentio
             mask = bias.masked_fill(~mask, float("-inf")).to(q.dtype)
     if rule.softcap is None:
         attended = F.scaled_dot_product_attention(
-            grouped, k, v, attn_mask=mask, is_causal=is_causal, scale=rule.scale
+            grouped, k, v, attn_mask=mask, is_causal=is_causal and mask is None, scale=rule.scale
         )
     else:  # no library's kernel caps logits
         assert mask is not None
@@ -409,8 +428,10 @@ def attend_chunks(
     out: Tensor,
     qkv: Tensor,
     kv_cache: tuple[Tensor, Tensor],
+    kv_scales: tuple[float, float],
     block_table: Tensor,
     batch: GpuBatch,
+    backend: PrefillBackend,
     rule: AttentionRule,
 ) -> None:
     """Attention of the step's chunks, whose K and V the cache already holds.
@@ -418,6 +439,7 @@ def attend_chunks(
     Args:
         out: `[num_tokens, num_heads, head_dim]`, written.
         qkv: `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]` of the chunks, rotated.
+        kv_scales: see `Attention`.
         block_table: int32 `[num_chunks, max_blocks]`.
     """
     num_heads = out.shape[1]
@@ -430,5 +452,5 @@ def attend_chunks(
             num_keys = sum(chunks.key_lens)
             keys, values = (buffer[:num_keys] for buffer in batch.gathered)
             table = block_table[group.rows]
-            gather_kv(keys, values, *kv_cache, table, chunks.key_start)
-        out[tokens] = batch.backend.run(q[tokens], keys, values, chunks, rule)
+            gather_kv(keys, values, *kv_cache, table, chunks.key_start, *kv_scales)
+        out[tokens] = backend.run(q[tokens], keys, values, chunks, rule)

@@ -146,14 +146,22 @@ class LayerNorm:
     """Layer normalisation (https://arxiv.org/abs/1607.06450).
 
     Args:
-        affine: whether it has weight and bias.
+        affine: whether it has a weight.
+        bias: whether it has a bias beside it.
     """
 
     def __init__(
-        self, weights: Weights, name: str, hidden_size: int, eps: float = 1e-5, affine: bool = True
+        self,
+        weights: Weights,
+        name: str,
+        hidden_size: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        bias: bool = True,
     ) -> None:
         self.weight = weights.replicated(f"{name}.weight", hidden_size) if affine else None
-        self.bias = weights.replicated(f"{name}.bias", hidden_size) if affine else None
+        has_bias = affine and bias
+        self.bias = weights.replicated(f"{name}.bias", hidden_size) if has_bias else None
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -106,6 +106,8 @@ def check_scales(scales: torch.Tensor) -> None:
 
 CheckpointTensor = tuple[str, str, TensorSource]
 """File, name and source."""
+KVScaleTensors = dict[tuple[int, str], CheckpointTensor]
+"""By layer, and k or v: its scale for a KV cache in fp8."""
 
 
 class PartReader(Protocol):
@@ -244,6 +246,8 @@ class Weights:
     """Renames or merges the tensors of a checkpoint before they are looked up."""
     others: set[str] = field(default_factory=set)
     """Names of a checkpoint's tensors that are of another half of the model and are not read."""
+    kv_scales: KVScaleTensors = field(default_factory=dict)
+    """Tensors of the checkpoint that only a KV cache in fp8 needs."""
     num_bytes: int = 0
     """Bytes of all parameters in their form after loading, and of the tables that layers
     compute."""
