@@ -13,11 +13,12 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from tpengine.config import ModelConfig
-from tpengine.layers.activation import plain_activation
+from tpengine.layers.activation import gated_activation, plain_activation
 from tpengine.layers.attention import AttentionMetadata, KVCache, LayerStep, SelfAttention
 from tpengine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tpengine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from tpengine.layers.norm import NoNorm, Norm
+from tpengine.layers.pooling import PoolingHead, decoder_head
 from tpengine.layers.weights import Weights
 
 Hidden = tuple[Tensor | None, Tensor]
@@ -59,6 +60,35 @@ class PlainMLP:
         up = self.up.forward(x)
         self.activation(up)
         return self.down.forward(up)
+
+
+class GatedMLP:
+    """`down(act(gate(x)) * up(x))`.
+
+    Args:
+        names: prefixes of gate and up in the checkpoint; the same one if one tensor has both.
+        down: prefix of the third matrix.
+        activation: name of the activation in the configuration.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        names: Sequence[str],
+        down: str,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        bias: bool,
+    ) -> None:
+        sizes = [intermediate_size] * 2
+        self.gate_up = MergedColumnParallelLinear(weights, names, hidden_size, sizes, bias)
+        self.activation = gated_activation(activation)
+        self.down = RowParallelLinear(weights, down, intermediate_size, hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[num_tokens, hidden_size]` to the same shape."""
+        return self.down.forward(self.activation(self.gate_up.forward(x)))
 
 
 _NONE = NoNorm()
@@ -112,13 +142,13 @@ class Decoder:
         stage: which layers it has.
     """
 
-    ignored_weights: ClassVar[tuple[str, ...]] = ()
+    ignored_weights: tuple[str, ...] = ()
     base_prefix: ClassVar[str]
     recordable: ClassVar[bool] = True
     embed_tokens: VocabParallelEmbedding
     layers: Sequence[DecoderLayer]
     norm: Norm
-    lm_head: ParallelLMHead
+    lm_head: ParallelLMHead | PoolingHead
 
     def through_layers(
         self, config: ModelConfig, weights: Weights, make: Callable[[int], DecoderLayer]
@@ -163,12 +193,17 @@ class Decoder:
 
     def make_head(
         self, config: ModelConfig, weights: Weights, name: str = "lm_head", is_tied: bool = True
-    ) -> ParallelLMHead:
-        """Makes the output head, with the table of `embed_tokens` if `tie_word_embeddings` says so.
+    ) -> ParallelLMHead | PoolingHead:
+        """Makes the output head, with the table of `embed_tokens` if `tie_word_embeddings` says so;
+        or, of a model that embeds, scores or classifies, what makes its outputs.
 
         Args:
             is_tied: what a config.json without that field means.
         """
+        pooling = config.pooling
+        if pooling is not None and not pooling.choice_ids:
+            self.ignored_weights = (*self.ignored_weights, f"{name}.weight", "lm_head.weight")
+            return decoder_head(config, weights)
         is_tied = config.hf_config.get("tie_word_embeddings", is_tied)
         tied = self.embed_tokens if is_tied else None
         return ParallelLMHead(weights, name, *self.embed_tokens.shape, tied)
@@ -176,3 +211,7 @@ class Decoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
         return self.lm_head.forward(hidden)
+
+    def compute_outputs(self, pooled: Tensor) -> Tensor:
+        """See `registry.CausalLM.compute_outputs`."""
+        return self.lm_head.forward(pooled)

@@ -19,8 +19,9 @@ from tpengine.config import ModelConfig
 from tpengine.layers.norm import QKNorm
 from tpengine.layers.weights import Weights
 from tpengine.models.llama import Blueprint, LlamaForCausalLM, LlamaTraits, rotary_table
-from tpengine.models.registry import layer_windows, require, unsupported
+from tpengine.models.registry import half_windows, layer_windows, require, unsupported
 
+_OLD_THETAS = {"sliding_attention": "rope_local_base_freq"}
 _FOUR_NORMS = (
     ("before_attention", "input_layernorm"),
     ("after_attention", "post_attention_layernorm"),
@@ -72,27 +73,24 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """`layer_types` gives the windows, as in Gemma 2, and the rotary embedding."""
+    """`layer_types` gives the windows, as in Gemma 2, and the rotary embedding. In EmbeddingGemma
+    (https://arxiv.org/abs/2509.20354) a token also sees those after it."""
 
-    own_fields = ("final_logit_softcapping",)
+    own_fields = ("final_logit_softcapping", "use_bidirectional_attention")
 
     @classmethod
     def traits(cls, config: ModelConfig) -> LlamaTraits:
         """See `LlamaForCausalLM.traits`."""
-        return replace(super().traits(config), qk_norm=QKNorm)
+        traits = replace(super().traits(config), qk_norm=QKNorm)
+        if not config.hf_config.get("use_bidirectional_attention"):
+            return traits
+        return replace(traits, windows=half_windows(config), is_bidirectional=True)
 
     @classmethod
     def rotary_tables(cls, blueprint: Blueprint) -> Sequence[Tensor | None]:
         """See `LlamaForCausalLM.rotary_tables`; one table with a window and one without."""
         config, weights, traits = blueprint
-        tables = {
-            kind: rotary_table(config, weights, _rotary_fields(config, kind))
-            for kind in ("full_attention", "sliding_attention")
-        }
-        return [
-            tables["full_attention" if window is None else "sliding_attention"]
-            for window in traits.windows
-        ]
+        return rotary_tables_by_window(config, weights, traits.windows, _OLD_THETAS)
 
 
 def _traits(config: ModelConfig, **traits: Any) -> LlamaTraits:
@@ -109,11 +107,35 @@ def _softcap(config: ModelConfig, field: str) -> float | None:
     return cap
 
 
-def _rotary_fields(config: ModelConfig, layer_type: str) -> dict[str, Any]:
+def rotary_tables_by_window(
+    config: ModelConfig,
+    weights: Weights,
+    windows: Sequence[int | None],
+    old_thetas: Mapping[str, str],
+) -> list[Tensor]:
+    """Computes each layer's cosines and sines, of a model whose layers with a window rotate by
+    another frequency than those without.
+
+    Args:
+        windows: of the layers.
+        old_thetas: see `_rotary_fields`.
+    """
+    tables = {
+        kind: rotary_table(config, weights, _rotary_fields(config, kind, old_thetas))
+        for kind in ("full_attention", "sliding_attention")
+    }
+    return [
+        tables["full_attention" if window is None else "sliding_attention"] for window in windows
+    ]
+
+
+def _rotary_fields(
+    config: ModelConfig, layer_type: str, old_thetas: Mapping[str, str]
+) -> dict[str, Any]:
     """Returns the configuration with the rotary fields of these layers only.
 
-    transformers 5 writes `rope_parameters` for each layer type. Earlier versions write those of
-    full attention as other families do, and `rope_local_base_freq` for layers with a window.
+    transformers 5 writes `rope_parameters` for each layer type. Earlier versions wrote a theta
+    under a name of its own for some types, by `old_thetas`, and other layers as other families do.
     """
     hf = dict(config.hf_config)
     nested = hf.get("rope_parameters")
@@ -121,6 +143,6 @@ def _rotary_fields(config: ModelConfig, layer_type: str) -> dict[str, Any]:
         if not isinstance(nested.get(layer_type), Mapping):
             raise unsupported(config, "rope_parameters", nested, "one entry for each layer type")
         return hf | {"rope_parameters": nested[layer_type]}
-    if layer_type == "sliding_attention":
-        return hf | {"rope_scaling": None, "rope_theta": hf["rope_local_base_freq"]}
+    if layer_type in old_thetas:
+        return hf | {"rope_scaling": None, "rope_theta": hf[old_thetas[layer_type]]}
     return hf

@@ -72,4 +72,5 @@ class GPTNeoXForCausalLM(Decoder):
             self.lm_head = self.make_head(config, weights, "embed_out", is_tied=False)
         # transformers 5 has another name for the output head than published checkpoints
         head = "embed_out.weight"  # or the table, if the two are tied
-        weights.declare_repeat("lm_head.weight", weights.repeats.get(head, head))
+        if (head := weights.repeats.get(head, head)) in weights.shards:
+            weights.declare_repeat("lm_head.weight", head)

@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tpengine.config import ModelConfig
-from tpengine.layers.activation import gated_activation
 from tpengine.layers.attention import Attention, SelfAttention
 from tpengine.layers.embedding import VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
-from tpengine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from tpengine.layers.linear import QKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import QKNorm, RMSNorm
 from tpengine.layers.rotary import build_cos_sin_cache, rope_parameters
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import MLP, Decoder, DecoderLayer, Norms
+from tpengine.models.decoder import MLP, Decoder, DecoderLayer, GatedMLP, Norms
 from tpengine.models.registry import require, unsupported
 
 PRE_NORMS = (("before_attention", "input_layernorm"), ("before_mlp", "post_attention_layernorm"))
@@ -45,6 +44,7 @@ class LlamaTraits:
             another, `gate_up_proj`.
         partial_rotary: whether `partial_rotary_factor` may be less than 1: then only the first
             elements of a head are rotated.
+        is_bidirectional: see `Attention`.
     """
 
     windows: tuple[int | None, ...]
@@ -61,6 +61,7 @@ class LlamaTraits:
     softcap: float | None = None
     fused: bool = False
     partial_rotary: bool = False
+    is_bidirectional: bool = False
 
 
 def rotary_table(
@@ -104,30 +105,26 @@ def _attention(blueprint: Blueprint, layer: int, table: Tensor | None) -> SelfAt
         qk_norm = traits.qk_norm(weights, prefix, qkv, eps, traits.centered_norms)
     scale = head_dim**-0.5 if traits.scale is None else traits.scale
     rule = AttentionRule(scale, window=traits.windows[layer], softcap=traits.softcap)
-    attention = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, rule, table)
+    heads_of_rank = qkv.num_heads, qkv.num_kv_heads, head_dim
+    attention = Attention(*heads_of_rank, rule, table, traits.is_bidirectional)
     return SelfAttention(qkv, attention, out, qk_norm)
 
 
-class LlamaMLP:
-    """`down(act(gate(x)) * up(x))`."""
+class LlamaMLP(GatedMLP):
+    """Under the names of this family."""
 
     def __init__(self, blueprint: Blueprint, prefix: str, size: int | None = None) -> None:
         config, weights, traits = blueprint
-        hf, bias = config.hf_config, traits.mlp_bias
-        hidden, size = hf["hidden_size"], size or hf["intermediate_size"]
+        hf = config.hf_config
+        sizes = hf["hidden_size"], size or hf["intermediate_size"]
         names = ["gate_up_proj"] * 2 if traits.fused else ["gate_proj", "up_proj"]
         names = [f"{prefix}.{name}" for name in names]
-        self.gate_up_proj = MergedColumnParallelLinear(weights, names, hidden, [size] * 2, bias)
-        self.down_proj = RowParallelLinear(weights, f"{prefix}.down_proj", size, hidden, bias)
-        self.activation = gated_activation(traits.activation or hf["hidden_act"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[num_tokens, hidden_size]` to the same shape."""
-        return self.down_proj.forward(self.activation(self.gate_up_proj.forward(x)))
+        activation = traits.activation or hf["hidden_act"]
+        super().__init__(weights, names, f"{prefix}.down_proj", *sizes, activation, traits.mlp_bias)
 
     def partial_forward(self, x: Tensor) -> Tensor:
         """This rank's part of `forward`; the caller sums over ranks."""
-        return self.down_proj.partial_forward(self.activation(self.gate_up_proj.forward(x)))
+        return self.down.partial_forward(self.activation(self.gate_up.forward(x)))
 
 
 def _norm(blueprint: Blueprint, name: str) -> RMSNorm:

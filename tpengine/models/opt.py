@@ -36,8 +36,9 @@ def _attention(config: ModelConfig, weights: Weights, prefix: str) -> SelfAttent
     return SelfAttention(qkv, Attention(*heads, rule), out)
 
 
-class _NormsAfter(DecoderLayer):
-    """One layer that normalises after each sum (`do_layer_norm_before` is false)."""
+class NormsAfter(DecoderLayer):
+    """One layer that normalises after each sum, not before each half (`do_layer_norm_before` is
+    false)."""
 
     def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
         """See `DecoderLayer.forward`; the returned residual is the layer's whole output."""
@@ -60,7 +61,7 @@ def _layer(config: ModelConfig, weights: Weights, prefix: str) -> DecoderLayer:
     mlp = PlainMLP(weights, *names, size, hf["ffn_dim"], hf["activation_function"], bias)
     if hf["do_layer_norm_before"]:
         return DecoderLayer(attention, mlp, Norms(before_attention=first, before_mlp=second))
-    return _NormsAfter(attention, mlp, Norms(after_attention=first, after_mlp=second))
+    return NormsAfter(attention, mlp, Norms(after_attention=first, after_mlp=second))
 
 
 class OPTForCausalLM(Decoder):

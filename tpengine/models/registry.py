@@ -11,7 +11,8 @@ To add a model family:
 3. Check every field of config.json that changes the result with `require`, because a field that is
    ignored gives wrong answers without an error. `build_model` does so for the fields in `_NEUTRAL`.
    If your family supports one, name it in the class attribute `own_fields`.
-4. Add one line to `ARCHITECTURES` in `config.py`, with the name that checkpoints give.
+4. Add one line to `ARCHITECTURES` in `config.py`, with the name that checkpoints give; of an
+   `Encoder` (`encoder.py`) to `ENCODERS`.
    One in `_DEFAULTS` of `model_defaults.py` lets it start sooner.
 5. Add variants to `tests/support/variants.py`; the tests against transformers then cover them.
 """
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tpengine.config import ARCHITECTURES, ModelConfig
+from tpengine.config import OWN_CLASSES, ModelConfig
 from tpengine.errors import ConfigError, not_supported
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.weights import Weights
@@ -39,6 +40,7 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None,), "dual_chunk_attention_config"),
     ((None, False), "is_encoder_decoder add_cross_attention use_bidirectional_attention"),
     ((None, False), "attention_sinks use_mrope"),
+    ((None, True), "is_causal"),
     ((None, 0), "num_sink_tokens num_experts num_local_experts"),
     ((None, 1.0), "residual_multiplier embedding_multiplier logits_scaling logit_scale"),
 )
@@ -89,6 +91,10 @@ class CausalLM(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden `[num_rows, hidden_size]` to logits `[num_rows, vocab_size]`."""
 
+    def compute_outputs(self, pooled: Tensor) -> Tensor:
+        """Of a model that embeds, scores or classifies by a head of its own: hidden states that
+        stand for prompts, float32 `[num_rows, hidden_size]`, to `[num_rows, num_outputs]`."""
+
 
 def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     """Builds the model that `config` names, its parameters allocated and declared in `weights`.
@@ -102,7 +108,7 @@ def build_model(config: ModelConfig, weights: Weights) -> CausalLM:
     if config.model_impl == "transformers":
         fallback: CausalLM = import_fallback().TransformersForCausalLM(config, weights)
         return fallback
-    module, name = ARCHITECTURES[config.architecture].split(":")
+    module, name = OWN_CLASSES[config.architecture].split(":")
     family = getattr(importlib.import_module(module), name)
     for neutral, fields in _NEUTRAL:
         for field in fields.split():
@@ -158,8 +164,11 @@ def check_plain_attention(config: ModelConfig) -> None:
     require(config, "sliding_window", None, None)
 
 
-def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
+def layer_windows(config: ModelConfig, field: str = "sliding_window") -> tuple[int | None, ...]:
     """Returns each layer's sliding window in tokens, by `layer_types`; None: it sees all tokens.
+
+    Args:
+        field: has the window.
 
     Raises:
         ConfigError: a layer type is not supported, or a sliding layer has no window.
@@ -171,8 +180,14 @@ def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise unsupported(config, "layer_types", kind, "full_attention, sliding_attention")
-        windows.append(_window(config) if kind == "sliding_attention" else None)
+        windows.append(_window(config, field) if kind == "sliding_attention" else None)
     return tuple(windows)
+
+
+def half_windows(config: ModelConfig, field: str = "sliding_window") -> tuple[int | None, ...]:
+    """Returns the windows of layers whose tokens see `field` others, half of them before and half
+    of them after; as `AttentionRule` counts, by the tokens before and the token itself."""
+    return tuple(window and window // 2 + 1 for window in layer_windows(config, field))
 
 
 def uniform_window(config: ModelConfig) -> tuple[int | None, ...]:
@@ -181,7 +196,8 @@ def uniform_window(config: ModelConfig) -> tuple[int | None, ...]:
     Raises:
         ConfigError: `layer_types` contradicts it.
     """
-    window = None if config.hf_config.get("sliding_window") is None else _window(config)
+    field = "sliding_window"
+    window = None if config.hf_config.get(field) is None else _window(config, field)
     windows = (window,) * config.num_layers
     types = config.hf_config.get("layer_types")
     if types is not None and layer_windows(config) != windows:
@@ -191,8 +207,8 @@ def uniform_window(config: ModelConfig) -> tuple[int | None, ...]:
     return windows
 
 
-def _window(config: ModelConfig) -> int:
-    window = config.hf_config.get("sliding_window")
+def _window(config: ModelConfig, field: str) -> int:
+    window = config.hf_config.get(field)
     if not isinstance(window, int) or window < 1:
-        raise unsupported(config, "sliding_window", window, "integers from 1 for sliding layers")
+        raise unsupported(config, field, window, "integers from 1 for sliding layers")
     return window

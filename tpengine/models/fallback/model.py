@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from tpengine.config import ModelConfig
+from tpengine.config import ModelConfig, own_code
 from tpengine.errors import ConfigError
 from tpengine.layers.attention import AttentionMetadata, KVCache, keep_rows
 from tpengine.layers.weights import Weights
@@ -195,10 +196,10 @@ def _empty_model(config: ModelConfig, weights: Weights) -> Any:
         ConfigError: its rotary positions do not suit `max_model_len`.
         UnfitError: its code fails.
     """
-    fields = dict(config.hf_config)
-    config_class = CONFIG_MAPPING[fields.pop("model_type")]
-    model_class = getattr(transformers, config.architecture)
     with _explained(), _parameters_on_meta():
+        config_class, model_class = _classes(config)
+        fields = dict(config.hf_config)
+        fields.pop("model_type")
         hf_config = config_class.from_dict(fields)
         _check_rope(hf_config, config)
         for name in _EXTRA_OUTPUTS:
@@ -208,6 +209,18 @@ def _empty_model(config: ModelConfig, weights: Weights) -> Any:
             hf_config, attn_implementation=INTERFACE, dtype=weights.dtype
         )
     return model.eval()
+
+
+def _classes(config: ModelConfig) -> tuple[Any, Any]:
+    """Classes of configuration and model: of transformers, or of the model's own folder."""
+    code, model_type = own_code(config.hf_config), config.hf_config["model_type"]
+    if code is None:
+        return CONFIG_MAPPING[model_type], getattr(transformers, config.architecture)
+    assert config.trust_remote_code, "`choose_model_impl` refuses it"
+    model_class = get_class_from_dynamic_module(code, config.model)
+    if (of_config := config.hf_config["auto_map"].get("AutoConfig")) is None:
+        return CONFIG_MAPPING[model_type], model_class
+    return get_class_from_dynamic_module(of_config, config.model), model_class
 
 
 @contextlib.contextmanager
