@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from tpengine.errors import CacheSizeError, EngineError
 from tpengine.scheduling.block_pool import BlockChain, BlockPool, expect, root_of
+from tpengine.scheduling.cross_blocks import CrossBlocks
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 BlockPair = tuple[int, int]
@@ -71,6 +72,9 @@ class BlockManager:
         max_step_tokens: most tokens that a step computes. With a sliding window a table covers no
             more tokens than the next step can compute; otherwise it covers all that there are.
 
+    Attributes:
+        cross: tables of blocks for encoder prompts, which come and go with those of their requests.
+
     Raises:
         CacheSizeError: the pool or the block size is empty.
     """
@@ -93,6 +97,7 @@ class BlockManager:
         self.num_total_blocks = num_device_blocks
         self.device = BlockPool(num_device_blocks)
         self.host = BlockPool(num_host_blocks)
+        self.cross = CrossBlocks(self.device, self.host, block_size)
         self._num_watermark_blocks = int(watermark * num_device_blocks)
         self._num_kept_tokens = num_kept_tokens
         self._reach = max_step_tokens if num_kept_tokens < sys.maxsize else sys.maxsize
@@ -118,14 +123,14 @@ class BlockManager:
 
     def num_needed_blocks(self, request: Request) -> int:
         """Most blocks that the request's unfinished sequences hold until all their present tokens
-        are computed; their common beginning counts once."""
+        are computed; their common beginning counts once, and so does their encoder prompt."""
         sequences = request.unfinished_sequences
-        common = request.num_common_tokens
+        common, num_cross = request.num_common_tokens, self.cross.num_needed(request)
         if all(sequence.num_tokens == common for sequence in sequences):
-            return self.most_blocks_for(common)
+            return num_cross + self.most_blocks_for(common)
         shared = common // self.block_size
         own = sum(self.num_blocks_for(s.num_tokens) - shared for s in sequences)
-        return min(shared + own, len(sequences) * self._most_blocks)
+        return num_cross + min(shared + own, len(sequences) * self._most_blocks)
 
     def can_allocate(self, request: Request) -> AllocStatus:
         """Whether the request, which holds no blocks, can be given all blocks that it needs."""
@@ -168,8 +173,8 @@ class BlockManager:
         return needed - self.num_free_blocks
 
     def allocate(self, request: Request) -> list[int]:
-        """Gives the first unfinished sequence of a request blocks for its tokens. Tokens in blocks
-        that the prefix cache knows count as computed.
+        """Gives the first unfinished sequence of a request blocks for its tokens and encoder
+        prompt. Tokens in blocks that the prefix cache knows count as computed.
 
         Returns:
             A copy of the sequence's table.
@@ -189,6 +194,7 @@ class BlockManager:
             self.device.num_hits += 1
         table = cached + self.device.take(self._num_next_blocks(sequence) - len(cached))
         self._tables[sequence.seq_id] = table
+        self.cross.allocate(request, sequence)
         if self._chains is not None:
             self._chain(request, sequence).num_published = len(cached)
         return table.copy()
@@ -212,10 +218,12 @@ class BlockManager:
 
     def num_held_blocks(self, request: Request) -> int:
         """Device blocks that the request's sequences hold; a shared block counts once."""
+        num_cross = self.cross.num_held(request.sequences)
         if len(request.sequences) == 1:  # it holds no block twice
             table = self._tables.get(request.sequences[0].seq_id, [])
-            return len(table) - table.count(NO_BLOCK)
-        return len({b for s in request.sequences for b in _held(self._tables.get(s.seq_id, []))})
+            return num_cross + len(table) - table.count(NO_BLOCK)
+        own = {b for s in request.sequences for b in _held(self._tables.get(s.seq_id, []))}
+        return num_cross + len(own)
 
     def num_own_blocks(self, request: Request) -> int:
         """Device blocks that are free when the request gives its own back: no other holds them."""
@@ -229,7 +237,8 @@ class BlockManager:
     def num_host_blocks(self, request: Request) -> int:
         """Host blocks that the request's sequences hold; a shared block counts once."""
         tables = [self._host_tables.get(s.seq_id, []) for s in request.sequences]
-        return len({block for table in tables for block in _held(table)})
+        own = {block for table in tables for block in _held(table)}
+        return len(own) + self.cross.num_hosted(request.sequences)
 
     def append(self, sequence: Sequence) -> Growth:
         """Extends the sequence's table until its tokens have a place. Gives it a copy of its partly
@@ -278,6 +287,7 @@ class BlockManager:
         if child.seq_id in self._tables:
             self.free(child)
         self._tables[child.seq_id] = shared
+        self.cross.fork(parent, child)
         if self._chains is not None:
             chain = self._chains[parent.seq_id]
             self._chains[child.seq_id] = chain.fork(num_tokens // self.block_size)
@@ -307,7 +317,8 @@ class BlockManager:
     def can_swap_out(self, request: Request) -> bool:
         """Whether enough host blocks are free for the computed blocks of the request."""
         held = {b for s in request.unfinished_sequences for b in _held(self._computed_blocks(s))}
-        return 0 < len(held) <= self.host.num_free
+        num_cross = self.cross.num_held(request.unfinished_sequences)
+        return bool(held) and len(held) + num_cross <= self.host.num_free
 
     def swap_out(self, request: Request) -> list[BlockPair]:
         """Moves the request's tables to host blocks; returns the (device, host) pairs to copy."""
@@ -317,6 +328,7 @@ class BlockManager:
             self._host_tables[sequence.seq_id] = _moved(table, self.host, pairs)
         for sequence in request.unfinished_sequences:
             self._drop_table(sequence)
+        self.cross.swap_out(request.unfinished_sequences, pairs)
         return list(pairs.items())
 
     def can_swap_in(self, request: Request) -> AllocStatus:
@@ -324,6 +336,7 @@ class BlockManager:
         sequences = request.unfinished_sequences
         tables = [self._host_tables[s.seq_id] for s in sequences]
         needed = len({block for table in tables for block in _held(table)})
+        needed += self.cross.num_hosted(sequences)
         for sequence, table in zip(sequences, tables, strict=True):
             needed += self._num_next_blocks(sequence) - len(table)
         needed += self._num_copies(self._host_tables, self.host, sequences)
@@ -340,6 +353,7 @@ class BlockManager:
             self._tables[sequence.seq_id] = _moved(host_table, self.device, pairs)
             for block in _held(host_table):
                 self.host.release(block)
+        self.cross.swap_in(request.unfinished_sequences, pairs)
         return list(pairs.items())
 
     def free(self, sequence: Sequence) -> None:
@@ -354,6 +368,7 @@ class BlockManager:
                 self.host.release(block)
         else:
             self._drop_table(sequence)
+        self.cross.free(sequence)
         self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
@@ -397,8 +412,9 @@ class BlockManager:
         expect(holders.keys() == self._tables.keys(), "tables are held by running sequences")
         hosted = {sequence.seq_id for sequence in swapped}
         expect(hosted == self._host_tables.keys(), "host tables are held by swapped sequences")
-        self.device.check_invariants(map(_held, self._tables.values()))
-        self.host.check_invariants(map(_held, self._host_tables.values()))
+        crossed, host_crossed = self.cross.check_invariants(holders, hosted)
+        self.device.check_invariants([*map(_held, self._tables.values()), *crossed])
+        self.host.check_invariants([*map(_held, self._host_tables.values()), *host_crossed])
         for seq_id, sequence in holders.items():
             table = self._tables[seq_id]
             held = _held(table)

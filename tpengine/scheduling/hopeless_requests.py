@@ -51,6 +51,7 @@ def why_no_more(request: Request, blocks: BlockManager) -> str | None:
 def outgrown(request: Request, num_needed: int, blocks: BlockManager) -> str:
     """What its user is told about a request that needs more blocks than there are."""
     num_tokens = sum(sequence.num_tokens for sequence in request.unfinished_sequences)
+    num_tokens += 0 if request.encoder is None else request.encoder.num_tokens
     return _too_long_for_cache(num_tokens, num_needed, blocks)
 
 

@@ -151,6 +151,7 @@ class PromptShares:
             num_blocks += blocks.num_missing_blocks(head) + blocks.num_free_blocks
         return (
             num_slots <= queues.slots.num_free
+            and not request.num_unread_tokens  # its step holds all of them
             and num_blocks <= 0
             and (keeps_room or head is request or queues.may_pass(request, number))
             and queues.adapters.has_room(request, queues.running)

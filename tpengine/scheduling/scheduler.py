@@ -6,6 +6,7 @@ after a sampled one, and a sequence that starts again after preemption.
 
 Where each decision stands:
     admission: `_admit` and `_admit_swapped`; which requests pass the first one: `passing.py`.
+    how long waiting prompts gather before: `prompt_delay.py`.
     how prompts divide a step: `prompt_shares.py`; `_chunk_size` applies it.
     shares of owners: `fairness.py`; `_admit_owed` applies them.
     preemption: `_make_room` (which request, and whether by swap or recompute).
@@ -32,6 +33,7 @@ from tpengine.scheduling.drafter import Drafter
 from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.hopeless_requests import outgrown, why_never, why_no_more, why_too_long
 from tpengine.scheduling.policy import POLICIES
+from tpengine.scheduling.prompt_delay import PromptDelay
 from tpengine.scheduling.prompt_shares import PromptShares
 from tpengine.scheduling.queues import RequestQueues
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
@@ -74,6 +76,7 @@ class Scheduler:
             policy = FairShares(make_policy, config.max_num_seqs)
         self._queues = RequestQueues(block_manager, policy, config)
         self._prompt_shares = PromptShares(self._queues, config, self._start)
+        self._prompt_delay = PromptDelay(config.delay_factor)
         self._stages = StageGroups(config.num_stages) if config.num_stages > 1 else None
         self.unanswered: deque[SchedulerOutput] = deque()
         self.wants_drafts = False
@@ -181,10 +184,10 @@ class Scheduler:
         if not step.is_empty:
             if stages is not None:
                 stages.end_step(step)
+            start = time.perf_counter()
+            if not self.unanswered:  # the ranks, or the user's program, may have been idle
+                self._answered_at = start
             if queues.drafter is not None:
-                start = time.perf_counter()
-                if not self.unanswered:  # the ranks, or the user's program, may have been idle
-                    self._answered_at = start
                 self._add_drafts(queues.drafter, step)
                 queues.drafter.note_guessing(time.perf_counter() - start)
         output = step.build()
@@ -235,8 +238,12 @@ class Scheduler:
             sequence.token_ids.append(token_id)
         if queues.shares is not None:
             queues.shares.charge_outputs(decisions.tokens, queues.request_of)
+        now = time.perf_counter()
+        step_s, self._answered_at = now - self._answered_at, now
+        if output.num_prefill_tokens:
+            self._prompt_delay.note_prompts(step_s)
         if queues.drafter is not None:
-            self._note_drafts(queues.drafter, output, decisions)
+            self._note_drafts(queues.drafter, output, decisions, step_s)
         for sequence in decisions.overridden:
             queues.slots.override(sequence)
         for sequence, _ in decisions.finished:
@@ -245,9 +252,9 @@ class Scheduler:
             queues.fork_waiting()
 
     def _note_drafts(
-        self, drafter: Drafter, output: SchedulerOutput, decisions: StepDecisions
+        self, drafter: Drafter, output: SchedulerOutput, decisions: StepDecisions, step_s: float
     ) -> None:
-        """Counts the drafts that came true as computed."""
+        """Counts the drafts that came true as computed, of a step that took `step_s` seconds."""
         for sequence, drafts in output.drafts.items():
             if sequence.slot is not None:  # else it ended while the step was in flight
                 num_accepted = sequence.num_tokens - sequence.num_computed_tokens - 1
@@ -256,10 +263,8 @@ class Scheduler:
                 self.block_manager.mark_computed(sequence, sequence.num_computed_tokens)
         for sequence, token_ids in decisions.forced:
             drafter.note_forced(sequence, token_ids)
-        now = time.perf_counter()
         if output.rows and not output.num_prefill_tokens:
-            drafter.note_step(len(output.rows), now - self._answered_at)
-        self._answered_at = now
+            drafter.note_step(len(output.rows), step_s)
 
     def restart(self, block_manager: BlockManager) -> None:
         """Lets every unfinished request wait, with the tokens that it has, since the workers and
@@ -345,7 +350,7 @@ class Scheduler:
                 size = len(sequence.token_ids) - sequence.num_computed_tokens
                 if size < 1 and not (size := sequence.num_behind):  # a call for each row costs much
                     continue
-                if size > 1 or sequence.num_computed_tokens < request.end_of_pictures:
+                if size > 1 or sequence.num_computed_tokens < request.end_of_inputs:
                     size = self._chunk_size(request, size, step)
                 if size:
                     self._add_row(sequence, size, step, lacking > 0)
@@ -423,7 +428,9 @@ class Scheduler:
             self._queues.slots.enter(sequence)
             request = self._queues.request_of[sequence.seq_id]
             adapter_slot = self._queues.adapters.slot_of(request)
-            step.enter(request, sequence, self.block_manager.block_ids(sequence), adapter_slot)
+            blocks = self.block_manager
+            cross = blocks.cross.input_of(request, sequence)
+            step.enter(request, sequence, blocks.block_ids(sequence), adapter_slot, cross)
         step.add(sequence, size)
 
     def _add_drafts(self, drafter: Drafter, step: StepBuilder) -> None:
@@ -455,6 +462,10 @@ class Scheduler:
     def _chunk_size(self, request: Request, num_left: int, step: StepBuilder) -> int:
         """Tokens of a request that has `num_left` to compute; 0: it has its turn in a later step.
         If they do not fit beside a token of each other sequence, the step is divided."""
+        if self._config.whole_prompts:
+            return num_left if num_left <= step.tokens_left else 0
+        if num_unread := request.num_unread_tokens:
+            return max(0, min(num_left, step.tokens_left - num_unread))
         num_left = self._reach_pictures(request, num_left, step)
         is_divided = request in step.parts or not self._config.enable_chunked_prefill
         if not is_divided and num_left + self._num_without_row(step) - 1 > step.tokens_left:
@@ -552,6 +563,8 @@ class Scheduler:
         Not in a step that lacks blocks: running requests need them.
         """
         chunked, queues = self._config.enable_chunked_prefill, self._queues
+        if self._prompt_delay.holds_back(queues.waiting, queues.running, time.time()):
+            return
         while queues.waiting and not queues.swapped and step.tokens_left and not step.lacks_blocks:
             # Requests that end with their first token free their slots at once, so admission could
             # go on for ever. It stops after `max_num_seqs` admissions without a decode.
@@ -567,8 +580,10 @@ class Scheduler:
                 self._ignore(request, reason, step)
                 continue
             # Cached tokens count too: whether they are in the cache depends on other requests.
-            num_tokens = request.num_common_tokens
-            if not chunked and num_tokens > step.tokens_left and not step.is_empty:
+            num_unread = request.num_unread_tokens
+            num_tokens = num_unread + (1 if chunked else request.num_common_tokens)
+            is_whole = not chunked or num_unread > 0
+            if is_whole and num_tokens > step.tokens_left and not step.is_empty:
                 return
             self._start(request, step)
 
@@ -582,10 +597,14 @@ class Scheduler:
         queues, blocks = self._queues, self.block_manager
         queues.begin_step(shares)
         others = queues.running.copy()
+        if self._prompt_delay.holds_back(queues.waiting, queues.running, time.time()):
+            return others
         rivals = [*steps.find_catching_up(others), *queues.swapped[:1]] if queues.waiting else []
         while queues.waiting and step.tokens_left > self._num_without_row(step):
             first = queues.waiting.head()
             if why_never(first, self._config, blocks) or not shares.is_owed(first, rivals):
+                break
+            if first.num_unread_tokens >= step.tokens_left - self._num_without_row(step):
                 break
             if not queues.has_room(first) and queues.adapters.has_room(first, queues.running):
                 running, num_free = list(filter(queues.is_running, others)), queues.slots.num_free

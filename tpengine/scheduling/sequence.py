@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from tpengine.errors import IllegalMoveError, RequestError
-from tpengine.inputs import NO_OWNER, Adapter, Owner
+from tpengine.inputs import NO_OWNER, Adapter, Owner, PoolingParams
 from tpengine.messages import PictureLoad, PictureSpan, SamplingRules
 from tpengine.outputs import RequestMetrics
 from tpengine.sampling_params import SamplingParams
@@ -148,6 +149,23 @@ class PromptPictures:
     loads: Mapping[bytes, PictureLoad]
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderPrompt:
+    """What the encoder of a model with two halves reads for a request.
+
+    Attributes:
+        prompt: its text; None: only ids were given.
+    """
+
+    prompt: str | None
+    token_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of its tokens; of each, the decoder's layers attend to K and V."""
+        return len(self.token_ids)
+
+
 @dataclass(eq=False)
 class CheckedRequest:
     """A request that this model can serve: one prompt as ids, with its sampling parameters."""
@@ -170,11 +188,12 @@ class CheckedRequest:
     """The client that sent it."""
     pictures: PromptPictures | None = None
     """None: its prompt is text alone."""
-
-    @property
-    def end_of_pictures(self) -> int:
-        """The position behind the last token that stands for a picture."""
-        return 0 if self.pictures is None else self.pictures.spans[-1].end
+    pooling_params: PoolingParams | None = None
+    """None: it generates."""
+    start_of_second: int | None = None
+    """See `NewSequence`."""
+    encoder: EncoderPrompt | None = None
+    """None: the model has one half. Else the prompt above is the decoder's."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -190,6 +209,14 @@ class Request(CheckedRequest):
     error: RequestError | None = None
     """Why it was ignored or failed."""
 
+    @functools.cached_property
+    def end_of_inputs(self) -> int:
+        """The position from which on a token needs nothing but its id: behind the last one that
+        stands for a picture, and behind the first one if there is an encoder prompt."""
+        if self.pictures is None:
+            return int(self.encoder is not None)
+        return self.pictures.spans[-1].end
+
     @property
     def awaited_keys(self) -> list[bytes]:
         """Of what ranks load for its next tokens: the key of its adapter, digests of pictures."""
@@ -198,6 +225,13 @@ class Request(CheckedRequest):
             return keys
         place = self.unfinished_sequences[0].num_computed_tokens
         return keys + [span.digest for span in self.pictures.spans if place < span.end]
+
+    @property
+    def num_unread_tokens(self) -> int:
+        """Tokens of its encoder prompt that the step must hold which computes its first token."""
+        if self.encoder is None or any(s.num_computed_tokens for s in self.unfinished_sequences):
+            return 0
+        return self.encoder.num_tokens
 
     @property
     def finished(self) -> bool:

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError, RequestError
-from tpengine.messages import NewSequence, StepInput
+from tpengine.messages import CrossInput, NewSequence, StepInput
 from tpengine.scheduling.drafter import Guess
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
@@ -159,9 +159,16 @@ class StepBuilder:
         self.message.drafts.append((slot_of(sequence), token_ids))
 
     def enter(
-        self, request: Request, sequence: Sequence, block_ids: list[int], adapter_slot: int | None
+        self,
+        request: Request,
+        sequence: Sequence,
+        block_ids: list[int],
+        adapter_slot: int | None,
+        cross: CrossInput | None = None,
     ) -> None:
         """Sends a sequence in full to the workers."""
+        if cross is not None:
+            self.tokens_left -= len(cross.token_ids)
         self.message.new_sequences.append(
             NewSequence(
                 slot=slot_of(sequence),
@@ -176,6 +183,8 @@ class StepBuilder:
                 num_candidates=request.num_candidates,
                 adapter_slot=adapter_slot,
                 pictures=[] if request.pictures is None else list(request.pictures.spans),
+                start_of_second=request.start_of_second,
+                cross=cross,
             )
         )
 
