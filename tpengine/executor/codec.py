@@ -204,6 +204,8 @@ def _new_sequence(fields: list[Any]) -> messages.NewSequence:
     sequence: Any = messages.NewSequence(*fields)
     sequence.rules = messages.SamplingRules(*sequence.rules)
     sequence.pictures = [messages.PictureSpan(*fields) for fields in sequence.pictures]
+    if sequence.cross is not None:
+        sequence.cross = messages.CrossInput(*sequence.cross)
     return cast(messages.NewSequence, sequence)
 
 

@@ -209,7 +209,8 @@ class GroupExecutor(Executor):
 
     def send_step(self, step: StepInput) -> None:
         """See `Executor`; over the channels."""
-        work = sum(step.num_scheduled_tokens), step.num_awaited_rows
+        num_tokens = sum(step.num_scheduled_tokens) + step.num_encoder_tokens
+        work = num_tokens, step.num_awaited_rows
         payload, first = encode(step), None
         if step.picture_loads:  # only rank 0 computes features
             first, loads = payload, [replace(load, pixels=b"") for load in step.picture_loads]

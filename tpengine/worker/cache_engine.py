@@ -85,6 +85,11 @@ class CacheEngine:
             self._blocks = PooledBlocks(pool, num_host_blocks)
         self.kv_caches = self._blocks.caches
 
+    def share(self, num_layers: int) -> None:
+        """Gives the only layer's part to all layers of the model."""
+        (pair,) = self.kv_caches
+        self.kv_caches.extend([pair] * (num_layers - 1))
+
     def move(self, moves: BlockMoves) -> None:
         """Copies blocks to the host, from it, and on the device; the next kernels see the result.
 

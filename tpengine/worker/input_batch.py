@@ -14,10 +14,11 @@ from operator import attrgetter
 import numpy as np
 from torch import Tensor
 
-from tpengine.layers.attention import AttentionMetadata
+from tpengine.layers.attention import AttentionMetadata, CrossRows
 from tpengine.layers.device_values import Int32, Int64
 from tpengine.layers.sampler import Filters, SamplingBatch, noise_keys
 from tpengine.messages import Fork, NewSequence, StepInput
+from tpengine.worker.cross_slots import CrossSlots
 from tpengine.worker.picture_slots import PictureSlots
 from tpengine.worker.sampling_state import SamplingSlots, num_drafts_before
 from tpengine.worker.transfers import Uploads
@@ -29,6 +30,8 @@ class StepArrays:
 
     Attributes:
         num_scheduled_tokens: int32 `[num_seqs]`, tokens of each row.
+        token_types: None: all prompts are one text.
+        cross: see `CrossSlots.rows`.
     """
 
     token_ids: Int32
@@ -39,6 +42,8 @@ class StepArrays:
     query_start_loc: Int32
     num_decodes: int
     num_scheduled_tokens: Int32
+    token_types: Int32 | None = None
+    cross: tuple[Int32, Int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class InputBatch:
         num_kept_tokens: see `EngineConfig.num_kept_tokens`.
         processed: see `SamplingSlots`.
         has_axes: whether tokens of pictures have a position on each of three axes.
+        max_encoder_len: most tokens of an encoder prompt; 0: the model has one half.
 
     Attributes:
         token_ids: int32 `[max_num_seqs, max_model_len]`, prompt and output.
@@ -83,6 +89,7 @@ class InputBatch:
         block_table: int32 `[max_num_seqs, max_blocks]`.
         sampling: sampling parameters of each slot.
         pictures: where the prompts have pictures.
+        cross: the blocks of encoder prompts.
         adapter_slots: int32 `[max_num_seqs]`, slot of the sequence's adapter; -1: none.
     """
 
@@ -95,6 +102,7 @@ class InputBatch:
         num_kept_tokens: int = sys.maxsize,
         processed: bool = False,
         has_axes: bool = False,
+        max_encoder_len: int = 0,
     ) -> None:
         self.block_size = block_size
         self.uploads = uploads
@@ -106,9 +114,11 @@ class InputBatch:
         self._num_kept_tokens = num_kept_tokens
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         self._seeds = [0] * max_num_seqs
+        self._second_starts: Int32 | None = None  # of pairs of texts; None: there was no pair yet
         self.adapter_slots = np.full(max_num_seqs, -1, np.int32)
         self.sampling = SamplingSlots(max_num_seqs, uploads.device, processed)
         self.pictures = PictureSlots(max_num_seqs, has_axes)
+        self.cross = CrossSlots(max_num_seqs, -(-max_encoder_len // block_size))
 
     def apply(self, step: StepInput) -> None:
         """Applies the driver's changes to the slots, in the order that `StepInput` documents."""
@@ -178,10 +188,14 @@ class InputBatch:
         block_ids = self.block_table[token_slots, positions // self.block_size]
         slot_mapping = block_ids * self.block_size + positions % self.block_size
         table = self._kept_blocks(self.block_table[slots, :max_blocks], computed)
+        types: Int32 | None = None
+        if self._second_starts is not None:
+            types = (positions >= self._second_starts[token_slots]).astype(np.int32)
         if self.pictures.has_offsets:
             positions = positions + self.pictures.offsets[token_slots]
+        counts, cross = (starts, num_decodes, scheduled), self.cross.rows(token_slots)
         return StepArrays(
-            token_ids, positions, slot_mapping, table, seq_lens, starts, num_decodes, scheduled
+            token_ids, positions, slot_mapping, table, seq_lens, *counts, types, cross
         )
 
     def step_arrays(self, step: StepInput) -> StepArrays:
@@ -309,6 +323,12 @@ class InputBatch:
         self.adapter_slots[slot] = -1 if sequence.adapter_slot is None else sequence.adapter_slot
         self.sampling.write(slot, sequence, noise_keys(sequence.seed, sequence.index))
         self.pictures.enter(slot, sequence.pictures)
+        self.cross.enter(slot, sequence.cross)
+        start, most = sequence.start_of_second, self.token_ids.shape[1]
+        if start is not None and self._second_starts is None:
+            self._second_starts = np.full(len(self.token_ids), most, np.int32)
+        if self._second_starts is not None:
+            self._second_starts[slot] = most if start is None else start
 
     def _fork(self, fork: Fork) -> None:
         parent, child = fork.parent_slot, fork.child_slot
@@ -319,6 +339,7 @@ class InputBatch:
         columns.append(self.pictures.offsets)  # the child computes no token of a picture
         for column in columns:
             column[child] = column[parent]
+        self.cross.fork(parent, child)
         seed = self._seeds[child] = self._seeds[parent]
         self.sampling.fork(parent, child, noise_keys(seed, fork.index))
 
@@ -332,6 +353,11 @@ class InputBatch:
 def upload_step(arrays: StepArrays, uploads: Uploads) -> tuple[Tensor, AttentionMetadata]:
     """Sends a step's arrays to the device; returns token ids, int32 `[num_tokens]`, and metadata
     without its `gpu` part."""
-    token_ids, positions, slots, table, seq_lens, starts = uploads.send(_device_arrays(arrays))
-    num_decodes = arrays.num_decodes
-    return token_ids, AttentionMetadata(positions, slots, table, seq_lens, starts, num_decodes)
+    types = [] if arrays.token_types is None else [arrays.token_types]
+    sent = uploads.send([*_device_arrays(arrays), *types])
+    token_ids, positions, slots, table, seq_lens, starts, *sent_types = sent
+    metadata = AttentionMetadata(positions, slots, table, seq_lens, starts, arrays.num_decodes)
+    metadata.token_types = sent_types[0] if sent_types else None
+    if arrays.cross is not None:
+        metadata.cross = CrossRows(*uploads.send(arrays.cross))
+    return token_ids, metadata

@@ -18,7 +18,7 @@ from tpengine.distributed.parallel_state import ParallelState, end_of_work
 from tpengine.layers import sampler
 from tpengine.layers.attention import AttentionMetadata, keep_rows
 from tpengine.layers.device_values import Array, Pending, known, together, upload
-from tpengine.messages import PromptLogprobs, StepInput, StepOutput
+from tpengine.messages import CrossInput, PromptLogprobs, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.ops.lora_ops import LoRARows
 from tpengine.structured.masks import GrammarSlots
@@ -27,10 +27,12 @@ from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording
 from tpengine.worker.device import cuda_peak_bytes
 from tpengine.worker.draft_model import DraftModel
+from tpengine.worker.encoder_pass import TwoHalves, encoder_arrays
 from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
 from tpengine.worker.picture_store import PictureStore
+from tpengine.worker.pooling_slots import PoolingSlots
 from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.stage_ends import StageEnds
 from tpengine.worker.transfers import Downloads, Uploads
@@ -61,8 +63,9 @@ class PendingAnswer:
 
     Attributes:
         token_ids: int64 `[num_samples]`, on the device.
-        read: waits for the copies; returns sampled ids (int64 `[num_samples]`), `Findings`, and log
-            probabilities of prompts by row, in this order.
+        read: waits for the copies; returns sampled ids (int64 `[num_samples]`), `Findings`, log
+            probabilities of prompts by row, and, if the model does not generate, what it gives in
+            the place of tokens, see `StepOutput.pooled`; in this order.
     """
 
     token_ids: torch.Tensor | None
@@ -136,13 +139,17 @@ class ModelRunner:
         self._scheduler = config.scheduler
         self._parallel = parallel
         self._gpu = gpu
+        self._pooling = PoolingSlots(config, model, device) if config.model.pooling else None
         self._processed = config.model.logprobs_mode == "processed_logprobs"
         most, vocab_size = config.model.max_logprobs, config.model.vocab_size
         self._max_logprobs = vocab_size if most == -1 else min(most, vocab_size)
         limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len
         block_size, num_kept = config.cache.block_size, config.num_kept_tokens
         sizes, has_axes = (*limits, block_size), bool(config.model.picture_rope)
-        self.batch = InputBatch(*sizes, self.uploads, num_kept, self._processed, has_axes)
+        encoder = config.model.encoder
+        self._max_encoder_len = 0 if encoder is None else encoder.max_len
+        others = self._processed, has_axes, self._max_encoder_len
+        self.batch = InputBatch(*sizes, self.uploads, num_kept, *others)
 
     @property
     def grammars(self) -> GrammarSlots:
@@ -186,12 +193,13 @@ class ModelRunner:
         start, behind = time.perf_counter(), list[int]()
         if self.draft_model is not None and step.drafts:
             behind = self.draft_model.guess(step)
-        drafting_s = time.perf_counter() - start
+        self.encode([new.cross for new in step.new_sequences if new.cross is not None])
+        before_s = time.perf_counter() - start + tower_s
         inputs, has_all_ids = self.prepare_outputs(step), not self._pending
         # Before the layers, if it can be: the masks of grammars are made while these run.
         parameters = self._sampling_parameters(step) if has_all_ids else None
         forward = self.prepare_rows(step, inputs.wanted)
-        start = time.perf_counter() - drafting_s - tower_s
+        start = time.perf_counter() - before_s
         hidden = forward()
         outputs = self.finish()
         if not has_all_ids:
@@ -215,7 +223,7 @@ class ModelRunner:
         if not self._pending:
             return []
         pending = self._pending.popleft()
-        sampled_ids, findings, prompt_logprobs = pending.answer.read()
+        sampled_ids, findings, prompt_logprobs, *pooled = pending.answer.read()
         self._ends.send_ids(sampled_ids)
         now = time.perf_counter()
         model_s = now - max(pending.start, self._finished_at)  # the device takes one after another
@@ -235,6 +243,7 @@ class ModelRunner:
                 rejected=rejected,
                 forced=forced,
                 behind=pending.behind,
+                pooled=pooled[0] if pooled else {},
                 chosen_logprobs=findings.chosen_logprobs,
             )
         ]
@@ -277,6 +286,8 @@ class ModelRunner:
         last_tokens = self.batch.last_positions(step)
         # Log probabilities of a prompt need the hidden states of all tokens; and a row that several
         # sequences share would pass the last layer once for each of them.
+        if self._pooling is not None and self._pooling.wants_all:
+            return OutputRows(None, None, [])
         if prompt_rows or len(set(step.sample_rows)) < len(step.sample_rows):
             return OutputRows(None, last_tokens, prompt_rows)
         return OutputRows(last_tokens, None, prompt_rows)
@@ -320,6 +331,14 @@ class ModelRunner:
         # The last layer keeps all rows, so that all layers have the same ones.
         lora_rows = None if grouped is None else LoRARows(*self.uploads.send(grouped))
         return lambda: keep_rows(self._forward(ids, metadata, entering, lora_rows), wanted)
+
+    def encode(self, prompts: Sequence[CrossInput]) -> None:
+        """Reads those of these encoder prompts whose blocks are empty, and fills the blocks."""
+        prompts = [prompt for prompt in prompts if prompt.token_ids]
+        if prompts:
+            assert isinstance(self.model, TwoHalves)
+            token_ids, metadata = self._upload(encoder_arrays(prompts, self.batch.block_size))
+            self.model.encode(token_ids, self.cache_engine.kv_caches, metadata)
 
     def _ids_in_flight(self, step: StepInput, arrays: StepArrays) -> torch.Tensor | None:
         """The token ids of a step's rows, int64 `[num_tokens]`, with those that the step before
@@ -379,6 +398,10 @@ class ModelRunner:
         Args:
             hidden: `[num_wanted, hidden_size]`, of the tokens `inputs.wanted`.
         """
+        if self._pooling is not None:
+            read = self._pooling.start(step, self.batch, hidden, self._downloads)
+            self.batch.note_computed(step)
+            return PendingAnswer(None, read)
         prompts = compute_prompt_logprobs(
             hidden, inputs.prompt_rows, self.model.compute_logits, self._max_logits_rows
         )
@@ -421,6 +444,9 @@ class ModelRunner:
             longest = self._scheduler.max_model_len
             num_prompts = min(max(1, num_tokens // longest), num_seqs)
             self._run_dummy(np.array([longest] * num_prompts))
+        if longest := self._max_encoder_len:
+            prompt = CrossInput(longest, [], [0] * longest)  # K and V go into block 0
+            self.encode([prompt] * (num_tokens // longest))
         ends = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
         return self._run_dummy(np.diff(ends), self._max_logits_rows)
 
@@ -453,6 +479,9 @@ class ModelRunner:
         hidden = self._forward(token_ids, metadata, entering, lora_rows)
         model_peak = cuda_peak_bytes(self.device)
         if not self._parallel.stage.is_last:
+            return model_peak
+        if self._pooling is not None:
+            self._pooling.run_dummy(hidden)
             return model_peak
         num_rows = max(len(lengths), num_logits_rows)
         (last,) = self.uploads.send([np.resize(np.cumsum(lengths) - 1, num_rows)])

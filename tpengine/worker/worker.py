@@ -32,7 +32,12 @@ from tpengine.worker.adapter_store import AdapterStore
 from tpengine.worker.cache_engine import CacheEngine, CacheShape, staged_blocks
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
 from tpengine.worker.draft_model import DraftModel
-from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers, check_attention
+from tpengine.worker.gpu.attention_plans import (
+    GpuAttention,
+    attention_layers,
+    check_attention,
+    set_kv_scales,
+)
 from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.picture_store import PictureStore
@@ -121,7 +126,9 @@ class Worker:
         """
         self._dtype = device.resolve_dtype(self._config.model.dtype, self._device.type)
         self._cache_dtype = device.cache_dtype(self._config.cache.kv_cache_dtype, self._dtype)
-        dtype_name = str(self._dtype).removeprefix("torch.")
+        dtype_name, in_file = str(self._dtype).removeprefix("torch."), self._config.model.file_dtype
+        if self._config.model.dtype == "auto" and in_file not in (None, dtype_name):
+            dtype_name += f" (the file has {in_file})"
         if self._cache_dtype != self._dtype:
             dtype_name += f", {self._config.cache.kv_cache_dtype} KV cache"
         if self._device.type == "cuda":
@@ -149,6 +156,8 @@ class Worker:
                 self._weights_bytes += drafting.num_bytes
                 digest += drafting.digest
         self._weights_form, self._looked_up_bytes = weights.form, weights.looked_up_bytes
+        if self._cache_dtype == torch.float8_e4m3fn:
+            set_kv_scales(self._model, weights, self._config, self._parallel)
         self._gpu = self._make_gpu_attention(self._model)
         return digest
 
@@ -471,7 +480,8 @@ class Worker:
             adapters: see `DecodeRecording`.
         """
         scheduler = self._config.scheduler
-        if self._config.kernels.enforce_eager or not model.recordable:
+        makes_tokens = self._config.model.pooling is None
+        if self._config.kernels.enforce_eager or not (model.recordable and makes_tokens):
             return None
         most = scheduler.max_sampled_rows
         max_rows = min(most, scheduler.max_num_batched_tokens, MAX_RECORDED_ROWS)
@@ -528,7 +538,10 @@ class Worker:
     def _make_cache(
         self, model: CausalLM, num_blocks: int, num_host_blocks: int = 0
     ) -> CacheEngine:
-        return CacheEngine(self._cache_shape(model), num_blocks, num_host_blocks)
+        cache = CacheEngine(self._cache_shape(model), num_blocks, num_host_blocks)
+        if self._config.model.is_encoder:
+            cache.share(len(list(attention_layers(model))))
+        return cache
 
     @property
     def _draft_block_bytes(self) -> int:
@@ -537,5 +550,7 @@ class Worker:
 
     def _cache_shape(self, model: CausalLM) -> CacheShape:
         layers = list(attention_layers(model))
-        block = self._config.cache.block_size, len(layers), layers[0].num_kv_heads
+        # An encoder computes a prompt in one step: its layers use the same blocks, one by one.
+        num_layers = 1 if self._config.model.is_encoder else len(layers)
+        block = self._config.cache.block_size, num_layers, layers[0].num_kv_heads
         return CacheShape(self._device, self._cache_dtype, *block, layers[0].head_dim)

@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from tpengine.checkpoint.kv_scales import read_scale
 from tpengine.config import EngineConfig
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.layers import gpu_attention
 from tpengine.layers.attention import Attention
+from tpengine.layers.weights import Weights
+from tpengine.logger import init_logger
 from tpengine.ops import attention_ops
 from tpengine.ops.library import has_cuda_kernels
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.transfers import Uploads
+
+logger = init_logger(__name__)
 
 _OWN_PARTS = ("tpengine.models.", "tpengine.layers.attention")
 _GATHERED_TOKENS = 1 << 16
@@ -35,6 +41,28 @@ def check_attention(
         head_dim = next(attention_layers(model)).head_dim
         capability = torch.cuda.get_device_capability()
         attention_ops.check_decode_support(head_dim, dtype, cache_dtype, capability)
+
+
+def set_kv_scales(
+    model: Any, weights: Weights, config: EngineConfig, parallel: ParallelState
+) -> None:
+    """Gives the layers of this rank the scales of an fp8 cache: those of the file that the user
+    named, else those of the checkpoint, else 1.
+
+    Raises:
+        ModelLoadError: a scale of the checkpoint is not one number above 0.
+    """
+    named, tensors = config.cache.kv_scales, weights.kv_scales
+    numbers = parallel.stage.layers or range(config.model.num_layers)
+    for number, layer in zip(numbers, attention_layers(model), strict=True):
+        if named is not None:
+            layer.kv_scales = (named[parallel.tp_rank][number],) * 2
+        else:
+            k, v = (read_scale(tensors.get((number, kind))) for kind in "kv")
+            layer.kv_scales = k, v
+    if parallel.rank == 0:
+        source = "quantization_param_path" if named else "the checkpoint" if tensors else ""
+        logger.info("fp8 KV cache: scales %s", f"from {source}" if source else "are 1")
 
 
 class GpuAttention:
@@ -125,10 +153,14 @@ def _running_sum(lengths: np.ndarray) -> np.ndarray:
 
 def attention_layers(model: Any) -> Iterator[Attention]:
     """Yields the attention of each layer of a model, in order. It searches the model's attributes,
-    since families name their parts differently."""
+    since families name their parts differently. The encoder of a model with two halves has no cache
+    of its own."""
     if isinstance(model, Attention):
         yield model
         return
-    for part in model if isinstance(model, list) else vars(model).values():
+    parts = enumerate(model) if isinstance(model, list) else vars(model).items()
+    for name, part in parts:
+        if name == "encoder":
+            continue
         if isinstance(part, list) or type(part).__module__.startswith(_OWN_PARTS):
             yield from attention_layers(part)
