@@ -19,29 +19,48 @@ if TYPE_CHECKING:
     from tpengine.inputs import (
         BeamSearchParams,
         LoRARequest,
+        PoolingParams,
         PromptInputs,
         TextPrompt,
         TokensPrompt,
     )
-    from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
+    from tpengine.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from tpengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
-    "EngineArgs", "LLMEngine", "LoRARequest", "Logprob", "PromptInputs", "RequestOutput",
-    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
-    "TokensPrompt", "__version__",
+    "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "ClassificationOutput",
+    "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
+    "EngineArgs", "LLMEngine", "LoRARequest", "Logprob", "PoolingParams", "PoolingRequestOutput",
+    "PromptInputs", "RequestOutput", "RequestOutputKind", "SamplingParams", "ScoringOutput",
+    "ScoringRequestOutput", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__",
 ]  # fmt: skip
 
 _HOMES = {
     "tpengine.async_engine.async_llm_engine": "AsyncLLMEngine",
     "tpengine.engine.llm_engine": "LLMEngine",
     "tpengine.engine_args": "AsyncEngineArgs EngineArgs",
-    "tpengine.inputs": "BeamSearchParams LoRARequest PromptInputs TextPrompt TokensPrompt",
+    "tpengine.inputs": (
+        "BeamSearchParams LoRARequest PoolingParams PromptInputs TextPrompt TokensPrompt"
+    ),
     "tpengine.llm": "LLM",
-    "tpengine.outputs": "CompletionOutput Logprob RequestOutput",
+    "tpengine.outputs": (
+        "ClassificationOutput ClassificationRequestOutput CompletionOutput EmbeddingOutput "
+        "EmbeddingRequestOutput Logprob PoolingRequestOutput RequestOutput ScoringOutput "
+        "ScoringRequestOutput"
+    ),
     "tpengine.sampling_params": "RequestOutputKind SamplingParams StructuredOutputsParams",
 }
 

@@ -17,6 +17,7 @@ from tpengine.checkpoint.model_defaults import recommended_sampling
 from tpengine.checkpoint.model_files import read_generation_config
 from tpengine.engine import requests as checks
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.pooling_calls import PoolingCalls, Prompts
 from tpengine.engine.requests import GenerateRequest, one_per_prompt
 from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
@@ -30,11 +31,10 @@ from tpengine.sampling_params import RequestOutputKind, SamplingParams
 logger = init_logger(__name__)
 
 _REFRESH_S = 0.25
-Prompts = PromptInputs | Sequence[int] | Sequence[PromptInputs | Sequence[int]]
 Message = Mapping[str, Any]
 
 
-class LLM:
+class LLM(PoolingCalls):
     """A language model and its tokenizer, for prompts that are all known at once.
 
     Each run samples the same tokens, since the engine's `seed` is 0 unless another is given.

@@ -26,12 +26,17 @@ from tpengine.async_engine.request_table import AsyncStream, LiveRequest, Reques
 from tpengine.async_engine.text_worker import TextWorker
 from tpengine.config import ModelConfig, ParallelConfig, SchedulerConfig
 from tpengine.engine.llm_engine import LLMEngine
-from tpengine.engine.requests import GenerateRequest, check_token_ids, need_tokenizer
+from tpengine.engine.requests import (
+    GenerateRequest,
+    check_token_ids,
+    fields_of_params,
+    need_tokenizer,
+)
 from tpengine.engine.stats import EngineStats, ServiceHealth
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
-from tpengine.inputs import LoRARequest, PromptInputs
-from tpengine.outputs import RequestOutput
+from tpengine.inputs import LoRARequest, PoolingParams, PromptInputs
+from tpengine.outputs import EmbeddingRequestOutput, RequestOutput
 from tpengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # its package is optional
@@ -151,11 +156,42 @@ class AsyncLLMEngine:
         )
         return self.serve(request)
 
+    async def encode(
+        self,
+        inputs: PromptInputs | None = None,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        max_queue_s: float | None = None,
+    ) -> AsyncGenerator[EmbeddingRequestOutput, None]:
+        """Serves one request of a model that makes no tokens, and yields its only output.
+
+        Args:
+            pooling_params: default: `PoolingParams()`.
+            inputs, request_id, lora_request, prompt_token_ids: see `generate`.
+            priority, deadline, max_queue_s: see `generate`.
+
+        Raises:
+            RequestError, EngineError: see `open`; most of them with the output.
+        """
+        params = pooling_params or PoolingParams()
+        times: dict[str, Any] = {"deadline": deadline, "max_queue_s": max_queue_s}
+        own: dict[str, Any] = {"request_id": request_id, "lora_request": lora_request}
+        request = GenerateRequest(
+            inputs, prompt_token_ids, pooling_params=params, priority=priority, **times, **own
+        )
+        async for output in self.serve(request):
+            yield EmbeddingRequestOutput.of(output)
+
     async def add_request(
         self,
         request_id: str,
         inputs: PromptInputs,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncStream:
@@ -168,8 +204,10 @@ class AsyncLLMEngine:
             RequestError, EngineError: see `open`.
         """
         own: dict[str, Any] = {"request_id": request_id, "lora_request": lora_request}
-        request = GenerateRequest(inputs, params=params, arrival_time=arrival_time, **own)
-        return AsyncStream(await self._begin(request, True))
+        own |= fields_of_params(params)
+        request = GenerateRequest(inputs, arrival_time=arrival_time, **own)
+        form = None if request.pooling_params is None else EmbeddingRequestOutput.of
+        return AsyncStream(await self._begin(request, True), form)
 
     async def serve(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         """Serves one request, and yields its outputs as the params' `output_kind` asks; the last is

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 from uuid import uuid4
 
 from tpengine import errors
@@ -108,10 +109,14 @@ class AsyncStream:
 
     Args:
         live: the request; its mailbox has no other reader.
+        form: what makes the reader's form of an output; None: it is a `RequestOutput`.
     """
 
-    def __init__(self, live: LiveRequest) -> None:
+    def __init__(
+        self, live: LiveRequest, form: Callable[[RequestOutput], Any] | None = None
+    ) -> None:
         self._live = live
+        self._form = form
         self._ended = False
 
     @property
@@ -127,7 +132,7 @@ class AsyncStream:
     def __aiter__(self) -> AsyncStream:
         return self
 
-    async def __anext__(self) -> RequestOutput:
+    async def __anext__(self) -> Any:
         mailbox = self._live.mailbox
         output = None
         if not self._ended:
@@ -136,7 +141,7 @@ class AsyncStream:
             output = mailbox.take_now()
         if output is None:
             raise StopAsyncIteration
-        return output
+        return output if self._form is None else self._form(output)
 
 
 Event = tuple[LiveRequest, RequestOutput | Exception | None]

@@ -73,7 +73,7 @@ class TextWorker:
         if is_short and is_plain and not has_words and not has_grammar:
             return self._engine.check_request(request)
         work = partial(self._engine.check_request, request)
-        texts = (request.prompt, token_ids, request.messages, request.chat_options)
+        texts = (request.prompt, request.second, token_ids, request.messages, request.chat_options)
         pool = self._choose_pool(texts, has_grammar)
         return self._begin((pool, request.owner.account), work)
 

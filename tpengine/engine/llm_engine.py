@@ -31,9 +31,9 @@ from tpengine.errors import EngineError, GroupLostError, InvalidPromptError
 from tpengine.executor.executor import Executor
 from tpengine.executor.local_executor import create_executor
 from tpengine.host import deferred_interrupt
-from tpengine.inputs import LoRARequest, PromptInputs
+from tpengine.inputs import LoRARequest, PoolingParams, PromptInputs
 from tpengine.logger import init_logger
-from tpengine.outputs import RequestMetrics, RequestOutput
+from tpengine.outputs import EmbeddingRequestOutput, RequestMetrics, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import CheckedRequest, Request, Sequence
@@ -76,7 +76,9 @@ class LLMEngine:
             self._scheduler = Scheduler(config.scheduler, blocks)
             self._recovery = Recovery(config, executor, self._scheduler, ledgers)
             interval = config.scheduler.stream_interval
-            self._output_processor = OutputProcessor(tokenizer, self.counters, interval)
+            self._output_processor = OutputProcessor(
+                tokenizer, config.model.pooling, self.counters, interval
+            )
         except BaseException:
             finalizer()
             raise
@@ -87,6 +89,7 @@ class LLMEngine:
         self._preemption_log = figures.PreemptionLog(config)
         self._num_requests = self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
+        self._embedded: set[str] = set()  # whose outputs `step` gives in the form of embeddings
         self._stepping = threading.Lock()
         self._rank_grammars = RankGrammars(executor, config.model)
         self.last_step: StepStats | None = None
@@ -250,7 +253,7 @@ class LLMEngine:
         self,
         request_id: str,
         inputs: PromptInputs | None = None,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
         *,
@@ -276,12 +279,14 @@ class LLMEngine:
         request = GenerateRequest(
             inputs,
             prompt_token_ids,
-            params=SamplingParams() if params is None else params,
+            **checks.fields_of_params(params),
             arrival_time=arrival_time,
             priority=priority,
             lora_request=lora_request,
         )
         self.add_checked(request_id, self.check_request(request), arrival_time)
+        if request.pooling_params is not None:
+            self._embedded.add(request_id)
 
     def why_too_long(self, num_prompt_tokens: int) -> str | None:
         """Why a prompt of this length can never be computed; None if it can. Any thread may ask."""
@@ -312,7 +317,8 @@ class LLMEngine:
         Raises:
             RequestError: it cannot be one.
         """
-        request = GenerateRequest(messages=messages, chat_options=options)
+        pooling = None if self._config.model.pooling is None else PoolingParams()
+        request = GenerateRequest(messages=messages, chat_options=options, pooling_params=pooling)
         return self.check_request(request).prompt_token_ids
 
     def add_checked(
@@ -332,7 +338,9 @@ class LLMEngine:
         arrival_index, first_id = self._num_requests, self._num_sequences
         token_ids, count = checked.prompt_token_ids, checked.sampling_params.num_sequences
         num_tokens, most = len(token_ids), self._config.model.max_model_len
-        if (max_tokens := checked.sampling_params.max_tokens) is not None:
+        if checked.pooling_params is not None:
+            most = num_tokens
+        elif (max_tokens := checked.sampling_params.max_tokens) is not None:
             most = min(most, num_tokens + max_tokens)
         request = Request(
             **vars(checked),
@@ -380,8 +388,9 @@ class LLMEngine:
         return [o for o in outputs if o.request_id in dropped]
 
     def step(self) -> list[RequestOutput]:
-        """Completes one step, and returns what is new for users. The ranks may have begun with
-        later ones when it returns.
+        """Completes one step, and returns what is new for users; of a request that was added with
+        `PoolingParams` an `EmbeddingRequestOutput`. The ranks may have begun with later ones when
+        it returns.
 
         While lost ranks are being replaced it returns after a moment, with the outputs of aborted
         requests; the other requests go on when the new ranks are ready.
@@ -409,7 +418,14 @@ class LLMEngine:
         finally:
             self._stepping.release()
         outputs, self._unreported = self._unreported, []
-        return outputs
+        return [self._in_its_form(output) for output in outputs] if self._embedded else outputs
+
+    def _in_its_form(self, output: RequestOutput) -> Any:
+        if output.request_id not in self._embedded:
+            return output
+        if output.finished:
+            self._embedded.discard(output.request_id)
+        return EmbeddingRequestOutput.of(output)
 
     def _step(self) -> None:
         """Schedule, execute, process, update; and report. If ranks are lost, the unanswered steps

@@ -13,12 +13,15 @@ are in this module's own objects, which it does change. It returns its decisions
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from tpengine.config import PoolingConfig
 from tpengine.engine.beam_search import BeamSearch, Sampled, stop_token
 from tpengine.engine.detokenizer import Detokenizer, as_logprobs
+from tpengine.engine.pooled_outputs import finish_outputs
 from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError, RequestError, RequestFailedError
@@ -43,6 +46,7 @@ class _TrackedSequence:
         num_reported: output tokens that have been reported.
         is_end_reported: whether its finish reason has been, too.
         stop_reason: the stop string or stop token that ended the sequence.
+        pooled: see `RequestOutput`.
     """
 
     request: Request
@@ -53,6 +57,7 @@ class _TrackedSequence:
     num_reported: int = 0
     is_end_reported: bool = False
     stop_reason: int | str | None = None
+    pooled: array[float] | None = None
 
     def has_news(self) -> bool:
         """Whether it has a token that was not reported, or its end."""
@@ -89,11 +94,13 @@ class OutputProcessor:
 
     Args:
         tokenizer: None: outputs have ids and no text.
+        pooling: what the model gives in the place of tokens; None: it generates.
         counters: where tokens and ends of requests are counted.
         stream_interval: tokens that are reported together, after the first.
     """
 
     tokenizer: Tokenizer | None
+    pooling: PoolingConfig | None = None
     _counters: EngineCounters = field(default_factory=EngineCounters)
     _stream_interval: int = 1
     _requests: dict[str, _TrackedRequest] = field(default_factory=dict)
@@ -140,12 +147,8 @@ class OutputProcessor:
                 self._record_prompt_logprobs(tracked.request, part)
             except Exception as error:
                 _fail(tracked.request, error, decisions)
-        # Not only those with rows: beams that were swapped in may have none in this step.
-        for known in self._requests.values() if problems else ():
-            is_running = any(s.slot is not None for s in known.request.sequences)
-            for key in known.request.awaited_keys if is_running else ():
-                if key in problems:
-                    _fail(known.request, RequestFailedError(problems[key]), decisions)
+        if problems:
+            self._fail_waiting(problems, decisions)
         rejected, previous, num_before = set(output.rejected), None, 0
         for place, sequence in enumerate(scheduled.sampled):
             num_before = num_before + 1 if sequence is previous else 0
@@ -157,6 +160,9 @@ class OutputProcessor:
                 continue
             request = tracked.request
             if request.request_id in decisions.failed:
+                continue
+            if place in output.pooled:
+                self._take_pooled(tracked, output.pooled[place], decisions)
                 continue
             if place in output.errors:
                 _fail(request, _of_row(output.errors[place]), decisions)
@@ -182,6 +188,31 @@ class OutputProcessor:
             if request_id not in decisions.failed:
                 self._advance_beams(self._requests[request_id], group, decisions)
         return decisions
+
+    def _take_pooled(
+        self, tracked: _TrackedSequence, values: bytes, decisions: StepDecisions
+    ) -> None:
+        """Ends a sequence of a model that makes no tokens with what it gave, as the request wants
+        it."""
+        request = tracked.request
+        assert self.pooling is not None
+        assert request.pooling_params is not None
+        try:
+            tracked.pooled = finish_outputs(values, request.pooling_params, self.pooling)
+        except Exception as error:
+            _fail(request, error, decisions)
+            return
+        decisions.finished.append((tracked.sequence, SequenceStatus.FINISHED_STOPPED))
+        decisions.to_report[request.request_id] = request
+
+    def _fail_waiting(self, problems: Mapping[bytes, str], decisions: StepDecisions) -> None:
+        """Ends running requests that wait for what could not be loaded; not only those with rows:
+        beams that were swapped in may have none in this step."""
+        for known in self._requests.values():
+            is_running = any(s.slot is not None for s in known.request.sequences)
+            for key in known.request.awaited_keys if is_running else ():
+                if key in problems:
+                    _fail(known.request, RequestFailedError(problems[key]), decisions)
 
     def report(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """The outputs of these requests now, as their `output_kind` asks.
@@ -209,7 +240,7 @@ class OutputProcessor:
         request, prompt_logprobs = tracked.request, tracked.prompt_logprobs
         if prompt_logprobs is not None and None in prompt_logprobs[1:]:
             prompt_logprobs = None
-        completions = self._completions(tracked)
+        completions, encoder = self._completions(tracked), request.encoder
         if request.sampling_params.output_kind is RequestOutputKind.DELTA:
             tracked.prompt_logprobs = None
         else:
@@ -228,6 +259,9 @@ class OutputProcessor:
             failure=request.error or tracked.failure,
             num_cached_tokens=request.metrics.num_cached_tokens,
             num_output_tokens=tracked.num_reported,
+            pooled=tracked.sequences[0].pooled,
+            encoder_prompt=None if encoder is None else encoder.prompt,
+            encoder_prompt_token_ids=None if encoder is None else encoder.token_ids.copy(),
         )
 
     def forget(self, request: Request) -> None:

@@ -17,16 +17,19 @@ from tpengine import errors, sampling_params
 from tpengine.checkpoint.adapter_files import AdapterChecks
 from tpengine.config import MAX_PRIORITY, EngineConfig, ModelConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
+from tpengine.engine.encoder_prompts import check_encoder_length, divide_prompt, is_two_prompts
 from tpengine.engine.picture_prompts import PicturePrompts
 from tpengine.engine.picture_reader import take_pictures
+from tpengine.engine.pooled_outputs import check_generates
+from tpengine.engine.pooling_requests import read_pooled_prompt
 from tpengine.engine.request_grammars import read_grammar
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import counted
-from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PromptInputs
+from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PoolingParams, PromptInputs
 from tpengine.messages import SamplingRules
 from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import WHOLE_VOCABULARY, LogitsProcessor, SamplingParams
-from tpengine.scheduling.sequence import CheckedRequest, PromptPictures
+from tpengine.scheduling.sequence import CheckedRequest, EncoderPrompt, PromptPictures
 from tpengine.structured.grammar_checks import GrammarChecks
 
 _MAX_PICKLED_BYTES = 1 << 20
@@ -47,6 +50,8 @@ class GenerateRequest:
             repeated in the output.
         messages: a conversation; the model's chat template makes the prompt of it.
         chat_options: further arguments of `Tokenizer.render_chat` for it.
+        pooling_params: for a model that makes no tokens; None: it generates.
+        second: the second text of a pair, whose first is the prompt; for a model that scores pairs.
         request_id: any string that no unfinished request has; None: the async engine makes one.
         arrival_time: seconds of `time.time`; None: now.
         priority: in [-1000, 1000]; lower is served first; needs scheduling_policy "priority".
@@ -72,12 +77,24 @@ class GenerateRequest:
     max_queue_s: float | None = None
     owner: Owner = NO_OWNER
     lora_request: LoRARequest | None = None
+    pooling_params: PoolingParams | None = None
+    second: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
             raise _wrong_params("params", f"must be SamplingParams, got {self.params!r:.80}")
+        if not isinstance(self.pooling_params, PoolingParams | None):
+            got = f"{self.pooling_params!r:.80}"
+            raise _wrong_params("pooling_params", f"must be PoolingParams, got {got}")
         if not isinstance(self.arrival_time, float | int | None):
             raise _wrong_prompt("arrival_time", f"is in seconds, got {self.arrival_time!r:.80}")
+
+
+def fields_of_params(params: SamplingParams | PoolingParams | None) -> dict[str, Any]:
+    """The fields of a `GenerateRequest` for parameters of either kind; None: the default ones."""
+    if isinstance(params, PoolingParams):
+        return {"pooling_params": params}
+    return {} if params is None else {"params": params}
 
 
 def check_request_id(request_id: object, find: Callable[[str], object]) -> None:
@@ -128,12 +145,24 @@ def check_request(
         RequestError: this request cannot be served.
     """
     model, is_local = config.model, config.parallel.ranks is None
+    start_of_second = encoder = None
+    pooling_params = request.pooling_params
+    if pooling_params is not None:
+        pooling_params = pooling_params.clone()  # checks what was assigned since
+        texts = request.prompt, request.prompt_token_ids, request.second, request.messages
+        read = read_pooled_prompt(*texts, pooling_params, model, tokenizer)
+        request = replace(request, prompt=read.prompt, prompt_token_ids=read.token_ids)
+        start_of_second = read.start_of_second
+    else:
+        check_generates(model)
     params = read_sampling_params(request.params, model, tokenizer)
+    if model.encoder is not None or is_two_prompts(request.prompt):
+        request, encoder = _divide(request, config, tokenizer)
     _check_priority(request.priority, config.scheduler)
     end_token_ids = _end_ids(params, model, tokenizer)
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
     adapter = adapters.check(request.lora_request)
-    num_kept = params.truncate_prompt_tokens
+    num_kept = params.truncate_prompt_tokens if encoder is None else None
     text, token_ids, images = _read_prompt(request, num_kept, tokenizer, config, prompts)
     pictures = None
     if images is not None and prompts is not None:
@@ -152,7 +181,31 @@ def check_request(
         adapter,
         request.owner,
         pictures,
+        pooling_params,
+        start_of_second,
+        encoder,
     )
+
+
+def _divide(
+    request: GenerateRequest, config: EngineConfig, tokenizer: Tokenizer | None
+) -> tuple[GenerateRequest, EncoderPrompt]:
+    """Gives a request to a model with two halves the decoder's prompt; returns the encoder's too,
+    for which `truncate_prompt_tokens` counts."""
+    encoder = config.model.encoder
+    if encoder is None:
+        lack = f"the model {config.model.model} has no encoder for encoder_prompt and"
+        raise errors.InvalidPromptError(f"{lack} decoder_prompt; give prompt or prompt_token_ids")
+    if request.messages is not None:
+        problem = "messages do not fit a model with an encoder and a decoder"
+        raise errors.InvalidPromptError(f"{problem}; give encoder_prompt, or a text")
+    both = divide_prompt(request.prompt, request.prompt_token_ids, encoder, tokenizer)
+    read = replace(request, prompt=both.encoder, prompt_token_ids=both.encoder_ids)
+    num_kept = request.params.truncate_prompt_tokens
+    text, token_ids, _ = _read_prompt(read, num_kept, tokenizer, config, None)
+    check_encoder_length(len(token_ids), encoder)
+    own = replace(request, prompt=both.decoder, prompt_token_ids=both.decoder_ids)
+    return own, EncoderPrompt(text, token_ids)
 
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> list[int]:
@@ -434,7 +487,9 @@ def _check_priority(priority: int, config: SchedulerConfig) -> None:
         raise errors.InvalidPriorityError.of_field("priority", text)
 
 
-def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
+def pair_prompts(
+    prompts: Any, prompt_token_ids: Any, method: str = "generate"
+) -> list[tuple[Any, Any]]:
     """Brings what `LLM.generate` is given, one prompt or many, as text, ids or both, into one list.
 
     Returns:
@@ -444,9 +499,9 @@ def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
         InvalidPromptError: an argument has a wrong type, or the two differ in length.
     """
     if prompts is None and prompt_token_ids is None:
-        raise errors.InvalidPromptError("generate needs prompts or prompt_token_ids; got neither")
-    ids = None if prompt_token_ids is None else _as_many("prompt_token_ids", prompt_token_ids)
-    texts = [None] * len(ids or ()) if prompts is None else _as_many("prompts", prompts)
+        raise errors.InvalidPromptError(f"{method} needs prompts or prompt_token_ids; got neither")
+    ids = None if prompt_token_ids is None else as_many("prompt_token_ids", prompt_token_ids)
+    texts = [None] * len(ids or ()) if prompts is None else as_many("prompts", prompts)
     if ids is None:  # a prompt may itself be a list of ids
         return [(None, prompt) if is_list(prompt) else (prompt, None) for prompt in texts]
     if len(texts) != len(ids):
@@ -456,7 +511,7 @@ def pair_prompts(prompts: Any, prompt_token_ids: Any) -> list[tuple[Any, Any]]:
     return list(zip(texts, ids, strict=True))
 
 
-def _as_many(name: str, prompts: Any) -> list[Any]:
+def as_many(name: str, prompts: Any) -> list[Any]:
     """Returns the prompts of an argument that holds one or many."""
     if isinstance(prompts, (str, bytes, Mapping)):
         return [prompts]

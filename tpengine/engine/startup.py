@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Sequence
 
-from tpengine.config import EngineConfig
-from tpengine.errors import CacheSizeError, GraphCaptureError
+from tpengine.config import EngineConfig, own_code
+from tpengine.errors import CacheSizeError, GraphCaptureError, counted
 from tpengine.executor.executor import Executor
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
@@ -28,6 +28,11 @@ def start_workers(config: EngineConfig, executor: Executor) -> list[MemoryLedger
     Raises:
         EngineError: a worker could not start.
     """
+    model, num_ranks = config.model, counted(config.parallel.world_size, "rank")
+    facts = model.model, model.tokenizer or "none", model.dtype, model.seed, num_ranks
+    logger.info("model %s, tokenizer %s, dtype %s, seed %d, %s on %s", *facts, config.device)
+    if code := own_code(model.hf_config):
+        logger.warning("each rank runs Python code of the model's folder: %s", code)
     start = time.monotonic()
     devices = executor.load()
     loaded = time.monotonic()
@@ -152,6 +157,12 @@ def check_cache_holds_one_sequence(
     capacity, step_tokens = num_blocks * block_size, config.scheduler.max_num_batched_tokens
     most_blocks = most_held_blocks(config.num_kept_tokens, step_tokens, block_size)
     needed_blocks = min(-(-longest // block_size), most_blocks)
+    what = f"max_model_len = {longest} tokens"
+    if (encoder := config.model.encoder) is not None:
+        what += f" and the longest prompt of the encoder, {encoder.max_len},"
+        num_encoder_blocks = -(-encoder.max_len // block_size)
+        needed_blocks += num_encoder_blocks
+        capacity = max(1, capacity - num_encoder_blocks * block_size)
     if needed_blocks <= num_blocks:
         return
     limiting = min(ledgers, key=lambda ledger: ledger.num_device_blocks)
@@ -163,7 +174,7 @@ def check_cache_holds_one_sequence(
         knob = "cpu_kv_cache_space" if config.device == "cpu" else "gpu_memory_utilization"
         remedy = f"raise {knob} so that the cache gets {needed:.6f} GiB"
     raise CacheSizeError(
-        f"max_model_len = {longest} tokens do not fit into the KV cache of rank {limiting.rank}, "
-        f"which has {num_blocks} blocks of {block_size} = {capacity} tokens; set max_model_len to "
-        f"at most {capacity}, or {remedy}"
+        f"{what} do not fit into the KV cache of rank {limiting.rank}, "
+        f"which has {num_blocks} blocks of {block_size} = {num_blocks * block_size} tokens; set "
+        f"max_model_len to at most {capacity}, or {remedy}"
     )

@@ -171,17 +171,63 @@ class Tokenizer:
         Raises:
             InvalidPromptError: `text` is not a string, or not valid Unicode (a lone surrogate).
         """
-        if not isinstance(text, str):
-            problem = f"a prompt must be a string, got {type(text).__name__}"
-            raise errors.InvalidPromptError(f"{problem}; ids go into prompt_token_ids")
-        try:
-            text.encode()  # the tokenizer's own error for a lone surrogate is unclear
-        except UnicodeEncodeError as error:
-            problem = f"character {error.start} ({text[error.start]!r}: {error.reason})"
-            problem = f"{problem}; decode its bytes with errors='replace'"
-            raise errors.InvalidPromptError(f"a text is no valid Unicode at {problem}") from None
+        _check_text(text)
         # `verbose=False`: the engine checks the length itself, so no warning about it.
         return list(self.hf.encode(text, verbose=False, add_special_tokens=add_special_tokens))
+
+    def encode_pair(
+        self, first: str, second: str | None, max_tokens: int | None
+    ) -> tuple[list[int], int | None]:
+        """Returns the ids of one text or of a pair, with special tokens, and where the tokens of
+        the second type begin; None: all are of one type.
+
+        Args:
+            max_tokens: ids that are kept, special ones included: the longer text loses its end
+                first; None: all.
+
+        Raises:
+            InvalidPromptError: a text is no string or no valid Unicode, or `max_tokens` leaves no
+                room; or the tokenizer is written in Python.
+        """
+        texts = [first] if second is None else [first, second]
+        room = None
+        if max_tokens is not None and self.fast_backend is not None:
+            num_special = self.fast_backend.num_special_tokens_to_add(second is not None)
+            room = max_tokens - num_special
+        parts = self._encode_parts(texts, room)
+        whole = self.fast_backend.post_process(*parts, add_special_tokens=True)
+        types = whole.type_ids if "token_type_ids" in self.hf.model_input_names else []
+        return list(whole.ids), types.index(1) if 1 in types else None
+
+    def cut_pair(self, first: str, second: str, max_tokens: int) -> tuple[str, str]:
+        """Returns two texts that have so many tokens together: the longer one loses its end first.
+
+        Raises:
+            InvalidPromptError: see `encode_pair`.
+        """
+        parts = self._encode_parts([first, second], max_tokens)
+        ends = [part.offsets[-1][1] if part.offsets else 0 for part in parts]
+        return first[: ends[0]], second[: ends[1]]
+
+    def _encode_parts(self, texts: Sequence[str], room: int | None) -> list[Any]:
+        """One text or two without special tokens, as the library has them, in `room` tokens."""
+        backend = self.fast_backend
+        if backend is None:
+            text = "pairs and truncation need a tokenizer of the library tokenizers"
+            raise errors.InvalidPromptError(f"{text}, and this model's is written in Python")
+        for text in texts:
+            _check_text(text)
+        parts = [backend.encode(text, add_special_tokens=False) for text in texts]
+        if room is None:
+            return parts
+        if room < len(texts):
+            problem = "leaves no room for the text beside the model's own tokens; give more"
+            raise errors.InvalidPromptError.of_field("truncate_prompt_tokens", problem)
+        shorter = min(len(part.ids) for part in parts) if len(parts) == 2 else 0
+        for part in parts:
+            most = room - min(shorter, room // 2) if len(part.ids) > shorter else room // 2
+            part.truncate(max(1, most))
+        return parts
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `token_ids`; for text that grows use `Detokenizer`."""
@@ -294,6 +340,18 @@ class Tokenizer:
         return frozenset(forms) or of_user
 
 
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        problem = f"a prompt must be a string, got {type(text).__name__}"
+        raise errors.InvalidPromptError(f"{problem}; ids go into prompt_token_ids")
+    try:
+        text.encode()  # the tokenizer's own error for a lone surrogate is unclear
+    except UnicodeEncodeError as error:
+        problem = f"character {error.start} ({text[error.start]!r}: {error.reason})"
+        problem = f"{problem}; decode its bytes with errors='replace'"
+        raise errors.InvalidPromptError(f"a text is no valid Unicode at {problem}") from None
+
+
 def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     """Loads the tokenizer of `config`; returns None if it names none, or a folder without any.
 
@@ -378,6 +436,9 @@ def _load_hf(config: ModelConfig, folder: Path) -> Tokenizer:
         options["use_fast"] = config.tokenizer_mode != "slow"
         options["trust_remote_code"] = config.trust_remote_code
     hf = getattr(transformers, name or "AutoTokenizer").from_pretrained(str(folder), **options)
+    if len(hf.get_vocab()) <= len(hf.all_special_ids):
+        text = f"the tokenizer in {folder} has special tokens alone: the file of its vocabulary"
+        raise errors.ModelLoadError(f"{text}, such as tokenizer.json, is missing; fetch it")
     template = None
     for file in ("processor_config.json", "chat_template.json"):
         # Old vision-language models: transformers gives these only to their processors.
