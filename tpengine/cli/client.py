@@ -2,6 +2,7 @@
 
 Examples:
   tpengine client generate 'Once upon a time' --temperature 0
+  tpengine client embed 'A text'            # of a model that embeds
   tpengine client chat                      # a conversation; its --help lists the commands
   tpengine client health --target gpu3:50051
   tpengine client limits                    # of requests, calls and connections
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import sys
 from collections.abc import Callable, Coroutine
@@ -107,10 +109,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return command
 
     generate = add("generate", "complete prompts, the text appearing as it is generated", _generate)
-    generate.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="text to complete; default: lines of stdin"
-    )
     OutputOptions.add_cli_args(generate)
+    embed = add(
+        "embed", "print the embedding of each text, as a line of JSON; null: there is none", _embed
+    )
+    for command in (generate, embed):
+        command.add_argument(
+            "prompts", nargs="*", metavar="PROMPT", help="its text; default: lines of stdin"
+        )
     chat = add("chat", "hold a conversation by the model's chat template", _chat)
     conversation.add_arguments(chat)
     health = add("health", "ask whether the server is ready: exit code 0, else 1", _health)
@@ -165,22 +171,45 @@ def _read_token(path: str | None) -> str | None:
 
 
 def _generate(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
-    failed = 0
     params = given_sampling(args) | {"n": args.n, "logprobs": args.logprobs}
+
+    def serve(prompt: str) -> None:
+        echo = prompt if args.echo else ""
+        if args.n == 1 and args.logprobs is None:
+            run(_print_stream(client, prompt, params, echo))
+        else:
+            run(_print_whole(client, prompt, params, echo))
+        print("\n", flush=True)
+
+    return _serve_each(args, serve)
+
+
+def _embed(args: argparse.Namespace, client: GenerationClient, run: _Run) -> int:
+    def serve(prompt: str) -> None:
+        print(json.dumps(run(client.embed(prompt)).outputs.embedding), flush=True)
+
+    return _serve_each(args, serve, lambda: print("null", flush=True))
+
+
+def _serve_each(
+    args: argparse.Namespace, serve: Callable[[str], None], skip: Callable[[], None] = lambda: None
+) -> int:
+    """Serves each prompt that was given; returns the exit code.
+
+    Args:
+        skip: called for each that is empty or fails.
+    """
+    failed = 0
     lines = [Line(1, prompt, "a prompt") for prompt in args.prompts]
     for line in lines or read_lines():
         if not line.text.strip():
+            skip()
             continue
         try:
-            prompt = line.checked()
-            echo = prompt if args.echo else ""
-            if args.n == 1 and args.logprobs is None:
-                run(_print_stream(client, prompt, params, echo))
-            else:
-                run(_print_whole(client, prompt, params, echo))
-            print("\n", flush=True)
+            serve(line.checked())
         except errors.RequestError as error:
             _print_failure(error)
+            skip()
             failed += 1
     return 1 if failed else 0
 

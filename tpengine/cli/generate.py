@@ -102,7 +102,7 @@ def _sampling_of(
         ConfigError: see `EngineArgs.read_model`.
         ModelLoadError: the model has no tokenizer, or recommends something wrong.
     """
-    folder, _, _ = engine_args.read_model()
+    folder = engine_args.read_model().folder
     if not has_tokenizer(engine_args.find_tokenizer(folder)):
         raise ModelLoadError(
             f"{folder} has no tokenizer, or skip_tokenizer_init is set; name one with --tokenizer"

@@ -9,13 +9,19 @@ Examples:
   tpengine serve --model FOLDER --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem
   tpengine serve --host 0.0.0.0 --token-file tokens.txt --admin-token-file admin.txt
   tpengine serve --http-port 8000                       OpenAI's clients at http://127.0.0.1:8000/v1
+  tpengine serve --http-port 8000 --model FOLDER --task embed                           embeddings
 
 Health (grpc.health.v1, with Watch), without authentication:
   liveness     the process serves, and its engine can go on
   readiness    the model is loaded, and the engine is idle or its steps advance; also under the
                services' names and under no name
 
-Over HTTP: /health, /ready and /version, without authentication. A gateway such as smg takes the
+Over HTTP: /health, /ready and /version, without authentication; and by what the model does (--task)
+  generate     /v1/completions, /v1/chat/completions
+  embed        /v1/embeddings, /v1/rerank (also /rerank, /v2/rerank), /v1/score (also /score)
+  score        /v1/rerank, /v1/score
+  classify     /v1/classify (also /classify)
+A gateway such as smg takes the
 server as grpc://HOST:PORT, over vLLM's gRPC service.
 
 Status codes:

@@ -9,13 +9,20 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 
 from tpengine import errors
-from tpengine.inputs import TextPrompt, TokensPrompt
-from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tpengine.inputs import PoolingParams, TextPrompt, TokensPrompt
+from tpengine.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto.parameter_fields import write_parameters
 from tpengine.sampling_params import SamplingParams
@@ -67,13 +74,23 @@ class RemoteOutput(RequestOutput):
     usage: Usage | None = None
 
 
-def to_request(
-    prompt: Prompt,
-    params: Sampling | None,
-    request_id: str | None,
-    priority: int,
-    max_queue_s: float | None,
-) -> pb.GenerateRequest:
+@dataclass(kw_only=True)
+class RemoteEmbedding(EmbeddingRequestOutput):
+    """An `EmbeddingRequestOutput` from a server; `prompt_token_ids` is empty if text or messages
+    were sent."""
+
+    usage: Usage
+
+
+class RequestFields(NamedTuple):
+    """What every request may have; see `GenerationClient.generate`."""
+
+    request_id: str | None = None
+    priority: int = 0
+    max_queue_s: float | None = None
+
+
+def to_request(prompt: Prompt, params: Sampling | None, own: RequestFields) -> pb.GenerateRequest:
     """The message of a request.
 
     Raises:
@@ -81,15 +98,43 @@ def to_request(
     """
     params = SamplingParams() if params is None else params
     request = pb.GenerateRequest(sampling=_to_sampling(params))
-    put(request, errors.InvalidPromptError, request_id=request_id)
-    put(request, errors.InvalidPriorityError, priority=None if priority == 0 else priority)
-    if max_queue_s is not None:
-        max_queue_ms = to_milliseconds("max_queue_s", max_queue_s)
+    _put_common(request, prompt, own)
+    if isinstance(prompt, Mapping) and (data := prompt.get("multi_modal_data")):
+        request.images.extend(_read_pictures(data))
+    return request
+
+
+def to_embed_request(
+    prompt: Prompt, second: str | None, params: PoolingParams | None, own: RequestFields
+) -> pb.EmbedRequest:
+    """The message of a request to a model that makes no tokens.
+
+    Raises:
+        RequestError: a value does not fit into the protocol, or is out of its range.
+    """
+    params = PoolingParams() if params is None else params
+    request = pb.EmbedRequest(second=None if second is None else _checked_text(second))
+    fields = {name: getattr(params, name) for name in request.pooling.DESCRIPTOR.fields_by_name}
+    put(request.pooling, errors.InvalidSamplingParamsError, **fields)
+    _put_common(request, prompt, own)
+    if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+        raise errors.InvalidPictureError("multi_modal_data is only for requests that generate")
+    return request
+
+
+def _put_common(request: Any, prompt: Prompt, own: RequestFields) -> None:
+    """Sets the fields that both kinds of requests have.
+
+    Raises:
+        RequestError: a value does not fit into the protocol.
+    """
+    put(request, errors.InvalidPromptError, request_id=own.request_id)
+    put(request, errors.InvalidPriorityError, priority=None if own.priority == 0 else own.priority)
+    if own.max_queue_s is not None:
+        max_queue_ms = to_milliseconds("max_queue_s", own.max_queue_s)
         if max_queue_ms is not None:
             request.max_queue_ms = max(0, max_queue_ms)
     text, rest = _unpack(prompt)
-    if isinstance(prompt, Mapping) and (data := prompt.get("multi_modal_data")):
-        request.images.extend(_read_pictures(data))
     if rest is None:
         request.prompt = _checked_text(text)
     elif _is_conversation(rest):
@@ -102,7 +147,6 @@ def to_request(
             text = f"{must}; got {type(rest).__name__}: {error}"
             raise errors.InvalidPromptError(text) from error
         request.prompt_token_ids.SetInParent()  # an empty list must arrive as one
-    return request
 
 
 def put(message: Any, kind: type[errors.RequestError], **fields: object) -> Any:
@@ -256,9 +300,7 @@ def _to_sampling(original: Sampling) -> pb.SamplingParams:
 def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:
     """The output of one answer, or of one message of a stream."""
     usage = _to_usage(response.usage) if response.HasField("usage") else None
-    text, rest = _unpack(prompt)
-    is_ids = rest is not None and not _is_conversation(rest)
-    token_ids = list(cast(Sequence[int], rest)) if is_ids else []
+    text, token_ids = _unpack(prompt)[0], _given_ids(prompt)
     logprobs = [_to_logprobs(entry) or None for entry in response.prompt_logprobs] or None
     outputs = list(map(_to_completion, response.outputs))
     prompt_parts = (response.request_id, text, token_ids, logprobs)
@@ -267,6 +309,21 @@ def to_output(response: pb.GenerateResponse, prompt: Prompt) -> RemoteOutput:
         answer.usage, answer.num_cached_tokens = usage, usage.num_cached_tokens
         answer.num_output_tokens = usage.num_output_tokens
     return answer
+
+
+def to_embedding(response: pb.EmbedResponse, prompt: Prompt) -> RemoteEmbedding:
+    """The output of a model that makes no tokens."""
+    usage, made = _to_usage(response.usage), EmbeddingOutput(list(response.values))
+    answer = RemoteEmbedding(response.request_id, made, _given_ids(prompt), True, usage=usage)
+    answer.num_cached_tokens = usage.num_cached_tokens
+    return answer
+
+
+def _given_ids(prompt: Prompt) -> list[int]:
+    """The ids of a prompt that was given as ids; else none."""
+    rest = _unpack(prompt)[1]
+    is_ids = rest is not None and not _is_conversation(rest)
+    return list(cast(Sequence[int], rest)) if is_ids else []
 
 
 def _to_completion(output: pb.CompletionOutput) -> CompletionOutput:

@@ -15,9 +15,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tpengine import errors
 from tpengine.client import client_messages as convert
 from tpengine.client import grpc_channel
-from tpengine.client.client_messages import Message, Prompt, RemoteOutput, Sampling, put, to_output
+from tpengine.client.client_messages import (
+    Message,
+    Prompt,
+    RemoteEmbedding,
+    RemoteOutput,
+    RequestFields,
+    Sampling,
+    put,
+    to_output,
+)
 from tpengine.client.grpc_channel import ClientTLS
 from tpengine.client.resuming import Outage
+from tpengine.inputs import PoolingParams
 from tpengine.proto import TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto.status_details import has_details
@@ -106,7 +116,8 @@ class GenerationClient:
         Raises:
             RequestError, ServerError: see the class.
         """
-        request = convert.to_request(prompt, params, request_id, priority, max_queue_s)
+        own = RequestFields(request_id, priority, max_queue_s)
+        request = convert.to_request(prompt, params, own)
         responses = self._responses(self._stub.Generate, request, timeout_s, resume_window_s)
         (answer,) = [response async for response in responses]
         return to_output(answer, prompt)
@@ -137,11 +148,40 @@ class GenerationClient:
             NotKeptError: the server does not have the rest of the stream any more.
             RequestError, ServerError: see the class.
         """
-        request = convert.to_request(prompt, params, request_id, priority, max_queue_s)
+        own = RequestFields(request_id, priority, max_queue_s)
+        request = convert.to_request(prompt, params, own)
         responses = self._responses(self._stub.GenerateStream, request, timeout_s, resume_window_s)
         async with aclosing(responses):
             async for response in responses:
                 yield to_output(response, prompt)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        second: str | None = None,
+        pooling_params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        max_queue_s: float | None = None,
+    ) -> RemoteEmbedding:
+        """Gives the embedding of one prompt, its score with a second text, or the probabilities of
+        classes, as the server's model does. Cancelling it aborts the request.
+
+        Args:
+            prompt, request_id, priority, timeout_s, max_queue_s: see `generate`.
+            second: the second text of a pair, whose first is the prompt.
+            pooling_params: default: `PoolingParams()`.
+
+        Raises:
+            RequestError, ServerError: see the class.
+        """
+        own = RequestFields(request_id, priority, max_queue_s)
+        request = convert.to_embed_request(prompt, second, pooling_params, own)
+        call = self._stub.Embed(request, **self._until(timeout_s))
+        async with typed_errors(call, self.target):
+            return convert.to_embedding(await call, prompt)
 
     async def _responses(
         self, method: Any, request: pb.GenerateRequest, timeout_s: float | None, window_s: float

@@ -15,8 +15,8 @@ from google.rpc.status_pb2 import Status
 from tpengine import errors
 from tpengine.proto import STATUS_DETAILS_KEY
 
-_PARAMETERS = "sampling."
-"""In front of the name of a sampling parameter in the path of a field."""
+_PARAMETERS = re.compile(r"^(sampling|pooling)\.")
+"""In front of the name of a parameter in the path of a field."""
 
 
 def _reason(kind: type[Exception]) -> str:
@@ -100,5 +100,5 @@ def read_error(code: str, text: str, trailers: Any) -> errors.RequestError | Non
     else:
         error = kind(text)
     for violation in request.field_violations:
-        error.field = violation.field.removeprefix(_PARAMETERS)
+        error.field = _PARAMETERS.sub("", violation.field)
     return error

@@ -44,6 +44,11 @@ class GenerationServiceStub:
                 request_serializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/tpengine.v1.GenerationService/Embed',
+                request_serializer=tpengine_dot_proto_dot_tpengine__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=tpengine_dot_proto_dot_tpengine__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tpengine.v1.GenerationService/Abort',
                 request_serializer=tpengine_dot_proto_dot_tpengine__pb2.AbortRequest.SerializeToString,
@@ -95,6 +100,14 @@ class GenerationServiceServicer:
         """Completes one prompt and streams the output: each message holds only what is new. The last one
         has `finished` and `usage`. Cancelling the call aborts the request, unless it has a
         `resume_window_s`: then it goes on, and another call can fetch the rest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Embeds one prompt, scores a pair or classifies, by a model that makes no tokens. Cancelling the
+        call aborts the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,6 +173,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateRequest.FromString,
                     response_serializer=tpengine_dot_proto_dot_tpengine__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=tpengine_dot_proto_dot_tpengine__pb2.EmbedRequest.FromString,
+                    response_serializer=tpengine_dot_proto_dot_tpengine__pb2.EmbedResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -251,6 +269,33 @@ class GenerationService:
             '/tpengine.v1.GenerationService/GenerateStream',
             tpengine_dot_proto_dot_tpengine__pb2.GenerateRequest.SerializeToString,
             tpengine_dot_proto_dot_tpengine__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tpengine.v1.GenerationService/Embed',
+            tpengine_dot_proto_dot_tpengine__pb2.EmbedRequest.SerializeToString,
+            tpengine_dot_proto_dot_tpengine__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,9 +8,10 @@ from typing import Any
 
 from tpengine import errors
 from tpengine.engine.requests import GenerateRequest
+from tpengine.inputs import PoolingParams
 from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
-from tpengine.proto.parameter_fields import entries_of, read_parameters
+from tpengine.proto.parameter_fields import entries_of, read_fields, read_parameters
 from tpengine.sampling_params import RequestOutputKind as Kind
 from tpengine.sampling_params import SamplingParams
 from tpengine.server import limits as bounds
@@ -34,10 +35,8 @@ def read_generate_request(
     Raises:
         RequestError: a field is out of its bounds.
     """
+    own = _read_common(message, limits)
     field = message.WhichOneof("input")
-    if field is None:
-        text = "a request needs prompt, prompt_token_ids or messages; got none of them"
-        raise errors.InvalidPromptError(text)
     _check_lengths(message.sampling, limits)
     params = read_sampling_params(message.sampling, kind, defaults)
     token_ids = None
@@ -47,23 +46,50 @@ def read_generate_request(
     bounds.check_sampling(
         params, limits, max_model_len, [prompt if token_ids is None else token_ids]
     )
-    max_queue_s = None
-    if message.HasField("max_queue_ms"):
-        max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
     if message.images:
         if field == "messages":
             text = "go with prompt or prompt_token_ids; with messages put them into their parts"
             raise errors.InvalidPromptError.of_field("images", text)
         prompt = {"prompt": prompt, "multi_modal_data": {"image": list(message.images)}}
+    return GenerateRequest(prompt, token_ids, params=params, **own)
+
+
+def read_embed_request(message: pb.EmbedRequest, limits: Limits) -> GenerateRequest:
+    """The same of a request to a model that makes no tokens.
+
+    Raises:
+        RequestError: a field is out of its bounds.
+    """
+    own, field = _read_common(message, limits), message.WhichOneof("input")
     return GenerateRequest(
-        prompt,
-        token_ids,
-        messages=read_conversation(message.messages, limits) if field == "messages" else None,
-        chat_options={"add_generation_prompt": adds_prompt(message.messages)},
-        params=params,
-        priority=message.priority,
-        max_queue_s=max_queue_s,
+        message.prompt if field == "prompt" else None,
+        list(message.prompt_token_ids.ids) if field == "prompt_token_ids" else None,
+        pooling_params=PoolingParams(**read_fields(message.pooling)),
+        second=message.second if message.HasField("second") else None,
+        **own,
     )
+
+
+def _read_common(message: Message | pb.EmbedRequest, limits: Limits) -> dict[str, Any]:
+    """What is the same in both kinds of requests, but for the forms of a prompt that is not made of
+    messages.
+
+    Raises:
+        RequestError: a field is out of its bounds, or there is no prompt.
+    """
+    field = message.WhichOneof("input")
+    if field is None:
+        text = "a request needs prompt, prompt_token_ids or messages; got none of them"
+        raise errors.InvalidPromptError(text)
+    max_queue_s = None
+    if message.HasField("max_queue_ms"):
+        max_queue_s = read_seconds("max_queue_ms", message.max_queue_ms)
+    return {
+        "messages": read_conversation(message.messages, limits) if field == "messages" else None,
+        "chat_options": {"add_generation_prompt": adds_prompt(message.messages)},
+        "priority": message.priority,
+        "max_queue_s": max_queue_s,
+    }
 
 
 def read_resumption(
@@ -228,6 +254,12 @@ def _write_logprobs(token_id: int, candidates: Mapping[int, Logprob]) -> pb.Toke
             token_id=candidate, logprob=entry.logprob, rank=entry.rank, decoded_token=text
         )
     return message
+
+
+def write_embed_response(output: RequestOutput) -> pb.EmbedResponse:
+    """The answer of a model that makes no tokens."""
+    usage = _write_usage(output)
+    return pb.EmbedResponse(request_id=output.request_id, values=output.pooled, usage=usage)
 
 
 def _write_usage(output: RequestOutput) -> pb.Usage:

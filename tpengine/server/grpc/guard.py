@@ -236,16 +236,19 @@ def path_at_fault(error: Exception, message: Any) -> str | None:
         return field
     known, oneofs = message.DESCRIPTOR.fields_by_name, message.DESCRIPTOR.oneofs_by_name
     if isinstance(error, errors.InvalidSamplingParamsError):
-        if "sampling_params" not in known:
-            return "sampling" if field is None else f"sampling.{field}"
-        if field == "structured_outputs":  # vLLM has a field for each kind of constraint
+        of_params = (name for name in ("sampling", "pooling", "sampling_params") if name in known)
+        params = next(of_params, None)
+        # vLLM has a field for each kind of constraint
+        if params == "sampling_params" and field == "structured_outputs":
             field = message.sampling_params.WhichOneof("constraint")
-        return "sampling_params" if field is None else f"sampling_params.{field}"
+        return params if params is None or field is None else f"{params}.{field}"
     if isinstance(error, errors.InvalidPictureError):
         for set_field, _ in message.ListFields():
             if set_field.name in ("images", "media_refs"):
                 return str(set_field.name)
     # The engine names no field for a prompt as such, which has several forms.
-    if isinstance(error, errors.InvalidPromptError) and field not in known and "input" in oneofs:
-        return message.WhichOneof("input") or "input"
+    if isinstance(error, errors.InvalidPromptError) and field not in known:
+        if "input" in oneofs:
+            return message.WhichOneof("input") or "input"
+        return "tokenized" if "tokenized" in known else field
     return field

@@ -52,6 +52,7 @@ from tpengine.async_engine.request_table import unique_id
 from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import InvalidPromptError, RequestAbortedError
 from tpengine.host import own_memory_bytes
+from tpengine.inputs import LoRARequest
 from tpengine.proto import REQUEST_ID_KEY, RESUME_WINDOW_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.sampling_params import RequestOutputKind as Kind
@@ -95,6 +96,17 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(self, request: Any, context: Any) -> None:  # noqa: N802
         """Completes one prompt; each message has what is new."""
         await self._serve(request, context, Kind.DELTA, context.write)
+
+    async def Embed(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Serves one prompt, or a pair, of a model that makes no tokens."""
+        adapter = self._check(request, request.pooling.HasField("truncate_prompt_tokens"))
+        if request.HasField("second"):
+            self._state.check_text("second", [request.second])
+        asked = convert.read_embed_request(request, self._state.limits)
+        asked = dataclasses.replace(asked, lora_request=adapter)
+        request_id = request.request_id if request.HasField("request_id") else None
+        async with open_request(self._state, context, asked, request_id) as mailbox:
+            return convert.write_embed_response(await mailbox.take())
 
     async def _serve(self, message: Message, context: Any, kind: Kind, write: Write[Any]) -> None:
         """Serves a request, or sends what its client does not have of a kept stream."""
@@ -143,13 +155,19 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
     def _read(self, message: Message, kind: Kind) -> GenerateRequest:
         """The engine's form of a message, without what belongs to the call."""
         engine = self._state.loaded_engine()
-        adapter = self._state.check_open(message.model if message.HasField("model") else None)
-        self._check_text(message)
-        if not message.sampling.HasField("truncate_prompt_tokens"):
-            self._state.check_num_tokens(len(message.prompt_token_ids.ids))
+        adapter = self._check(message, message.sampling.HasField("truncate_prompt_tokens"))
         limits = self._state.limits, engine.model_config.max_model_len
         request = convert.read_generate_request(message, kind, *limits, self._state.sampling)
         return dataclasses.replace(request, lora_request=adapter)
+
+    def _check(self, message: Message | pb.EmbedRequest, is_cut: bool) -> LoRARequest | None:
+        """Checks that a request is taken, before its prompt is read; returns its adapter."""
+        self._state.loaded_engine()
+        adapter = self._state.check_open(message.model if message.HasField("model") else None)
+        self._check_text(message)
+        if not is_cut:
+            self._state.check_num_tokens(len(message.prompt_token_ids.ids))
+        return adapter
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Ends a request of the same client, or with the admin token of any client."""
@@ -189,6 +207,9 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
             has_tokenizer=tokenizer is not None,
             has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
             max_images=0 if pictures is None else pictures.max_per_prompt,
+            task=model.task,
+            num_outputs=model.num_outputs,
+            labels=() if model.pooling is None else model.pooling.labels,
         )
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -251,7 +272,7 @@ class GenerationServicer(tpengine_pb2_grpc.GenerationServiceServicer):
         self._state.ask_to_close("Drain", timeout_s)
         return pb.DrainResponse(num_open_calls=self._state.num_open_calls)
 
-    def _check_text(self, message: Message | pb.TokenizeRequest) -> None:
+    def _check_text(self, message: Message | pb.EmbedRequest | pb.TokenizeRequest) -> None:
         field = message.WhichOneof("input")
         if field == "messages":
             turns = message.messages.messages

@@ -18,8 +18,10 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 import tpengine
+from tpengine.engine.requests import GenerateRequest
 from tpengine.engine.tokenizer import tokenizer_archive
 from tpengine.errors import InvalidPromptError, NotOfferedError, RequestAbortedError
+from tpengine.inputs import PoolingParams
 from tpengine.server.grpc.service import abort_requests, open_request
 from tpengine.server.grpc.vllm_messages import VllmWriter, read_request
 from tpengine.server.state import ServerState
@@ -69,6 +71,22 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         except RequestAbortedError as error:
             await send(await writer.write_abort(error.output))
 
+    async def Embed(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Gives the embedding of one prompt."""
+        self._state.loaded_engine()
+        self._state.check_open(None)
+        self._state.check_num_tokens(len(request.tokenized.input_ids))
+        token_ids = list(request.tokenized.input_ids)
+        asked = GenerateRequest(None, token_ids, pooling_params=PoolingParams())
+        request_id = request.request_id or None
+        async with open_request(self._state, context, asked, request_id) as mailbox:
+            output = await mailbox.take()
+        return pb.EmbedResponse(
+            embedding=output.pooled,
+            prompt_tokens=len(output.prompt_token_ids),
+            embedding_dim=len(output.pooled or ()),
+        )
+
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Ends requests of the same client, or with the admin token of any client."""
         count, most = len(request.request_ids), self._state.limits.max_calls
@@ -92,7 +110,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
             model_path=model.model,
             served_model_name=self._state.model,
             tokenizer_path=model.tokenizer or "",
-            is_generation=True,
+            is_generation=model.pooling is None,
             supports_vision=engine.llm_engine.reads_pictures,
             max_context_length=model.max_model_len,
             max_req_input_len=model.max_model_len,
@@ -160,7 +178,6 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
                 chunk.sha256 = hashlib.sha256(archive).hexdigest()
             yield chunk
 
-    Embed = _not_offered("Embed")
     FlushCache = _not_offered("FlushCache")
     StartProfile = _not_offered("StartProfile")
     StopProfile = _not_offered("StopProfile")
