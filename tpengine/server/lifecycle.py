@@ -25,6 +25,7 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import ConfigError, EngineError, ModelLoadError, TPEngineError, counted
 from tpengine.host import EndSignals, allow_open_files, kept_end_handlers
+from tpengine.inputs import PoolingParams
 from tpengine.logger import STDOUT, flush_lines, init_logger, write_line, write_on_threads
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.auth import Authenticator, CertificateReloader, is_own_host, wrong_host
@@ -209,7 +210,7 @@ class _Server:
             EngineError: the engine cannot be built, or that token does not come.
         """
         with self._timed("engine"):
-            folder, _, _ = await asyncio.to_thread(self._engine_args.read_model)
+            folder = (await asyncio.to_thread(self._engine_args.read_model)).folder
             self._state.sampling = sampling_defaults(folder, read_generation_config(folder))[0]
             # Later than `_wait_for_start`, whose error names the option.
             limit_s = self._args.startup_timeout + _EXIT_S
@@ -221,7 +222,9 @@ class _Server:
             params = SamplingParams(
                 max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True
             )
-            request = GenerateRequest(prompt_token_ids=[0], params=params, request_id="start-up")
+            pooling = None if engine.model_config.pooling is None else PoolingParams()
+            own: dict[str, Any] = {"request_id": "start-up", "pooling_params": pooling}
+            request = GenerateRequest(prompt_token_ids=[0], params=params, **own)
             async for _ in engine.serve(request):
                 pass
         if self._args.max_message_mib is None:

@@ -264,9 +264,13 @@ def address_key(host: str) -> str:
 
 
 def default_message_bytes(engine: LLMEngine) -> int:
-    """The default bound of a message: room for all parameters, for a prompt in any form, and for
-    one picture of the largest size if the model reads pictures."""
-    num_bytes = _PARAMETER_BYTES + _TOKEN_BYTES * engine.get_model_config().max_model_len
+    """The default bound of a message: room for all parameters, for a prompt in any form, or for
+    many of a model that makes no tokens, and for one picture of the largest size if the model reads
+    pictures."""
+    model = engine.get_model_config()
+    num_bytes = _PARAMETER_BYTES + _TOKEN_BYTES * model.max_model_len
+    if model.pooling is not None:
+        return DEFAULT_MESSAGE_BYTES
     return min(num_bytes, DEFAULT_MESSAGE_BYTES) + MAX_URL_BYTES * engine.reads_pictures
 
 

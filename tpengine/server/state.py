@@ -97,8 +97,9 @@ class ServerState:
 
     def serve(self, engine: AsyncLLMEngine) -> None:
         """Begins to serve with an engine that is ready."""
-        max_model_len = engine.model_config.max_model_len
-        self._max_text_bytes = max_text_bytes(engine.llm_engine.tokenizer, max_model_len)
+        model, tokenizer = engine.model_config, engine.llm_engine.tokenizer
+        longest = model.max_model_len if model.encoder is None else model.encoder.max_len
+        self._max_text_bytes = max_text_bytes(tokenizer, longest)
         self.engine = engine
         if self.state is State.LOADING:
             self.state = State.RUNNING
@@ -234,7 +235,10 @@ class ServerState:
         Raises:
             RequestIgnoredError: neither the model nor the cache has room for it.
         """
-        why = self.loaded_engine().llm_engine.why_too_long(num_prompt_tokens)
+        engine = self.loaded_engine().llm_engine
+        # The ids of a model with an encoder are its prompt, whose length it checks itself.
+        is_encoders = engine.get_model_config().encoder is not None
+        why = None if is_encoders else engine.why_too_long(num_prompt_tokens)
         if why is not None:
             raise errors.RequestIgnoredError(why)
 

@@ -1,6 +1,7 @@
 """The application behind the HTTP port: who may call what, errors, and the routes of the server.
 
-The routes of OpenAI's interface are in `openai_routes.py`.
+The routes that generate are in `openai_routes.py`, those that embed, score and classify in
+`pooling_routes.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tpengine.server.http.fields import FieldError, Fields, whole
 from tpengine.server.http.json_text import JsonAnswer
 from tpengine.server.http.openai_routes import openai_routes
 from tpengine.server.http.page import FILES, page_routes
+from tpengine.server.http.pooling_routes import pooling_routes
 from tpengine.server.http.read import BodyReader, naming_field
 from tpengine.server.limits import OpenCalls, check_num_ids
 from tpengine.server.state import METRICS_TYPE, ServerState
@@ -57,7 +59,7 @@ def make_app(
     routes = [*_server_routes(state), *_text_routes(state)]
     if state.adapter_folder is not None:
         routes += _adapter_routes(state)
-    routes += [*openai_routes(state), *page_routes(state)]
+    routes += [*openai_routes(state), *pooling_routes(state), *page_routes(state)]
     handlers: dict[Any, Any] = {HTTPException: _refuse}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
@@ -145,9 +147,13 @@ async def _refuse(request: Request, error: HTTPException) -> NoReturn:
 def _server_routes(state: ServerState) -> list[Route]:
     def card(name: str) -> dict[str, Any]:
         engine = state.loaded_engine().llm_engine
-        length = engine.get_model_config().max_model_len
-        fields = {"owned_by": "tpengine", "root": state.model, "max_model_len": length}
-        fields["reads_pictures"] = engine.reads_pictures
+        config = engine.get_model_config()
+        fields = {
+            "owned_by": "tpengine",
+            "root": state.model,
+            "max_model_len": config.max_model_len,
+        }
+        fields |= {"reads_pictures": engine.reads_pictures, "task": config.task}
         if name in state.adapters:
             fields["parent"] = state.model
         return {"id": name, "object": "model", "created": state.created, **fields}

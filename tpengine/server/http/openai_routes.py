@@ -39,6 +39,7 @@ from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import UnreadError
 from tpengine.proto import RESUME_WINDOW_KEY
 from tpengine.server.http.calls import read_call, read_resumption
+from tpengine.server.http.endpoints import PATHS, check_task
 from tpengine.server.http.error_answers import refusal
 from tpengine.server.http.json_text import JsonAnswer, event
 from tpengine.server.http.read import BodyReader, naming_field
@@ -49,7 +50,6 @@ from tpengine.server.stream_sender import Write, send_stream, write_within
 
 Boxes = list[Mailbox]
 Writers = list[AnswerWriter]
-PATHS = ("/v1/completions", "/v1/chat/completions")
 _STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
 _STREAM_HEADERS = [_STREAM_TYPE, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _COMMENT = b": the answer is not complete yet\n\n"
@@ -64,6 +64,7 @@ def openai_routes(state: ServerState) -> list[Route]:
 
     async def answer(request: Request, is_chat: bool) -> Any:
         call = await read_call(request)
+        check_task(state, "completions", request.url.path)
         asked = read_resumption(request, call, state.kept)
         if asked is not None and (stream := state.kept.find(asked)) is not None:
             return resumed(request, stream, asked.after)
@@ -85,7 +86,7 @@ def openai_routes(state: ServerState) -> list[Route]:
         headers = [(RESUME_WINDOW_KEY.encode(), b"%g" % stream.asked.window_s)]
         return KeptAnswer(request=request, state=state, headers=headers, stream=stream, after=after)
 
-    kinds = zip(PATHS, (False, True), strict=True)
+    kinds = zip(PATHS["completions"], (False, True), strict=True)
     return [Route(path, partial(answer, is_chat=kind), methods=["POST"]) for path, kind in kinds]
 
 

@@ -95,14 +95,10 @@ class BodyReader:
             RequestError, EngineError: a field cannot be used, or the server takes no requests.
         """
         fields = self._fields
-        adapter = self._state.check_open(fields.take("model", str, self._state.model))
+        common = read_common(fields, self._call, self._state)
         others, path = ("prompt", "") if self._is_chat else ("messages", "chat/")
         if others in fields.left:
             raise fields.error(others, f"is a field of /v1/{path}completions, which this is not")
-        if "request_id" in fields.left:
-            self._call.request_id = fields.take("request_id", str, "")
-            limits.check_request_id(self._call.request_id)
-        priority = fields.take("priority", int, 0)
         special = fields.take("add_special_tokens", bool, not self._is_chat)
         style = self._read_style()
         params = self._read_params(style)
@@ -122,8 +118,7 @@ class BodyReader:
             limits.check_sampling(params, self._limits, self._max_model_len, prompts)
         if not self._is_chat:
             prompts = [await self._prompt(raw, params, special, style.echo) for raw in prompts]
-        common: dict[str, Any] = {"params": params, "priority": priority, "lora_request": adapter}
-        common |= {"owner": self._call.client.owner, "deadline": self._call.deadline}
+        common["params"] = params
         return [GenerateRequest(**prompt, **common) for prompt in prompts], style
 
     async def tokenize(self) -> list[int]:
@@ -217,22 +212,7 @@ class BodyReader:
             fields.left["logprobs"] = likeliest
 
     def _read_prompts(self) -> list[str | list[int]]:
-        """Texts and lists of ids, whose entries are not checked."""
-        value = self._fields.left.pop("prompt", None)
-        if isinstance(value, str):
-            return [value]
-        if not isinstance(value, list) or not value:
-            raise FieldError("prompt", "must be a text, ids, or a list of these; and not empty")
-        if not isinstance(value[0], (str, list)):
-            return [value]
-        most = self._limits.queue.max_requests
-        if len(value) > most:
-            raise FieldError("prompt", f"holds {len(value)} prompts, more than {most}; send fewer")
-        for place, prompt in enumerate(value):
-            if not isinstance(prompt, (str, list)):
-                kind = type(prompt).__name__
-                raise FieldError(f"prompt[{place}]", f"must be a text or ids, got {kind}")
-        return value
+        return read_prompts(self._fields, "prompt", self._limits.queue.max_requests)
 
     async def _prompt(
         self, prompt: str | list[int], params: SamplingParams, special: bool, echo: bool
@@ -300,6 +280,46 @@ class BodyReader:
                 problem = "is not written by the model's chat template; give content alone"
                 raise FieldError(f"messages[{place}].tool_calls", problem)
         return messages
+
+
+def read_common(fields: Fields, call: Call, state: ServerState) -> dict[str, Any]:
+    """Takes what every call to a model may have; returns fields of `GenerateRequest`. A request_id
+    in the body becomes the call's.
+
+    Raises:
+        RequestError, EngineError: a field cannot be used, or the server takes no requests.
+    """
+    adapter = state.check_open(fields.take("model", str, state.model))
+    if "request_id" in fields.left:
+        call.request_id = fields.take("request_id", str, "")
+        limits.check_request_id(call.request_id)
+    common = {"priority": fields.take("priority", int, 0), "lora_request": adapter}
+    return {**common, "owner": call.client.owner, "deadline": call.deadline}
+
+
+def read_prompts(fields: Fields, name: str, most: int) -> list[str | list[int]]:
+    """The texts, and the lists of ids, whose entries are not checked, of a field.
+
+    Args:
+        most: prompts that it may hold.
+
+    Raises:
+        FieldError: it holds something else, nothing or too many.
+    """
+    value = fields.left.pop(name, None)
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise FieldError(name, "must be a text, ids, or a list of these; and not empty")
+    if not isinstance(value[0], (str, list)):
+        return [value]
+    if len(value) > most:
+        raise FieldError(name, f"holds {len(value)} prompts, more than {most}; send fewer")
+    for place, prompt in enumerate(value):
+        if not isinstance(prompt, (str, list)):
+            kind = type(prompt).__name__
+            raise FieldError(f"{name}[{place}]", f"must be a text or ids, got {kind}")
+    return value
 
 
 def _read_message(place: str, value: object) -> dict[str, Any]:

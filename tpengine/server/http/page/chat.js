@@ -22,6 +22,10 @@ export async function loadModels() {
   const models = (await (await call("v1/models")).json()).data;
   const names = models.map((one) => one.id);
   offerPictures(models.some((one) => one.reads_pictures));
+  const { task } = models[0];
+  if (task && task !== "generate") {
+    get("hint").textContent = `This model writes no text: its task is "${task}".`;
+  }
   get("models").replaceChildren(...names.map((name) => new Option(name)));
   get("model-field").hidden = names.length < 2;
   get("model").textContent = names[0];
