@@ -40,9 +40,11 @@ def test_the_tables_have_only_names_that_test_vllm_compares() -> None:
 
 def test_paths_before_and_after_0_5_4() -> None:
     from tpengine.model_executor.parallel_utils.parallel_state import destroy_model_parallel
+    from tpengine.pooling_params import PoolingParams
 
     from tpengine.sampling_params import BeamSearchParams
 
+    assert PoolingParams is inputs.PoolingParams is tpengine.PoolingParams
     assert destroy_model_parallel is aliases.destroy_model_parallel
     assert BeamSearchParams is inputs.BeamSearchParams is tpengine.BeamSearchParams
 
@@ -75,7 +77,7 @@ def test_all_names_at_once() -> None:
     assert {"LLM", "LLMEngine", "AsyncLLMEngine", "SamplingParams"} <= set(tpengine.__all__)
 
 
-POOLING = r"tpengine has no PoolingParams: no embedding models.*use generate"
+REGISTRY = r"tpengine has no ModelRegistry: read docs/models.md"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,8 @@ POOLING = r"tpengine has no PoolingParams: no embedding models.*use generate"
         ("from tpengine import nothing", "^(?!tpengine has no).*nothing"),
         ("from tpengine.utils import nothing", "^(?!tpengine has no).*nothing"),
         ("from tpengine.outputs import nothing", "^(?!tpengine has no).*nothing"),
-        ("from tpengine import PoolingParams", POOLING),
-        ("from tpengine.outputs import PoolingParams", POOLING),
-        ("from tpengine.pooling_params import PoolingParams", POOLING),
+        ("from tpengine import ModelRegistry", REGISTRY),
+        ("from tpengine.model_executor.models import ModelRegistry", REGISTRY),
         ("from tpengine.core.scheduler import x", r"tpengine has no \w+: .* internal"),
         ("from tpengine.entrypoints.openai.protocol import x", "has no .* internal.* --http-port"),
     ],
@@ -98,7 +99,7 @@ def test_names_that_are_not_there(statement: str, words: str) -> None:
     with pytest.raises(ImportError, match=words):
         exec(statement, {})
     assert not hasattr(tpengine, "nothing")
-    assert not hasattr(tpengine, "PoolingParams")
+    assert not hasattr(tpengine, "ModelRegistry")
 
 
 def test_nothing_is_imported_before_it_is_used() -> None:

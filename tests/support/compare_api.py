@@ -40,8 +40,9 @@ from typing import Any
 from tpengine import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
 from tpengine.compat.refused import PARAMETERS
 from tpengine.engine.stats import StatLoggerBase, Stats
-from tpengine.inputs import LoRARequest
+from tpengine.inputs import LoRARequest, PoolingParams
 from tpengine.options import NOTHING
+from tpengine.outputs import EmbeddingRequestOutput
 
 FOLDER = Path(__file__).parents[1] / "reference"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
@@ -334,6 +335,7 @@ def comparison() -> Iterator[Comparison]:
         examples = [llm, core, engine, params, output, answer, output.metrics, stream, logger.stats]
         examples += [core.model_config, core.cache_config]
         examples += [core.parallel_config, core.scheduler_config, LoRARequest("a", 1, "/folder")]
+        examples += [PoolingParams(), EmbeddingRequestOutput("a", None, [1], True)]
         examples += [answer.logprobs[0][answer.token_ids[0]]]
         by_class = {type(example).__name__: example for example in examples}
         yield Comparison({**by_class, "StatLoggerBase": logger})

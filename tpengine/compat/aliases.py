@@ -13,7 +13,7 @@ knows of this: `tpengine/__init__.py` installs a finder, which Python asks about
 Nothing is imported before it is used. The second half of this file holds small things that only
 such scripts need.
 
-A refused name is a missing attribute, and `from tpengine import PoolingParams` would drop the text
+A refused name is a missing attribute, and `from tpengine import ModelRegistry` would drop the text
 of that AttributeError. But Python first asks the finder for a module of this name, as it does below
 every module with a `__path__`, and the finder raises the ImportError.
 """
@@ -35,7 +35,7 @@ _WITHOUT_NAMES = """
     tpengine tpengine.adapter_commons.request tpengine.config tpengine.entrypoints.api_server
     tpengine.entrypoints.openai.api_server tpengine.executor.ray_utils tpengine.inputs
     tpengine.model_executor.layers.quantization tpengine.model_executor.models
-    tpengine.model_executor.utils tpengine.multimodal tpengine.outputs tpengine.pooling_params
+    tpengine.model_executor.utils tpengine.multimodal tpengine.outputs
     tpengine.prompt_adapter.request
 """
 """Modules of vLLM that have no names here but those of our file of that path, if there is one."""
@@ -51,6 +51,7 @@ MODULES = dict.fromkeys(_WITHOUT_NAMES.split(), "") | {
     "tpengine.lora.request": "tpengine.inputs",
     "tpengine.model_executor.guided_decoding.guided_fields": "tpengine.compat.guided",
     "tpengine.model_executor.parallel_utils.parallel_state": "tpengine.compat.aliases",
+    "tpengine.pooling_params": "tpengine.inputs",
     "tpengine.sampling_params": "tpengine.inputs tpengine.compat.guided",
     "tpengine.sequence": "tpengine.scheduling.sequence tpengine.outputs",
     "tpengine.transformers_utils.tokenizer": "tpengine.engine.tokenizer",
@@ -73,9 +74,6 @@ imports this file of ours: that would still get the class below the roof."""
 REFUSED = {
     "AdapterRequest": "import LoRARequest, which has no base class",
     "DecodingConfig": "leave it out; llguidance holds every grammar",
-    "EmbeddingOutput EmbeddingRequestOutput PoolingParams": (
-        "no embedding models are served; use generate"
-    ),
     "INPUT_REGISTRY MULTIMODAL_REGISTRY MultiModalDataDict": "prompts are text or ids; give those",
     "LLMInputs parse_and_batch_prompt": "it is internal to vLLM; give prompts as PromptInputs",
     "SequenceGroup attention core is_cpu": "it is internal to vLLM; use LLMEngine and EngineArgs",

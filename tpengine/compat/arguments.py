@@ -42,7 +42,6 @@ _POSITIONS = """
 """
 """The positional arguments of `EngineArgs` in vLLM 0.5.4."""
 # Why an argument is refused, and what to use.
-_NO_SCALES = "the scales of K and V are 1; use kv_cache_dtype alone"
 _NO_OFFLOAD = "weights stay on the device; use tensor_parallel_size or quantization"
 _NO_CODE = "code is taken from the model's own files; use revision"
 _ANY_LENGTH = "decode steps are recorded for any length; use enforce_eager to record none"
@@ -51,7 +50,6 @@ _NO_SHARDED_LORA = "ranks divide A or B as they divide the layer; one of the two
 _NO_LONG_LORA = "an adapter makes no context longer; use rope_scaling for all requests"
 _NO_NSIGHT = "ranks are not profiled; start a script with one rank under nsys"
 _NO_LOADER_CONFIG = "loading has no further settings; use load_format"
-_NO_DELAY = "prompts are not delayed; use max_num_batched_tokens for shorter steps"
 _NO_BACKENDS = "llguidance holds every grammar; leave it out"
 _NO_QLORA = "a base of any form takes adapters; use quantization, and a LoRARequest"
 _NO_TRACES = "there are no traces; use metrics_port of the server or metrics_text()"
@@ -98,7 +96,6 @@ class EngineArgs(engine_args.EngineArgs, _Positions):
     tokenizer_pool_type: str = option("ray", only_for=NOTHING)
     disable_logprobs_during_spec_decoding: bool | None = option(None, only_for=NOTHING)
 
-    quantization_param_path: str | None = option(None, refused=_NO_SCALES)
     cpu_offload_gb: float = option(0, refused=_NO_OFFLOAD)
     code_revision: str | None = option(None, refused=_NO_CODE)
     max_context_len_to_capture: int | None = option(None, refused=_ANY_LENGTH)
@@ -110,7 +107,6 @@ class EngineArgs(engine_args.EngineArgs, _Positions):
     long_lora_scaling_factors: str | None = option(None, refused=_NO_LONG_LORA)
     ray_workers_use_nsight: bool = option(False, refused=_NO_NSIGHT)
     model_loader_extra_config: str | None = option(None, refused=_NO_LOADER_CONFIG)
-    scheduler_delay_factor: float = option(0.0, refused=_NO_DELAY)
     guided_decoding_backend: str = option("outlines", refused=_NO_BACKENDS)
     qlora_adapter_name_or_path: str | None = option(None, refused=_NO_QLORA)
     otlp_traces_endpoint: str | None = option(None, refused=_NO_TRACES)

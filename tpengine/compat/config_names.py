@@ -19,6 +19,7 @@ class ModelConfig(config.ModelConfig):
     """`tpengine.config.ModelConfig`."""
 
     get_vocab_size, get_hidden_size = _getter("vocab_size"), _getter("hidden_size")
+    embedding_mode = property(lambda own: own.pooling is not None)
     get_head_size, get_total_num_kv_heads = _getter("head_dim"), _getter("total_num_kv_heads")
 
     def get_num_kv_heads(self, parallel_config: config.ParallelConfig) -> int:
@@ -54,7 +55,7 @@ class SchedulerConfig(config.SchedulerConfig):
     """`tpengine.config.SchedulerConfig`."""
 
     chunked_prefill_enabled = property(attrgetter("enable_chunked_prefill"))
-    delay_factor, num_lookahead_slots, embedding_mode = 0.0, 0, False
+    num_lookahead_slots = 0
 
 
 class EngineConfig(config.EngineConfig):

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from tpengine import llm
 from tpengine.compat import aliases
 from tpengine.compat.guided import guided_options
-from tpengine.compat.refused import RefusesNames, refuse_parameters
+from tpengine.compat.refused import RefusesNames, refuse_parameters, with_refused_parameters
+from tpengine.engine.pooling_calls import Prompts
 from tpengine.engine.requests import is_list
 from tpengine.engine_args import EngineArgs
 from tpengine.inputs import LoRARequest
@@ -38,7 +39,6 @@ class LLM(RefusesNames, llm.LLM):
     __signature__ = _SIGNATURE
     REFUSED: ClassVar[Mapping[str, str]] = {
         "DEPRECATE_LEGACY deprecate_legacy_api": "leave it out; no argument is deprecated",
-        "encode": "no embedding models are served; use generate",
     }
 
     def __init__(self, *values: Any, **named: Any) -> None:
@@ -46,9 +46,11 @@ class LLM(RefusesNames, llm.LLM):
         super().__init__(**arguments.pop("arguments", {}), **arguments)
         self.request_counter = aliases.Counter()
 
+    encode = with_refused_parameters(llm.LLM.encode, ["prompt_adapter_request"])
+
     def generate(
         self,
-        prompts: llm.Prompts | None = None,
+        prompts: Prompts | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,

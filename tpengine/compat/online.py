@@ -17,7 +17,6 @@ class AsyncLLMEngine(RefusesNames, async_llm_engine.AsyncLLMEngine):
     REFUSED: ClassVar[Mapping[str, str]] = {
         "background_loop": "read is_running; the engine has a thread",
         "is_tracing_enabled": "read the metrics of the outputs; there is no tracing",
-        "encode": "no embedding models are served; use generate",
         "engine_step run_engine_loop": "call health(); the engine's thread runs its steps",
         "get_decoding_config": "leave it out; llguidance holds every grammar",
     }
@@ -44,6 +43,7 @@ class AsyncLLMEngine(RefusesNames, async_llm_engine.AsyncLLMEngine):
         return super().from_engine_args(engine_args, stat_loggers=stat_loggers, **named)
 
     generate = with_refused_parameters(async_llm_engine.AsyncLLMEngine.generate)
+    encode = with_refused_parameters(async_llm_engine.AsyncLLMEngine.encode)
     add_request = with_refused_parameters(async_llm_engine.AsyncLLMEngine.add_request)
 
 
