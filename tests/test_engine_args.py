@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.engines import complete, greedy, make_engine
+from support.engines import complete, greedy, make_engine, open_llm
 from support.messages import refused, said
 from support.models import ModelShop
 from support.subjects import BY_NAME, Subjects
@@ -48,7 +48,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
      "executor = 'ray' | = 'mp' | use executor = 'processes'"),
     ({"worker_use_ray": True, "distributed_executor_backend": "mp"},
      "worker_use_ray = True | 'mp' | leave the others out"),
-    ({"quantization_param_path": "x"}, "quantization_param_path | kv_cache_dtype"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2 | fp8 is e4m3"),
     ({"served_model_name": ["a", 3]}, "served_model_name | Sequence[str] | 3"),
     ({"rope_scaling": "linear"}, "rope_scaling | Mapping | 'linear'"),
@@ -201,6 +200,7 @@ def test_fields_that_cannot_change_anything(name: str, caplog: pytest.LogCapture
         ({"num_gpu_blocks_override": 64}, "cache.num_device_blocks_override", 64),
         ({"kv_cache_dtype": "fp8_e4m3"}, "cache.kv_cache_dtype", "fp8"),
         ({"preemption_mode": None}, "scheduler.preemption_mode", "auto"),
+        ({"scheduler_delay_factor": 0.5}, "scheduler.delay_factor", 0.5),
         ({"enable_chunked_prefill": None}, "scheduler.enable_chunked_prefill", True),
         ({"dtype": torch.float16}, "model.dtype", "float16"),
         ({"dtype": "Float32", "quantization": "INT8"}, "model.dtype", "float32"),
@@ -450,3 +450,23 @@ def test_advice_is_enough(models: ModelShop, args: dict[str, Any], name: str, ad
 def test_cuda_that_is_not_there(models: ModelShop) -> None:
     with pytest.raises(ConfigError, match=r"cuda.*device='cpu'"):
         LLMEngine.from_engine_args(EngineArgs(str(models.folder(PLAIN)), device="cuda"))
+
+
+IN_FILE = r"threads?, (bfloat16|float32) \(the file has float16\):"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "half", "float32"])
+def test_one_line_says_what_runs_and_a_dtype_other_than_the_files_is_said(
+    models: ModelShop, tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str
+) -> None:
+    """The latter where the user did not choose it."""
+    folder = shutil.copytree(models.folder(PLAIN), tmp_path / "model")
+    args = {"dtype": dtype, "seed": 7, "skip_tokenizer_init": True}
+    for in_file in ("float16", None):
+        edit_json(folder / "config.json", lambda fields, name=in_file: fields.update(dtype=name))
+        with said(caplog) as messages, caplog.at_level("INFO", "tpengine"):
+            open_llm(folder, num_device_blocks_override=64, **args)
+        wanted = f"model {folder}, tokenizer none, dtype {dtype}, seed 7, 1 rank on cpu"
+        assert messages.count(wanted) == 1
+        is_said = re.search(IN_FILE, "\n".join(messages)) is not None
+        assert is_said == (dtype == "auto" and in_file is not None)

@@ -22,13 +22,13 @@ VAGUE_NAMES = {"one", "given", "found", "about", "told"}
 """They say what happened to a value, but not what it is."""
 
 # Budgets. A commit that raises one says what the lines buy.
-MAX_PACKAGE_LINES = 31_355
+MAX_PACKAGE_LINES = 33_760
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
 MAX_NATIVE_LINES = 8_275
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_CORE_LINES = 6_715
+MAX_CORE_LINES = 7_120
 """Lines of code of the files that docs/reading.md lists: `LLM.generate` on one device."""
-MAX_TEST_LINES = 42_640
+MAX_TEST_LINES = 44_570
 """Lines of code of tests/."""
 
 # room: rooms that it may import, besides itself and the files at the package's root
@@ -97,6 +97,14 @@ FEATURES = {
     "pictures": (
         "pictures engine.picture_prompts engine.picture_reader scheduling.picture_cache "
         "worker.picture_slots worker.picture_store models.vision_tower checkpoint.text_tensors"
+    ),
+    "embeddings": (
+        "engine.pooled_outputs engine.pooling_calls engine.pooling_requests layers.pooling "
+        "worker.pooling_slots"
+    ),
+    "encoder prompts": (
+        "engine.encoder_prompts scheduling.cross_blocks worker.cross_slots worker.encoder_pass "
+        "layers.cross_attention checkpoint.two_halves"
     ),
     "lookahead": "scheduling.drafter scheduling.token_index worker.draft_model",
     "pipelines": "models.stages scheduling.stage_groups worker.stage_ends",

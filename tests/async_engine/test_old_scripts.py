@@ -17,7 +17,7 @@ from tpengine.lora.request import LoRARequest
 from tpengine.usage.usage_lib import UsageContext
 
 from async_engine.tools import collect, last_output, read_ids, until
-from tpengine import AsyncEngineArgs, AsyncLLMEngine, SamplingParams, errors
+from tpengine import AsyncEngineArgs, AsyncLLMEngine, LLMEngine, SamplingParams, errors
 
 
 class Noted(StatLoggerBase):
@@ -95,8 +95,22 @@ async def test_what_is_not_served_is_refused(engine: AsyncLLMEngine, name: str, 
         errors.InvalidAdapterError, match=r"LoRARequest\(.* no adapters; make it with"
     ):
         await engine.add_request("it", "a", SamplingParams(), lora_request=ADAPTER)
-    with pytest.raises(errors.InvalidAdapterError, match=r"\[5, 9\]; ids go into inputs"):
-        await collect(engine.generate(None, SamplingParams(), "it", [5, 9]))
+
+
+METHODS: list[Any] = [AsyncLLMEngine.generate, AsyncLLMEngine.add_request, LLMEngine.add_request]
+NOW_IDS = r'\[5, 9\] .* before vLLM 0\.4\.3; write inputs=\{"prompt_token_ids": \[\.\.\.\]\}$'
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__qualname__)
+def test_arguments_of_the_first_versions_are_named(method: Any) -> None:
+    for words, values, named in (
+        (NOW_IDS, (None, "a", "b", greedy(2), [5, 9]), {}),
+        (rf"{method.__qualname__}: prompt = 'a' .*; write inputs=", (), {"prompt": "a"}),
+    ):
+        with pytest.raises(errors.InvalidPromptError, match=words):
+            method(*values, **named)
+    with pytest.raises(errors.InvalidPromptError, match="write params="):
+        LLMEngine.add_request(None, "a", sampling_params=greedy(2))  # type: ignore
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"worker_use_ray": False, "log_stats": True}])

@@ -24,7 +24,7 @@ from client.talks import PATIENCE_S, Talk, collect, joined_parts
 from tpengine import LLM, SamplingParams, TokensPrompt, errors
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
-from tpengine.client.client_messages import to_request
+from tpengine.client.client_messages import RequestFields, to_request
 from tpengine.client.generation_client import GenerationClient, typed_errors
 from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
 from tpengine.proto.status_details import write_details
@@ -225,7 +225,7 @@ async def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
 
 def test_explicit_zeros_are_sent() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=0, seed=0, logprobs=0, max_tokens=None)
-    request = to_request([], params, None, 0, 0.0)
+    request = to_request([], params, RequestFields(max_queue_s=0.0))
     for name in ("temperature", "min_tokens", "seed", "logprobs"):
         assert request.sampling.HasField(name)
         assert getattr(request.sampling, name) == 0

@@ -12,7 +12,7 @@ from support.server_process import ServerProcess
 
 from client.talks import Talk
 from tpengine import LLM, SamplingParams, errors
-from tpengine.client.client_messages import to_request
+from tpengine.client.client_messages import RequestFields, to_request
 from tpengine.client.generation_client import ClientTLS, GenerationClient
 from tpengine.server.auth import Authenticator
 
@@ -42,7 +42,7 @@ def test_parameters_that_do_not_fit(name: str, params: SamplingParams) -> None:
     with pytest.raises(
         errors.InvalidSamplingParamsError, match=rf"^{name} can hold only"
     ) as refused:
-        to_request(PROMPT, params, None, 0, None)
+        to_request(PROMPT, params, RequestFields())
     assert str(HUGE) in str(refused.value) or "ud800" in str(refused.value)
 
 
@@ -85,7 +85,7 @@ async def test_numbers_that_mean_the_same_are_sent(server: ServerProcess, llm: L
     async with GenerationClient(server.target) as client:
         assert (await client.generate(PROMPT, params)).outputs == offline.outputs
     huge = SamplingParams(max_tokens=HUGE, min_tokens=HUGE, top_k=HUGE)
-    sampling = to_request(PROMPT, huge, None, 0, None).sampling
+    sampling = to_request(PROMPT, huge, RequestFields()).sampling
     assert {sampling.max_tokens, sampling.min_tokens} == {2**31 - 1}
     assert sampling.top_k == -1, "it keeps all tokens, as this does"
 

@@ -225,7 +225,7 @@ def test_configs_have_the_names_of_vllm(engine: LLMEngine) -> None:
 
 def test_an_arrival_time_is_a_number(engine: LLMEngine) -> None:
     with pytest.raises(InvalidPromptError, match=r"arrival_time is in seconds, got \[5, 6\]"):
-        engine.add_request("one", "text", greedy(1), [5, 6])  # prompt ids, as in vLLM 0.4
+        engine.add_request("one", "text", greedy(1), arrival_time=[5, 6])
     assert not engine.has_unfinished_requests()
 
 

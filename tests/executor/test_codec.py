@@ -44,6 +44,18 @@ FULL_STEP = messages.StepInput(
             6, [1], 1, 0, [], messages.SamplingRules(), -(2**63), 0, [], num_candidates=4
         ),
         messages.NewSequence(7, [1], 1, 0, [], messages.SamplingRules(), 0, 0, [], adapter_slot=3),
+        messages.NewSequence(
+            8,
+            [1],
+            1,
+            0,
+            [],
+            messages.SamplingRules(),
+            0,
+            0,
+            [],
+            cross=messages.CrossInput(3, [4], [5]),
+        ),
     ],
     new_block_ids=[(3, [9, 10]), (4, [])],
     freed_slots=[0, 1],
@@ -73,6 +85,7 @@ FULL_OUTPUT = messages.StepOutput(
     rejected=[1],
     forced={0: [8, 9]},
     behind=[5],
+    pooled={1: bytes(range(8))},
     chosen_logprobs=array("f", [-0.1, float("-inf")]),
 )
 

@@ -7,19 +7,23 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support import all_decoders
 from support.all_decoders import decoder_classes, run_all, try_class, write_model
 from support.engines import open_llm
 from support.matrix import only
+from support.messages import refused, said
+from support.tiny_llama import edit_json
 from torch import nn
 
 from tpengine import EngineArgs
 from tpengine.checkpoint.loader import load_model
-from tpengine.config import choose_model_impl
+from tpengine.checkpoint.model_code import choose_model_impl
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.weights import Weights
@@ -77,7 +81,7 @@ def test_the_log_says_whose_code_runs(phi: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_own_code_only(phi: Path) -> None:
-    with pytest.raises(ConfigError, match="model_impl = 'tpengine', which has BloomForCausalLM"):
+    with pytest.raises(ConfigError, match=r"model_impl = 'tpengine', which has .*BloomForCausalLM"):
         open_llm(phi, model_impl="tpengine")
 
 
@@ -99,7 +103,7 @@ def test_a_configuration_that_does_not_fit(change: dict[str, object], problem: s
 
 
 def test_an_old_transformers_is_named(phi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.3.1.dev0")
+    monkeypatch.setattr("transformers.__version__", "5.3.1.dev0")
     with pytest.raises(ConfigError, match=r"from transformers 5\.4 on, found 5\.3\.1\.dev0"):
         EngineArgs(str(phi)).create_engine_config()
 
@@ -180,3 +184,78 @@ def test_ranks_in_threads_leave_torch_as_it_was(monkeypatch: pytest.MonkeyPatch)
         assert other.result(60)
     assert nn.Module.register_parameter is register
     assert not nn.Linear(1, 1).weight.is_meta
+
+
+CONFIGURATION = """
+import transformers
+class OwnConfig(transformers.LlamaConfig):
+    model_type = "own"
+"""
+MODEL = """
+import torch, transformers
+from .configuration_own import OwnConfig
+class OwnForCausalLM(transformers.LlamaForCausalLM):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.act_fn = torch.nn.Tanh()  # Llama has SiLU
+class AloneForCausalLM(OwnForCausalLM):  # its attention is its own
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
+"""
+TRUSTED: dict[str, Any] = {"trust_remote_code": True}
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The weights of a Llama with another class."""
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    write_model("llama", tmp_path / "own")
+    (tmp_path / "own/configuration_own.py").write_text(CONFIGURATION)
+    (tmp_path / "own/modeling_own.py").write_text(MODEL)
+    name_class(tmp_path / "own", "OwnForCausalLM")
+    return tmp_path / "own"
+
+
+def name_class(folder: Path, name: str, model_type: str = "own") -> None:
+    code = {"AutoModelForCausalLM": f"modeling_own.{name}"}
+    if model_type == "own":
+        code["AutoConfig"] = "configuration_own.OwnConfig"
+    named = {"architectures": [name], "model_type": model_type, "auto_map": code}
+    edit_json(folder / "config.json", lambda fields: fields.update(named))
+
+
+def test_code_of_the_folder_runs_as_in_transformers(own_folder: Path, caplog: Any) -> None:
+    """Whole, chunked and preempted, and on two ranks; the log says so before it runs."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(own_folder, **TRUSTED).eval()
+    expected = all_decoders.expected_answers(model)
+    small = {"max_num_batched_tokens": 16, "num_device_blocks_override": 6}
+    for num_ranks, args in ((1, {"model_impl": "auto"}), (1, small), (2, {})):
+        with said(caplog) as messages, caplog.at_level("INFO", "tpengine"):
+            assert not all_decoders.run(own_folder, expected, num_ranks, **args, **TRUSTED)
+        code = "modeling_own.OwnForCausalLM"
+        assert messages.count(f"each rank runs Python code of the model's folder: {code}") == 1
+        assert f"OwnForCausalLM (code of its own folder, {code}) on" in "\n".join(messages)
+
+
+@pytest.mark.parametrize("model_type", ["own", "llama"])
+def test_code_of_the_folder_runs_only_if_it_is_trusted(own_folder: Path, model_type: str) -> None:
+    name_class(own_folder, "OwnForCausalLM", model_type)
+    with refused(ConfigError, "needs code of its own | _own. | (--trust-remote-code)"):
+        open_llm(own_folder)
+
+
+def test_transformers_own_class_goes_before_code_of_the_folder() -> None:
+    fields = {"architectures": ["PhiForCausalLM"], "model_type": "phi", "num_attention_heads": 4}
+    fields |= {"vocab_size": 128, "auto_map": {"AutoModelForCausalLM": "modeling_phi.Phi"}}
+    assert choose_model_impl(fields, "folder", "auto") == "transformers"
+
+
+def test_code_that_our_attention_cannot_serve_is_refused(own_folder: Path) -> None:
+    name_class(own_folder, "AloneForCausalLM")
+    with refused(ConfigError, "Alone | does not go through transformers' attention interface"):
+        open_llm(own_folder, num_device_blocks_override=8, **TRUSTED)

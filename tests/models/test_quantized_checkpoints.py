@@ -401,6 +401,24 @@ def test_scales_that_float16_does_not_hold(scale: float, is_kept: bool, copied: 
     assert torch.equal(source[5:6][0], expected)
 
 
+FP8_CACHE = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("w8a8-fp8", FP8_CACHE), ("fp8", "static")])
+def test_scales_of_the_cache_are_left_beside(name: str, scheme: Any, copied: Any) -> None:
+    """A CPU's cache does not use them; `worker/test_kv_scales.py` does."""
+    folder, state = copied(name)
+    for kind in ("k_proj.output_scale", "v_proj.output_scale"):
+        state[f"model.layers.1.self_attn.{kind}"] = torch.tensor([0.5])
+    save_file(state, folder / "model.safetensors")
+    edit_json(
+        folder / "config.json",
+        lambda config: config["quantization_config"].update(kv_cache_scheme=scheme),
+    )
+    prompts, expected = zip(*answers(ROOT / name), strict=True)
+    assert engine_ids(folder, prompts, 1, dtype="float32") == list(expected)
+
+
 def in_groups(**fields: Any) -> Any:
     """Changes fields of the weights of compressed-tensors' only group."""
     return lambda config: config["config_groups"]["group_0"]["weights"].update(fields)
@@ -419,7 +437,7 @@ def in_groups(**fields: Any) -> Any:
         ("gptq", {"dynamic": {"+:.*": {"bits": 3}}}, "dynamic.+:.*.bits = 3"),
         ("w4a16", {"quantization_status": "calibration"}, "quantization_status"),
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-        ("w4a16", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ("w4a16", {"kv_cache_scheme": FP8_CACHE | {"num_bits": 4}}, "kv_cache_scheme = {"),
         ("w4a16", {"config_groups": {}}, "config_groups = {}"),
         ("w4a16", {"config_groups": {"group_0": None}}, "config_groups.group_0 = None"),
         ("w4a16", {"config_groups": {"group_0": {"weights": [1]}}}, "group_0.weights = [1]"),

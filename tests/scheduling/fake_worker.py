@@ -109,6 +109,8 @@ class FakeWorker:
     awaited: dict[bytes, int] = field(default_factory=dict)
     """Rows of the pictures whose features are not computed."""
     features: set[bytes] = field(default_factory=set)
+    encoded: dict[int, list[int]] = field(default_factory=dict)
+    """By seed of the request, the encoder prompt that was read."""
 
     def apply(self, step: StepInput) -> None:
         """Applies what a step says about slots and blocks."""
@@ -126,6 +128,10 @@ class FakeWorker:
             self.slots[new.slot] = _Slot(
                 new, new.index, list(new.token_ids), new.num_computed_tokens, list(new.block_ids)
             )
+            if new.cross is not None and new.cross.token_ids:
+                assert len(new.cross.token_ids) == new.cross.num_tokens
+                self.encoded[new.seed] = new.cross.token_ids
+                self.cache |= self._cross_places(new)
         self._fork(step)
         for slot, block_ids in step.new_block_ids:
             assert block_ids
@@ -143,6 +149,11 @@ class FakeWorker:
             expected = self._all_keys(slot, slot.num_computed_tokens)
             held = [self.cache.get(self._place(slot, p)) for p in kept]
             assert held == expected[kept.start :], "what was computed is no longer there"
+            if (cross := slot.new.cross) is not None:
+                assert not set(cross.block_ids) & set(slot.block_ids)
+                places = self._cross_places(slot.new)
+                assert len(places) == cross.num_tokens, "too few blocks of an encoder prompt"
+                assert places.items() <= self.cache.items(), "what was read is no longer there"
 
     def compute(self, step: StepInput) -> StepOutput:
         """Computes the rows of an applied step and samples."""
@@ -153,7 +164,7 @@ class FakeWorker:
         assert step.slots == [slot for slot, count in counts.items() for _ in range(count)]
         assert drafts.keys() <= counts.keys(), "drafts without a row"
         assert all(size >= 1 for size in sizes)
-        assert sum(sizes) <= self.max_num_batched_tokens
+        assert sum(sizes) + step.num_encoder_tokens <= self.max_num_batched_tokens
         singles = sizes.count(1)
         assert all(size == 1 for size in sizes[:singles]), "rows with one token come first"
         expected = []
@@ -293,11 +304,20 @@ class FakeWorker:
             places.add(place)
         slot.num_computed_tokens += size
         blocks = {place // self.block_size for place in places}
+        crosses = [s.new.cross.block_ids for s in self.slots.values() if s.new.cross is not None]
+        assert all(blocks.isdisjoint(ids) for ids in crosses), "an encoder's block is written"
         for other_id, other in self.slots.items():
             if other_id != slot_id and not blocks.isdisjoint(other.block_ids):
                 read = {self._place(other, p) for p in self._kept(other)}
                 assert not read & places, "a block that others read is written"
         return places
+
+    def _cross_places(self, new: NewSequence) -> dict[int, int]:
+        """What the cache holds for an encoder prompt, by place."""
+        assert new.cross is not None
+        keys, size = keys_after(mix(new.seed), self.encoded[new.seed]), self.block_size
+        places = [block * size + offset for block in new.cross.block_ids for offset in range(size)]
+        return dict(zip(places, keys, strict=False))
 
     def _kept(self, slot: _Slot) -> range:
         """Positions of the computed tokens that the next token sees."""

@@ -23,7 +23,13 @@ from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.block_manager import NO_BLOCK, AllocStatus, BlockManager
 from tpengine.scheduling.drafter import Drafter, RowPrices
 from tpengine.scheduling.scheduler import Scheduler
-from tpengine.scheduling.sequence import PromptPictures, Request, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import (
+    EncoderPrompt,
+    PromptPictures,
+    Request,
+    Sequence,
+    SequenceStatus,
+)
 from tpengine.scheduling.step import SchedulerOutput
 
 NUM_ROWS = {b"a": 1, b"b": 3, b"c": 5, FAILING: 2}
@@ -57,6 +63,8 @@ class Limits:
     """Room for features; 0: prompts have no pictures."""
     most_awaited_rows: int = 100
     whole_pictures: bool = False
+    delay: float = 0.0
+    whole_prompts: bool = False
 
     @property
     def num_kept_tokens(self) -> int:
@@ -80,6 +88,7 @@ def make_request(
     adapter: Adapter | int = 0,
     owner: Owner = NO_OWNER,
     pictures: str = "",
+    encoder: int = 0,
 ) -> Request:
     """A request named after its number.
 
@@ -87,6 +96,7 @@ def make_request(
         prompt: its ids, or how many it has of its own.
         adapter: or its number; 0: none.
         pictures: in front of its prompt, a letter each; they have `NUM_ROWS` of features.
+        encoder: tokens of its encoder prompt; 0: it has none.
     """
     if isinstance(adapter, int) and adapter:
         name = f"adapter{adapter}"
@@ -120,6 +130,7 @@ def make_request(
         adapter=adapter or None,
         owner=owner,
         pictures=PromptPictures(spans, loads) if spans else None,
+        encoder=EncoderPrompt(None, list(range(index, index + encoder))) if encoder else None,
     )
 
 
@@ -179,6 +190,7 @@ class Loop:
             max_loras=limits.max_loras,
             num_stages=limits.stages,
             fairness=limits.fairness,
+            whole_prompts=limits.whole_prompts,
             lookahead=LookaheadConfig("[ngram]", limits.drafts, 1, 1, None, limits.model_len)
             if limits.drafts
             else None,
@@ -187,6 +199,7 @@ class Loop:
             )
             if limits.picture_rows
             else None,
+            delay_factor=limits.delay,
         )
         never_swaps = limits.mode == "recompute" or not limits.num_host_blocks
         is_by_arrival = limits.policy == "fcfs" and limits.fairness == "none"
@@ -387,7 +400,7 @@ class Loop:
             table, start = self.blocks.block_ids(row), end - count
             seen = max(0, start - self.limits.num_kept_tokens)
             written = set(table[start // size : self.blocks.num_blocks_for(end)])
-            own[row] = set(table[seen // size :]), written
+            own[row] = set(table[seen // size :] + self.blocks.cross.block_ids(row)), written
         for step in self._used:
             for other, (read, written) in step.items():
                 assert not targets & read, "a copy into a block that an unanswered step reads"
@@ -446,6 +459,7 @@ class Loop:
         self.events["beam forks"] += len(step.forks) - len(output.forks)
         self.events["copies"] += len(step.block_moves.copies)
         self.events["adapter loads"] += len(step.adapter_loads)
+        self.events["encoder tokens"] += step.num_encoder_tokens
         self.events["picture loads"] += len(step.picture_loads)
         self.events["pictures dropped"] += len(step.dropped_pictures)
         self.events["turns of the tower"] += step.num_awaited_rows > 0 and not output.rows
@@ -523,7 +537,7 @@ class Loop:
             if size < num_left:
                 self.events["chunks"] += 1
                 resumed_long = sequence.num_output_tokens > 0 and sequence.num_tokens > budget
-                is_divided = request.pictures is not None
+                is_divided = request.pictures is not None or request.encoder is not None
                 assert self.limits.chunked or resumed_long or has_groups or is_divided
         if not self.limits.chunked and not has_groups and not self.limits.picture_rows:
             assert len(catching_up) == 1, "prompts and decodes in one step"
@@ -545,7 +559,9 @@ class Loop:
                 num_computed = sequence.num_computed_tokens - counts.get(sequence, 0)
                 assert slot.num_computed_tokens == num_computed
                 assert len(slot.token_ids) == max(sequence.num_tokens, num_computed + 1)
-                table = self.blocks.block_ids(sequence)
+                table, cross = self.blocks.block_ids(sequence), slot.new.cross
+                read = [] if cross is None else cross.block_ids
+                assert read == self.blocks.cross.block_ids(sequence)
                 num_given_back = table.count(NO_BLOCK)
                 self.events["given back"] += num_given_back > 0
                 assert len(slot.block_ids) == len(table)

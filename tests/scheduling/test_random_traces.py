@@ -146,6 +146,7 @@ def play(
     adapters: Sequence[int] = (),
     owners: Sequence[Owner] = (),
     pictures: Sequence[str] = (),
+    encoders: Sequence[int] = (),
 ) -> tuple[Loop, list[Request]]:
     """Runs a trace to its end; the loop checks every step.
 
@@ -153,6 +154,7 @@ def play(
         adapters: of each request, 0: none; empty: no request has one.
         owners: of each request; empty: no request has one.
         pictures: of each request, see `make_request`; empty: no request has any.
+        encoders: tokens of each encoder prompt, at most as many as fit beside a token of its own.
     """
     loop = Loop(trace.limits)
     arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.step)
@@ -175,7 +177,9 @@ def play(
             prompt, adapter = prompt_of(arrival, index), adapters[index] if adapters else 0
             owner = owners[index] if owners else NO_OWNER
             letters = pictures[index] if pictures else ""
-            request = make_request(index, prompt, params, arrival.priority, adapter, owner, letters)
+            num_read = min(encoders[index], trace.limits.tokens - 1) if encoders else 0
+            others = arrival.priority, adapter, owner, letters, num_read
+            request = make_request(index, prompt, params, *others)
             requests.append(loop.add(request))
         if number in trace.restrictions:
             allowed = trace.restrictions[number]
@@ -245,6 +249,7 @@ def check_ending(loop: Loop, request: Request) -> str:
     if reason == "ignored" and loop.limits.chunked and len(request.sequences) == 1:
         # Nothing but the cache can have been too small.
         num_blocks = loop.blocks.num_blocks_for(request.sequences[0].num_tokens)
+        num_blocks += loop.blocks.cross.num_needed(request)
         assert num_blocks > loop.blocks.num_total_blocks
     return reason
 
@@ -269,6 +274,10 @@ OF_PICTURES = [
     *("completed", "error", "picture loads", "pictures dropped", "turns of the tower", "swap ins"),
     *("preempted and completed", "hits", "lost steps", "drafts accepted"),
 ]
+OF_ENCODERS = [
+    *("completed", "ignored", "encoder tokens", "forks", "beam forks", "swap ins", "copies"),
+    *("group recomputed", "single recomputed", "joined later", "lost steps"),
+]
 OF_OWNERS = ["completed", "took room", "swap ins", "hits", "group recomputed", "lost steps"]
 
 
@@ -289,6 +298,7 @@ PICTURES = st.lists(st.sampled_from(["", "a", "b", "c", "ab", "aba", "cb", "f"])
 PICTURE_LIMITS = st.sampled_from([5, 6, 8, 20]), st.sampled_from([1, 6, 100]), st.booleans()
 NO_FIELDS: st.SearchStrategy[dict[str, Any]] = st.just({})
 ADAPTERS = st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=7, max_size=7)
+ENCODERS = st.lists(st.sampled_from([0, 1, 4, 5, 9]), min_size=7, max_size=7)
 OWNER = st.builds(Owner, account=st.sampled_from("abc"), weight=st.sampled_from([0.5, 1, 3]))
 MIXES = {
     # name: traces, arguments of `play`, examples, events that are reached
@@ -307,6 +317,12 @@ MIXES = {
         st.fixed_dictionaries({"pictures": PICTURES}),
         400,
         OF_PICTURES,
+    ),
+    "encoders": (
+        DISTURBED.map(lambda trace: limited(trace, caching=False, drafts=0, stages=1)),
+        st.fixed_dictionaries({"encoders": ENCODERS}),
+        400,
+        OF_ENCODERS,
     ),
     "owners": (
         DISTURBED.map(lambda trace: limited(trace, chunked=True, fairness="owner")),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tpengine.errors import EngineError
+from tpengine.inputs import Owner
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.step import StepDecisions
 
-from .loop import END_TOKEN_IDS, Limits, Loop, make_request, sizes, statuses
+from .loop import END_TOKEN_IDS, Limits, Loop, make_request, plain, sizes, statuses
 
 
 def test_worked_example() -> None:
@@ -147,6 +150,31 @@ def test_limits_are_inclusive() -> None:
     (request,) = loop.add_plain(40, max_tokens=1)
     loop.run()
     assert statuses(request) == ["FINISHED_LENGTH"]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=30),
+    tokens=st.integers(24, 60),
+    num_blocks=st.integers(8, 40),
+    fairness=st.sampled_from(["none", "owner"]),
+    in_flight=st.integers(1, 3),
+)
+def test_an_encoder_computes_each_prompt_in_one_step(
+    lengths: list[int], tokens: int, num_blocks: int, fairness: str, in_flight: int
+) -> None:
+    """Of the first waiting prompts each step computes as many as fit; none waits for ever."""
+    own = {"fairness": fairness, "in_flight": in_flight, "whole_prompts": True}
+    loop = Loop(Limits(tokens=tokens, num_blocks=num_blocks, **own))
+    requests = [
+        loop.add(make_request(i, length, plain(1), owner=Owner("", f"client {i % 3}")))
+        for i, length in enumerate(lengths)
+    ]
+    while loop.scheduler.has_unfinished_requests():
+        output = loop.step()
+        assert sizes(output) == [row.num_prompt_tokens for row in output.rows]
+        assert sum(sizes(output)) <= tokens
+    assert all(statuses(request) == ["FINISHED_LENGTH"] for request in requests)
 
 
 def test_token_that_was_not_appended_is_noticed() -> None:

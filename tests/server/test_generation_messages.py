@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tpengine import RequestOutputKind, SamplingParams, errors
-from tpengine.client.client_messages import to_request
+from tpengine.client.client_messages import RequestFields, to_request
 from tpengine.options import parameters
 from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
@@ -87,7 +87,7 @@ def test_every_parameter_of_grpc_is_a_field() -> None:
 def test_every_field_is_sent_and_read(name: str) -> None:
     params = SamplingParams(**{name: ANOTHER[name]}, output_kind=DELTA)
     assert read_sampling_params(sampling({name: ANOTHER[name]}), DELTA, {}) == params
-    sent = to_request("a", params, None, 0, None).sampling
+    sent = to_request("a", params, RequestFields()).sampling
     assert read_sampling_params(sent, DELTA, {}) == params
 
 
@@ -105,14 +105,14 @@ def test_every_field_is_sent_and_read(name: str) -> None:
 )
 def test_the_client_sends_every_constraint(constraint: dict[str, Any]) -> None:
     params = SamplingParams(structured_outputs=constraint, output_kind=DELTA)
-    message = to_request("a", params, None, 0, None)
+    message = to_request("a", params, RequestFields())
     assert read_sampling_params(message.sampling, DELTA, {}) == params
 
 
 @pytest.mark.parametrize("seed", [None, -1, -2, 2**63, 2**64 - 1])
 def test_a_seed_keeps_its_bits(seed: int | None) -> None:
     """A number of 64 bits with a sign, of which -1 means no seed in Python alone."""
-    message = to_request("a", SamplingParams(seed=seed), None, 0, None)
+    message = to_request("a", SamplingParams(seed=seed), RequestFields())
     read_seed = read_sampling_params(message.sampling, DELTA, {}).seed
     wanted = None if seed in (None, -1) else seed % 2**64
     assert (None if read_seed is None else read_seed % 2**64) == wanted
@@ -121,11 +121,11 @@ def test_a_seed_keeps_its_bits(seed: int | None) -> None:
 def test_the_client_checks_what_was_assigned() -> None:
     params = SamplingParams()
     params.stop = "end"
-    assert to_request("a", params, None, 0, None).sampling.stop == ["end"]
+    assert to_request("a", params, RequestFields()).sampling.stop == ["end"]
     assert params.stop == "end"
     params.temperature = -1.0
     with pytest.raises(errors.InvalidSamplingParamsError, match="temperature"):
-        to_request("a", params, None, 0, None)
+        to_request("a", params, RequestFields())
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_beam_search_arrives(sent: int, meant: bool | str) -> None:
 
 
 def test_of_a_dict_only_its_fields_are_sent() -> None:
-    message = to_request("a", {"temperature": 0.0, "stop": "."}, None, 0, None).sampling
+    message = to_request("a", {"temperature": 0.0, "stop": "."}, RequestFields()).sampling
     assert {field.name for field, _ in message.ListFields()} == {"temperature", "stop"}
     defaults = {"temperature": 0.7, "top_k": 5, "max_tokens": 9}
     params = read_sampling_params(message, DELTA, defaults)
     assert (params.temperature, params.top_k, params.max_tokens) == (0.0, -1, 9)  # greedy: no top_k
-    warm = to_request("a", {"top_p": 0.5}, None, 0, None).sampling
+    warm = to_request("a", {"top_p": 0.5}, RequestFields()).sampling
     params = read_sampling_params(warm, DELTA, defaults)
     assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.5, 5)
 

@@ -24,7 +24,7 @@ from server.calls import refused
 from server.cutting_proxy import CuttingProxy
 from tpengine import LLM, SamplingParams, errors
 from tpengine.cli.main import main
-from tpengine.client.client_messages import to_request
+from tpengine.client.client_messages import RequestFields, to_request
 from tpengine.client.generation_client import GenerationClient
 from tpengine.proto import tpengine_pb2 as pb
 
@@ -100,7 +100,7 @@ async def test_a_stream_with_a_picture_resumes(seeing: ServerProcess) -> None:
 )
 def test_what_the_client_refuses(prompt: Any) -> None:
     with pytest.raises(errors.InvalidPromptError, match=r"must be .* got .{,99}$"):
-        to_request(prompt, PARAMS, None, 0, None)
+        to_request(prompt, PARAMS, RequestFields())
 
 
 PARTS: list[dict[str, Any]] = [{"text": "a"}, {}, {"text": "ab " * (1 << 17)}, {"image": b"GIF"}]

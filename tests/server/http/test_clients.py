@@ -136,7 +136,7 @@ async def test_openai_at_once(server: ServerProcess, answers: dict[str, Any]) ->
         (lambda c: c.chat.completions.create(model=MODEL, messages=[]),
          openai.BadRequestError, None, "messages"),
         (lambda c: c.embeddings.create(model=MODEL, input=PROMPT),
-         openai.NotFoundError, "unknown_url", None),
+         openai.BadRequestError, "wrong_endpoint", None),
     ],
 )  # fmt: skip
 def test_exceptions_of_openai(

@@ -187,7 +187,7 @@ def test_a_mistake_is_told_what_is_right(door: Door, capsys: pytest.CaptureFixtu
     assert "OpenAI's port is not this client's" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["responses", "embeddings", "moderations", "audio/speech", "x"])
+@pytest.mark.parametrize("path", ["responses", "moderations", "audio/speech", "x"])
 def test_a_path_that_is_missing_names_those_that_are_there(door: Door, path: str) -> None:
     status, error = door.refused(path, {})
     assert (status, error["code"]) == (404, "unknown_url")

@@ -1,0 +1,62 @@
+"""A real model, all-MiniLM-L6-v2: vectors equal to those of transformers on the same files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from support import third_party
+from support.engines import open_llm
+from support.pooling_models import hidden_states, normalized
+
+from tpengine.inputs import PoolingParams
+
+pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
+PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "prompts.json").read_text())
+TEXTS = [*PROMPTS["questions"], *PROMPTS["texts"]]
+LOST = {"int8": 3e-3, "int4": 0.06}
+"""Most that a quantization takes from a cosine of 1."""
+
+
+@pytest.fixture(name="folder", scope="module")
+def folder_fixture() -> Path:
+    return third_party.minilm()
+
+
+@pytest.fixture(scope="module")
+def vectors(folder: Path) -> torch.Tensor:
+    """By transformers: the mean of the hidden states of as many tokens as the model takes."""
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = [tokenizer(text, truncation=True, max_length=256).input_ids for text in TEXTS]
+    return torch.stack([normalized(hidden_states(model, own).mean(0)) for own in ids])
+
+
+def test_vectors_and_their_order(folder: Path, vectors: torch.Tensor) -> None:
+    with open_llm(folder, num_device_blocks_override=None) as llm:
+        params = PoolingParams(truncate_prompt_tokens=-1)
+        outputs = llm.embed(TEXTS, pooling_params=params, use_tqdm=False)
+        scores = llm.score(TEXTS[0], TEXTS, truncate_prompt_tokens=-1, use_tqdm=False)
+    ours = torch.tensor([output.outputs.embedding for output in outputs])
+    assert ours.shape == (len(TEXTS), 384)
+    cosines = torch.cosine_similarity(ours.double(), vectors.double())
+    assert float(cosines.min()) > 1 - 1e-5
+    expected = vectors @ vectors[0]
+    ours_scores = torch.tensor([output.outputs.score for output in scores])
+    assert float((ours_scores - expected).abs().max()) < 1e-4
+    assert ours_scores.argsort().tolist() == expected.argsort().tolist()
+
+
+@pytest.mark.parametrize(("form", "lost"), LOST.items())
+def test_what_a_quantization_loses(
+    folder: Path, vectors: torch.Tensor, form: str, lost: float
+) -> None:
+    with open_llm(folder, num_device_blocks_override=None, quantization=form) as llm:
+        params = PoolingParams(truncate_prompt_tokens=-1)
+        outputs = llm.embed(TEXTS, pooling_params=params, use_tqdm=False)
+    ours = torch.tensor([output.outputs.embedding for output in outputs])
+    cosines = torch.cosine_similarity(ours.double(), vectors.double())
+    assert 1e-7 < 1 - float(cosines.min()) < lost
