@@ -22,10 +22,12 @@ from support.pooling_models import (
     write_classifier,
     write_modules,
 )
+from support.small_encoders import class_logits
 from support.tiny_llama import byte_level_tokenizer, edit_json
 from support.variants import VARIANTS, Variant
 from transformers.models.auto import modeling_auto
 
+from tpengine.engine.requests import GenerateRequest
 from tpengine.errors import ConfigError, RequestError
 from tpengine.inputs import PoolingParams
 from tpengine.outputs import EmbeddingRequestOutput, PoolingRequestOutput
@@ -80,8 +82,7 @@ def test_every_family(tmp_path: Path, number: int, variant: Variant) -> None:
         raw = llm.encode(PROMPTS, PoolingParams(activation=False), use_tqdm=False)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     for prompt, output, numbers in zip(PROMPTS, outputs, raw, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt])).logits[0]
+        logits = class_logits(model, prompt)
         most = 1e-4 * max(1.0, float(logits.abs().max()))
         assert (torch.tensor(numbers.outputs.embedding) - logits).abs().max() < most
         assert (torch.tensor(output.outputs.probs) - logits.softmax(0)).abs().max() < 1e-4
@@ -174,8 +175,7 @@ def test_a_causal_model_says_yes_or_no(qwen: Path, tmp_path: Path) -> None:
     for output, document in zip(outputs, ("dogs cats", "dogs"), strict=True):
         text = tokenizer.decode(output.prompt_token_ids)
         assert text.index("Query") < text.index("cats") < text.index(document)
-        with torch.inference_mode():
-            logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        logits = class_logits(model, output.prompt_token_ids)[-1]
         chances = logits[[no, yes]].softmax(0)
         assert abs(output.outputs.score - float(chances[1])) < 1e-4
     assert outputs[0].outputs != outputs[1].outputs
@@ -215,7 +215,7 @@ def test_what_a_model_does_not_do_is_refused(qwen: Path, tmp_path: Path) -> None
         (1, {"sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}}, torch.sigmoid),
         (1, {}, torch.sigmoid),
     ],
-    ids=str,
+    ids=["many labels", "regression", "identity", "sigmoid", "one label"],
 )
 def test_probabilities_are_those_of_the_files(
     qwen: Path, tmp_path: Path, num_labels: int, fields: dict[str, Any], activation: Any
@@ -233,8 +233,7 @@ def test_a_prompt_without_numbers_fails_alone(qwen: Path, tmp_path: Path) -> Non
     """Token 7 has NaN as its embedding; what a user assigns to parameters later has no effect."""
     shutil.copytree(qwen, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
-    tensors[name][7] = torch.nan
+    tensors["model.embed_tokens.weight"][7] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with open_engine(tmp_path, task="embed", num_device_blocks_override=64) as engine:
         params = PoolingParams()
@@ -251,3 +250,14 @@ def test_a_prompt_without_numbers_fails_alone(qwen: Path, tmp_path: Path) -> Non
     for fields in ({"prompt_name": ["query"]}, {"normalize": 1}, {"activation": None}):
         with pytest.raises(RequestError, match=next(iter(fields))):
             PoolingParams(**fields)
+
+
+def test_an_id_whose_end_was_discarded_is_as_new(qwen: Path) -> None:
+    """The form of its outputs is that of the request that has it now."""
+    request = GenerateRequest(prompt_token_ids=[7], pooling_params=PoolingParams())
+    with open_engine(qwen, task="embed", num_device_blocks_override=64) as engine:
+        engine.add_request("same", {"prompt_token_ids": [7]}, PoolingParams())
+        engine.abort_request("same")
+        assert [output.finished for output in engine.discard_outputs(["same"])] == [True]
+        engine.add_checked("same", engine.check_request(request))
+        assert engine.step()[0].pooled is not None

@@ -88,9 +88,7 @@ def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
     return [torch.randint(6, 319, (n,), generator=generator).tolist() for n in lengths]
 
 
-def class_logits(
-    model: Any, prompt: list[int], token_types: list[int] | None = None
-) -> torch.Tensor:
+def class_logits(model: Any, prompt: list[int], token_types: Any = None) -> torch.Tensor:
     """Of each class before sigmoid or softmax, `[num_labels]`."""
     types = {} if token_types is None else {"token_type_ids": torch.tensor([token_types])}
     with torch.inference_mode():

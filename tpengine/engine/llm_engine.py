@@ -385,7 +385,9 @@ class LLMEngine:
         """Takes away, and returns, what the next `step` would report about these requests."""
         dropped, outputs = set(request_ids), self._unreported
         self._unreported = [o for o in outputs if o.request_id not in dropped]
-        return [o for o in outputs if o.request_id in dropped]
+        discarded = [o for o in outputs if o.request_id in dropped]
+        self._embedded.difference_update(o.request_id for o in discarded if o.finished)
+        return discarded
 
     def step(self) -> list[RequestOutput]:
         """Completes one step, and returns what is new for users; of a request that was added with
