@@ -47,21 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
-    results, sizes = {}, {"bert-base": 512, "qwen3-embedding-0.6b": 1024}
+    results: dict[str, str] = {}
+    own = {"dtype": args.dtype, "quantization": args.quantization}
+    own["max_model_len"] = 512 if args.shape == "bert-base" else 1024
     with tempfile.TemporaryDirectory() as folder:
         _write(Path(folder), args)
-        own = {"dtype": args.dtype, "quantization": args.quantization, "cpu_kv_cache_space": 1.0}
-        if args.shape == "bert-base":
-            own.pop("cpu_kv_cache_space")
-        engine_args = EngineArgs(folder, max_model_len=sizes[args.shape], **own)
-        with LLM(folder, max_model_len=sizes[args.shape], **own) as llm:
+        with LLM(folder, **own) as llm:
             kinds = {"tpengine": lambda texts: _ours(llm, texts)}
             if importlib.util.find_spec("sentence_transformers"):
-                theirs = _sentence_transformers(folder, args.dtype)
-                kinds["sentence-transformers"] = lambda texts: theirs(texts)
+                kinds["sentence-transformers"] = _sentence_transformers(folder, args.dtype)
             for name in _TEXTS:
                 results |= _compare(name, kinds, args.rounds)
-    print(report_head(engine_args, results, 48))
+    print(report_head(EngineArgs(folder, **own), results, 48))
     return 0
 
 
