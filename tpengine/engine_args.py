@@ -578,7 +578,7 @@ class EngineArgs(Options):
         self, model: cfg.ModelConfig, device: str
     ) -> tuple[tuple[float, ...], ...] | None:
         path, kind = self.quantization_param_path, self.kv_cache_dtype
-        if path is None or (kind != "fp8" and device == "cpu"):  # of which a warning tells
+        if path is None or (kind != "fp8" and device == "cpu"):  # `_check_device` has warned
             return None
         if kind != "fp8":
             idle = f"quantization_param_path = {path!r} has no effect with kv_cache_dtype ="

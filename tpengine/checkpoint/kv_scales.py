@@ -29,10 +29,11 @@ def without_scales(
     declared: Container[str],
     scales: KVScaleTensors,
 ) -> Iterator[tuple[str, str, TypedSource]]:
-    """Yields the tensors that are no scales of K or V; the others are put into `scales`, unread.
+    """Yields all tensors but the scales of K and V, which it puts into `scales` without reading
+    them.
 
     Args:
-        declared: names of the model's parameters, which are none.
+        declared: names of the model's parameters; a tensor of such a name is not a scale.
     """
     for tensor in tensors:
         match = _NAME.search(tensor[1])
@@ -44,7 +45,7 @@ def without_scales(
 
 
 def read_scale(tensor: CheckpointTensor | None) -> float:
-    """Returns the number that a tensor holds; 1 if there is none.
+    """Returns the scale that a tensor holds; 1 if the checkpoint has no such tensor.
 
     Raises:
         ModelLoadError: it is not one number above 0.

@@ -157,7 +157,7 @@ class BartForConditionalGeneration(Decoder):
     def encode(
         self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> None:
-        """See `worker.cross_slots.TwoHalves`."""
+        """See `worker.encoder_pass.TwoHalves`."""
         caches = list(kv_caches)
         step = LayerStep(caches[0], metadata, None)
         states = self._encoder_entry.forward(token_ids, metadata.positions)
