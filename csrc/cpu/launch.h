@@ -81,10 +81,13 @@ inline void put_number(DType dtype, void* numbers, int64_t index, float number) 
       static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// first: the id of the table's first row, where it has a part of the vocabulary; then an id may
+// have no row here.
 inline void check_token_ids(const char* op, const Tensor& token_ids, int64_t count,
-                            int64_t num_rows) {
+                            int64_t num_rows, const Optional<int64_t>& first) {
   check_dim(op, "token_ids", token_ids, 1);
   check_vector(op, "token_ids", token_ids, aoti_torch_dtype_int32(), count);
+  if (first) return;
   const int32_t* ids = token_ids.data<int32_t>();
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= num_rows) {

@@ -161,7 +161,7 @@ void dequantize_row(const QuantizedLinearArgs& a, int64_t row, float scale, void
 
 void quantized_embedding(const Tensor& out, const Tensor& packed, const Tensor& token_ids,
                          int64_t num_embeddings, int64_t bits, int64_t group_size, int64_t offsets,
-                         double scale) {
+                         double scale, const Optional<int64_t>& first) {
   const char* op = "quantized_embedding";
   QuantizedLinearArgs args = {};
   args.dtype = element_type(op, "out", out);
@@ -171,12 +171,19 @@ void quantized_embedding(const Tensor& out, const Tensor& packed, const Tensor& 
   args.in_features = out.size(1);
   args.out_features = num_embeddings;
   take_format(op, args, packed, bits, group_size, offsets);
-  check_token_ids(op, token_ids, count, num_embeddings);
+  check_token_ids(op, token_ids, count, num_embeddings, first);
   const int32_t* ids = token_ids.data<int32_t>();
+  const int64_t start = first ? *first : 0;
   char* to = out.data<char>();
   parallel_for(count, row_grain(args.in_features * 4), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      dequantize_row(args, ids[i], static_cast<float>(scale), to + i * out.stride(0) * element);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t id = ids[i] - start;
+      char* row = to + i * out.stride(0) * element;
+      if (id < 0 || id >= num_embeddings)
+        std::memset(row, 0, static_cast<size_t>(args.in_features * element));
+      else
+        dequantize_row(args, id, static_cast<float>(scale), row);
+    }
   });
 }
 

@@ -28,14 +28,14 @@ TPENGINE_EXPORT int64_t tpengine_recording_num_calls(const Recording* recording)
   return recording->num_calls();
 }
 
-// 0, or 1 with what an op found wrong in `error`.
-TPENGINE_EXPORT int32_t tpengine_recording_run(const Recording* recording, int64_t num_rows,
+// -1: all calls have run; -2: an op refused its arguments, as `error` says; else the number of the
+// call that failed.
+TPENGINE_EXPORT int64_t tpengine_recording_run(const Recording* recording, int64_t num_rows,
                                                char* error, int64_t error_size) {
   try {
-    recording->run(num_rows);
-    return 0;
+    return recording->run(num_rows);
   } catch (const std::exception& exception) {
     std::snprintf(error, static_cast<size_t>(error_size), "%s", exception.what());
-    return 1;
+    return -2;
   }
 }

@@ -1,6 +1,7 @@
 // Calls of ops, noted instead of run, to be run again and again without Python in between: what a
 // CUDA graph is on a GPU. Between two ops of a decode step Python takes about as long as a waiting
-// thread stays awake; without it the threads go from one op to the next.
+// thread stays awake; without it the threads go from one op to the next. Exchanges of ranks
+// (shared_memory.cpp) are noted too.
 #pragma once
 
 #include <functional>
@@ -39,12 +40,26 @@ class Recording {
       row_counts_.resize(known);  // the others go with `kept`
       throw;
     }
-    calls_.push_back([kept] { std::apply(F, *kept); });
+    calls_.push_back([kept](int64_t) {
+      std::apply(F, *kept);
+      return true;
+    });
   }
 
-  void run(int64_t num_rows) const {
+  // Notes a call that is no op: call(size), which returns whether it succeeded. `size` is for all
+  // rows; a run gives the share of its rows.
+  template <class Call>
+  void note_sized(int64_t size, Call call) {
+    const int64_t row_size = size / num_rows_;
+    calls_.push_back([row_size, call](int64_t num_rows) { return call(row_size * num_rows); });
+  }
+
+  // Returns the number of the call that failed, after which none runs; -1: none has.
+  int64_t run(int64_t num_rows) const {
     for (int64_t* size : row_counts_) *size = num_rows;
-    for (const auto& call : calls_) call();
+    for (size_t i = 0; i < calls_.size(); ++i)
+      if (!calls_[i](num_rows)) return static_cast<int64_t>(i);
+    return -1;
   }
 
   int64_t num_rows() const { return num_rows_; }
@@ -79,7 +94,7 @@ class Recording {
   int64_t num_rows_;
   std::vector<Memory> row_memory_;
   std::vector<int64_t*> row_counts_;
-  std::vector<std::function<void()>> calls_;
+  std::vector<std::function<bool(int64_t)>> calls_;  // of the number of rows
 };
 
 // Runs an op, or notes its call where the thread records.

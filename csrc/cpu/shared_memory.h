@@ -10,7 +10,7 @@
 // finished s - 2, which used the same slot. A rank never waits longer than that for readers, so a
 // broadcast or a gather costs its sender no round trip.
 //
-// A wait yields for a short time, then sleeps on the peer's counter (futex). At intervals it checks
+// A wait spins for a short time, then sleeps on the peer's counter (futex). At intervals it checks
 // whether a rank has abandoned the group, whether the peer's process lives, and whether the time is
 // over. For the second check every rank holds a lock on its byte of the file, which the kernel
 // releases when the process dies; unlike a process id, it means the same in all namespaces.
@@ -18,7 +18,6 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -27,6 +26,8 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <memory>
+#include <mutex>
 
 #include "kernels.h"
 
@@ -34,7 +35,9 @@ namespace tpengine::cpu {
 
 constexpr int64_t kPage = 4096;
 constexpr int32_t kMaxRanks = 64;
-constexpr int64_t kYieldNs = 100'000;
+// About as long as it takes to wake a thread. A wait never yields: where other programs want the
+// core too, that gives it away for milliseconds; a thread that has slept gets it back at once.
+constexpr int64_t kSpinNs = 20'000;
 constexpr int64_t kFirstLookNs = 5'000'000;
 constexpr int64_t kLookNs = 50'000'000;
 // From here on each rank sums its part of the elements and all copy the parts together: more
@@ -63,12 +66,11 @@ struct Header {
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the futex is the low half");
 
-// What Python gets to know of a failure.
+// What Python gets to know of a failure, after which the segment is of no use any more.
 struct Failure {
   int32_t status;
   int32_t rank;     // timeout, dead, mismatch: the peer; abandoned: the rank that left
   int32_t culprit;  // abandoned: the rank because of which it left, or -1
-  uint64_t theirs;  // mismatch: what the peer contributed
 };
 
 inline int64_t round_up(int64_t size) { return (size + kPage - 1) / kPage * kPage; }
@@ -106,29 +108,29 @@ class Segment {
     close(fd_);
   }
 
-  int32_t all_reduce(uint8_t* data, int64_t count, DType dtype, int64_t timeout_ns) {
+  bool all_reduce(uint8_t* data, int64_t count, DType dtype, int64_t timeout_ns) {
     const int64_t size = dtype == DType::kFloat32 ? 4 : 2;
     const int64_t step = capacity_ / size;
     for (int64_t first = 0; first < count; first += step) {
       const int64_t part = count - first < step ? count - first : step;
-      if (!sum_chunk(data + first * size, part, size, dtype, timeout_ns)) return failure_.status;
+      if (!sum_chunk(data + first * size, part, size, dtype, timeout_ns)) return false;
     }
-    return kOk;
+    return true;
   }
 
   // `out` null: this rank gets no result. `root` < 0: every rank gets all parts.
-  int32_t gather(uint8_t* out, const uint8_t* x, int64_t rows, int64_t row_bytes, int32_t root,
-                 int64_t timeout_ns) {
+  bool gather(uint8_t* out, const uint8_t* x, int64_t rows, int64_t row_bytes, int32_t root,
+              int64_t timeout_ns) {
     const int64_t total = rows * row_bytes;
     const Operation operation = root < 0 ? kAllGather : kGather;
     for (int64_t first = 0; first < total; first += capacity_) {
       const int64_t bytes = total - first < capacity_ ? total - first : capacity_;
-      if (!begin(timeout_ns)) return failure_.status;
+      if (!begin(timeout_ns)) return false;
       if (root != rank_) std::memcpy(slot(rank_), x + first, bytes);
       post(operation, bytes);
       if (out == nullptr) continue;
       for (int32_t r = 0; r < world_; ++r) {
-        if (r != rank_ && !arrived(r)) return failure_.status;
+        if (r != rank_ && !arrived(r)) return false;
         const uint8_t* from = r == rank_ ? x + first : slot(r);
         for (int64_t at = first; at < first + bytes;) {
           const int64_t row = at / row_bytes, column = at % row_bytes;
@@ -139,20 +141,20 @@ class Segment {
         }
       }
     }
-    return kOk;
+    return true;
   }
 
-  int32_t broadcast(uint8_t* data, int64_t total, int32_t root, int64_t timeout_ns) {
+  bool broadcast(uint8_t* data, int64_t total, int32_t root, int64_t timeout_ns) {
     for (int64_t first = 0; first < total; first += capacity_) {
       const int64_t bytes = total - first < capacity_ ? total - first : capacity_;
-      if (!begin(timeout_ns)) return failure_.status;
+      if (!begin(timeout_ns)) return false;
       if (root == rank_) std::memcpy(slot(rank_), data + first, bytes);
       post(kBroadcast, bytes);
       if (root == rank_) continue;
-      if (!arrived(root)) return failure_.status;
+      if (!arrived(root)) return false;
       std::memcpy(data + first, slot(root), bytes);
     }
-    return kOk;
+    return true;
   }
 
   void abandon(int32_t culprit) {
@@ -218,8 +220,13 @@ class Segment {
   bool arrived(int32_t peer) {
     if (!wait(line(peer).posted, number_, peer)) return false;
     const uint64_t theirs = line(peer).contribution[number_ & 1];
-    if (theirs == contribution_) return true;
-    failure_ = {kMismatch, peer, -1, theirs};
+    return theirs == contribution_ || fail(kMismatch, peer);
+  }
+
+  // Abandons the group, so that the other ranks do not wait for their own timeouts.
+  bool fail(Status status, int32_t peer) {
+    failure_ = {status, peer, -1};
+    abandon(peer);
     return false;
   }
 
@@ -230,30 +237,22 @@ class Segment {
 
   bool wait(Counter& counter, uint64_t target, int32_t peer) {
     const auto is_there = [&] { return counter.value.load(std::memory_order_acquire) >= target; };
-    for (int i = 0; i < 64; ++i) {
-      if (is_there()) return true;
-      relax();
-    }
+    if (is_there()) return true;
     const int64_t start = now_ns();
     if (deadline_ns_ == 0) deadline_ns_ = start + timeout_ns_;  // of the whole operation
-    while (now_ns() - start < kYieldNs) {
-      if (is_there()) return true;
-      sched_yield();
+    while (now_ns() - start < kSpinNs) {
+      for (int i = 0; i < 64; ++i) {
+        if (is_there()) return true;
+        relax();
+      }
     }
     for (int64_t look_ns = kFirstLookNs;; look_ns = kLookNs) {
       const int64_t left = deadline_ns_ - now_ns();
       sleep(counter, target, left < look_ns ? left : look_ns);
       if (is_there()) return true;
       if (fail_if_abandoned()) return false;
-      if (!is_alive(peer)) {
-        if (is_there()) return true;  // it died after that
-        failure_ = {kDead, peer, -1, 0};
-        return false;
-      }
-      if (now_ns() >= deadline_ns_) {
-        failure_ = {kTimeout, peer, -1, 0};
-        return false;
-      }
+      if (!is_alive(peer)) return is_there() || fail(kDead, peer);  // it may have died after that
+      if (now_ns() >= deadline_ns_) return fail(kTimeout, peer);
     }
   }
 
@@ -273,7 +272,7 @@ class Segment {
     const uint32_t word = header().abandoned.load();
     if (word == 0) return false;
     failure_ = {kAbandoned, static_cast<int32_t>(word % 256) - 1,
-                static_cast<int32_t>(word / 256) - 1, 0};
+                static_cast<int32_t>(word / 256) - 1};
     return true;
   }
 
@@ -302,9 +301,46 @@ class Segment {
   uint64_t number_ = 0;
   uint64_t contribution_ = 0;
   int64_t timeout_ns_ = 0, deadline_ns_ = 0;
-  Failure failure_ = {kOk, -1, -1, 0};
+  Failure failure_ = {kOk, -1, -1};
 };
 
 static_assert(sizeof(Header) <= 128);
+
+// A rank's segment, which any thread may close while another uses it. It outlives the mapping:
+// what a recording still calls then fails with kClosed.
+class Member {
+ public:
+  explicit Member(std::unique_ptr<Segment> segment) : segment_(std::move(segment)) {}
+
+  // operation(segment), which returns whether it succeeded.
+  template <class F>
+  bool run(F operation) {
+    const std::lock_guard<std::mutex> in_use(in_use_);
+    if (segment_ && operation(*segment_)) return true;
+    failure_ = segment_ ? segment_->failure() : Failure{kClosed, -1, -1};
+    return false;
+  }
+
+  void abandon(int32_t culprit) {
+    const std::lock_guard<std::mutex> mapped(unmapping_);
+    if (segment_) segment_->abandon(culprit);
+  }
+
+  void close() {
+    abandon(-1);
+    const std::scoped_lock unused(in_use_, unmapping_);
+    segment_.reset();
+  }
+
+  // Of the last call of `run` that failed; for the thread that made it.
+  const Failure& failure() const { return failure_; }
+
+ private:
+  std::unique_ptr<Segment> segment_;
+  Failure failure_ = {kOk, -1, -1};
+  // Either lock keeps the segment mapped. There are two, because `abandon` must not wait for the
+  // operation that it ends.
+  std::mutex in_use_, unmapping_;
+};
 
 }  // namespace tpengine::cpu

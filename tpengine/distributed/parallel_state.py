@@ -26,8 +26,8 @@ class Collectives(Protocol):
     cannot be used any more.
 
     Attributes:
-        can_be_recorded: whether calls only queue work on the device, so that a CUDA graph can
-            contain them; the same at all ranks.
+        can_be_recorded: whether a recorded step can contain calls: on a GPU they only queue work
+            on the device, on CPU they note themselves in a `Recording`; the same at all ranks.
     """
 
     can_be_recorded: bool
@@ -176,7 +176,7 @@ class ParallelState:
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether a CUDA graph can contain the exchanges of the ranks."""
+        """Whether a recorded step can contain the exchanges of the ranks."""
         return self.tp_size == 1 or self._connected.can_be_recorded
 
     def all_can(self, here: bool, device: torch.device) -> bool:

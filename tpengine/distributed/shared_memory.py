@@ -10,13 +10,14 @@ import contextlib
 import ctypes
 import os
 import secrets
-import threading
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor
 
 from tpengine.errors import CollectiveError, SharedMemoryError
 from tpengine.ops import shared_memory_ops as native
+from tpengine.ops.recording import Recording
 from tpengine.ops.shared_memory_ops import SegmentStatus
 
 CAPACITY_BYTES = 1 << 20
@@ -98,7 +99,7 @@ class SharedMemoryCollectives:
         OSError: the memory cannot be mapped.
     """
 
-    can_be_recorded = False
+    can_be_recorded = True
 
     def __init__(
         self, fd: int, rank: int, size: int, capacity: int, timeout_s: float, first: int = 0
@@ -110,18 +111,17 @@ class SharedMemoryCollectives:
             number = ctypes.get_errno()
             os.close(fd)
             raise OSError(number, os.strerror(number))
+        end = weakref.finalize(self, self._functions.tpengine_shm_delete, self._handle)
+        end.atexit = False  # at exit a daemon thread may still be in an operation
         self._rank, self._size, self._first = rank, size, first
         self._timeout_s = timeout_s
         self._timeout_ns = int(timeout_s * 1e9)
-        # The locks keep the segment mapped while another thread reads it. There are two, because
-        # `abandon` must not wait for the operation that it ends.
-        self._in_use, self._unmapping = threading.Lock(), threading.Lock()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks in rank order and in float32, in place if `x` is contiguous."""
         x = x.contiguous()
         place = x.data_ptr(), x.numel(), native.DTYPES[x.dtype]
-        self._run("all_reduce", x, self._functions.tpengine_shm_all_reduce, *place)
+        self._run("all_reduce", x, None, self._functions.tpengine_shm_all_reduce, *place)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -139,23 +139,20 @@ class SharedMemoryCollectives:
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's `x`, in place if `x` is contiguous."""
         x = x.contiguous()
-        self._run("broadcast", x, self._functions.tpengine_shm_broadcast, x.data_ptr(), x.nbytes, 0)
+        place = x.data_ptr(), x.nbytes, 0
+        self._run("broadcast", x, None, self._functions.tpengine_shm_broadcast, *place)
         return x
 
     def abandon(self, culprit: int = -1) -> None:
         """Ends the waits of all ranks, now and later, with an error that names `culprit`."""
-        with self._unmapping:
-            self._functions.tpengine_shm_abandon(self._handle, culprit)
+        self._functions.tpengine_shm_abandon(self._handle, culprit)
 
     def close(self) -> None:
         """Ends the waits of all ranks and unmaps the segment; a second call does nothing.
 
         Its memory is freed when the last rank does so.
         """
-        self.abandon()
-        with self._in_use, self._unmapping:
-            handle, self._handle = self._handle, None
-            self._functions.tpengine_shm_detach(handle)
+        self._functions.tpengine_shm_close(self._handle)
 
     def _gathered(self, x: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:-1], x.shape[-1] * self._size)
@@ -167,27 +164,31 @@ class SharedMemoryCollectives:
         rows = x.nbytes // row_bytes if row_bytes else 0
         target = None if out is None else out.data_ptr()
         place = target, x.data_ptr(), rows, row_bytes, root
-        self._run(operation, x, self._functions.tpengine_shm_gather, *place)
+        self._run(operation, x, out, self._functions.tpengine_shm_gather, *place)
 
     def _run(
-        self, operation: str, x: Tensor, function: Callable[..., int], *place: int | None
+        self,
+        operation: str,
+        x: Tensor,
+        out: Tensor | None,
+        function: Callable[..., bool],
+        *place: int | None,
     ) -> None:
-        with self._in_use:
-            status = function(self._handle, *place, self._timeout_ns)
-            if status != SegmentStatus.OK:
-                here = self._first + self._rank
-                raise self._failure(f"{operation} of {x.nbytes} bytes at rank {here}", status)
+        num_bytes, recording = x.nbytes, Recording.here()
+        if recording is not None:
+            most = recording.num_rows
+            recording.expect(x, out, lambda n: self._failure(operation, num_bytes // most * n))
+        if not function(self._handle, *place, self._timeout_ns):
+            raise self._failure(operation, num_bytes)
 
-    def _failure(self, what: str, status: int) -> CollectiveError:
-        """Makes the error that names the failed rank, and tells the other ranks."""
-        if status == SegmentStatus.CLOSED:
-            return CollectiveError(
-                f"{what}: this rank has left the group", self._first + self._rank
-            )
+    def _failure(self, operation: str, num_bytes: int) -> CollectiveError:
+        """Makes the error that names the failed rank."""
+        here = self._first + self._rank
+        what = f"{operation} of {num_bytes} bytes at rank {here}"
         failure = self._functions.tpengine_shm_failure(self._handle).contents
         status, rank, culprit = failure.status, failure.rank, failure.culprit
-        if status != SegmentStatus.ABANDONED:
-            self.abandon(rank)  # so that the other ranks do not wait for their own timeout
+        if status == SegmentStatus.CLOSED:
+            return CollectiveError(f"{what}: this rank has left the group", here)
         rank += self._first
         if status == SegmentStatus.ABANDONED:
             if culprit < 0:

@@ -51,19 +51,13 @@ class VocabParallelEmbedding:
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int32 `[num_tokens]` to `[num_tokens, hidden_size]`."""
-        if self._parallel.tp_size == 1:
-            return self._look_up(token_ids, self.scale)
-        local = token_ids - self.start
-        foreign = (local < 0) | (local >= self.rows)
-        embedded = self._look_up(local.masked_fill(foreign, 0))
-        embedded = embedded.masked_fill_(foreign.unsqueeze(1), 0).mul_(self.scale)
-        return self._parallel.all_reduce(embedded)
-
-    def _look_up(self, token_ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        first = None if self._parallel.tp_size == 1 else self.start
         if self.form is not None:
-            return self.form.look_up(token_ids, self._dtype, scale)
-        assert self.weight is not None
-        return _rows(self.weight, token_ids, scale)
+            embedded = self.form.look_up(token_ids, self._dtype, self.scale, first)
+        else:
+            assert self.weight is not None
+            embedded = _rows(self.weight, token_ids, self.scale, first)
+        return self._parallel.all_reduce(embedded)
 
     def _take(self, weights: Weights, loaded: torch.Tensor | LinearForm) -> None:
         if isinstance(loaded, torch.Tensor):
@@ -93,9 +87,11 @@ class PositionEmbedding:
         return _rows(self._rows, positions)
 
 
-def _rows(table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def _rows(
+    table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0, first: int | None = None
+) -> torch.Tensor:
     out = table.new_empty(ids.shape[0], table.shape[1])
-    fused.embedding(out, table, ids, scale)
+    fused.embedding(out, table, ids, scale, first)
     return out
 
 

@@ -91,10 +91,13 @@ class QuantizedForm:
         x = x if self.order is None else x.index_select(1, self.order)
         quantized_linear(out, x, self.weight, bias)
 
-    def look_up(self, token_ids: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-        """Returns the rows `token_ids`, int32 `[num_tokens]`, times `scale`."""
+    def look_up(
+        self, token_ids: torch.Tensor, dtype: torch.dtype, scale: float, first: int | None
+    ) -> torch.Tensor:
+        """Returns the rows `token_ids`, int32 `[num_tokens]`, times `scale`; `first`: see
+        `reference.embedding`."""
         out = token_ids.new_empty(len(token_ids), self.weight.in_features, dtype=dtype)
-        quantized_embedding(out, self.weight, token_ids, scale)
+        quantized_embedding(out, self.weight, token_ids, scale, first)
         return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order, out)
 
 

@@ -141,19 +141,24 @@ def quantized_linear(out: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tens
 
 
 def quantized_embedding(
-    out: Tensor, weight: QuantizedWeight, token_ids: Tensor, scale: float = 1.0
+    out: Tensor,
+    weight: QuantizedWeight,
+    token_ids: Tensor,
+    scale: float = 1.0,
+    first: int | None = None,
 ) -> None:
     """Copies rows of the weight, times a factor, as floats.
 
     Args:
         out: `[num_tokens, in_features]`, float32 or bfloat16; written.
         token_ids: int32 `[num_tokens]`.
+        first: see `reference.embedding`.
 
     Raises:
-        RuntimeError: dtypes or shapes do not fit, or an id is no row of the weight.
+        RuntimeError: dtypes or shapes do not fit, or an id has no row in the whole table.
     """
     form = weight.format
     _quantized_embedding(
         out, weight.packed, token_ids, weight.out_features, form.bits, form.group_size,
-        form.offsets, scale,
+        form.offsets, scale, first,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpengine.ops.linear_reference import LINEAR_PANEL
+from tpengine.ops.reference import local_rows
 
 _STEP = 4
 """Inputs that one instruction multiplies."""
@@ -187,10 +188,14 @@ def quantized_embedding(
     group_size: int,
     offsets: int,
     scale: float = 1.0,
+    first: int | None = None,
 ) -> None:
     """See `ops.quantized_ops.quantized_embedding`."""
+    rows, absent = local_rows(token_ids.long(), num_embeddings, first)
     inputs = out.shape[1]
     parts = _unpack_groups(packed, num_embeddings, inputs, bits, group_size, offsets)
-    q, scales, zeros, minima = (part[token_ids.long()] for part in parts)
+    q, scales, zeros, minima = (part[rows] for part in parts)
     weight = _fused(q - zeros.unsqueeze(2), scales.unsqueeze(2), minima.unsqueeze(2))
     out.copy_(weight.flatten(1)[:, :inputs] * scale)
+    if absent is not None:
+        out.masked_fill_(absent, 0)

@@ -608,20 +608,38 @@ def gelu_tanh_and_mul(out: Tensor, x: Tensor) -> None:
     out.copy_(F.gelu(gate, approximate="tanh") * up)
 
 
-def embedding(out: Tensor, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> None:
+def local_rows(token_ids: Tensor, num_rows: int, first: int | None) -> tuple[Tensor, Tensor | None]:
+    """Returns the table's row of each id, and bool `[num_tokens, 1]`, which ids have none (their
+    row is 0); None: every id must have one. See `embedding`."""
+    if first is None:
+        return token_ids, None
+    rows = token_ids - first
+    absent = (rows < 0) | (rows >= num_rows)
+    return rows.masked_fill(absent, 0), absent.unsqueeze(1)
+
+
+def embedding(
+    out: Tensor, table: Tensor, token_ids: Tensor, scale: float = 1.0, first: int | None = None
+) -> None:
     """`out[i] = table[token_ids[i]] * scale`, rounded to out's dtype.
 
     Args:
         out: `[num_tokens, size]`, written.
         table: `[num_rows, size]`, float32 or bfloat16, same dtype as out.
         token_ids: int32 `[num_tokens]`.
+        first: id of the table's first row, if it is a part of a table; ids of other parts give
+            zeros. None: it is the whole table.
 
     Raises:
-        RuntimeError: an argument's dtype, shape or strides do not fit, or an id has no row.
+        RuntimeError: an argument's dtype, shape or strides do not fit, or an id has no row in the
+            whole table.
     """
-    torch.index_select(table, 0, token_ids, out=out)
+    rows, absent = local_rows(token_ids, len(table), first)
+    torch.index_select(table, 0, rows, out=out)
     if scale != 1.0:
         out.mul_(scale)
+    if absent is not None:
+        out.masked_fill_(absent, 0)
 
 
 def argmax(out: Tensor, logits: Tensor, logprobs: Tensor | None = None) -> None:

@@ -1,7 +1,8 @@
 """Functions on a segment of shared memory: the Python face of `csrc/cpu/shared_memory.cpp`.
 
 They are called through ctypes, not as ops: this is about as fast, and a failure comes back as
-data, from which the caller makes a typed error. ctypes releases Python's lock during a call.
+data, from which the caller makes a typed error. ctypes releases Python's lock during a call. While
+the thread notes a `Recording`, an operation becomes one of its calls.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class SegmentStatus(IntEnum):
-    """The result of an operation."""
+    """Why an operation failed."""
 
-    OK = 0
     TIMEOUT = 1
     """The peer did not start the operation in time."""
     DEAD = 2
@@ -46,20 +46,21 @@ class _Failure(ctypes.Structure):
         ("status", ctypes.c_int32),
         ("rank", ctypes.c_int32),
         ("culprit", ctypes.c_int32),
-        ("theirs", ctypes.c_uint64),
     )
 
 
 _POINTER, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_SUCCESS = ctypes.c_bool
 functions = cpu_functions(
     "tpengine_shm_",
     {
         "size": (_I64, [_I32, _I64]),
         "attach": (_POINTER, [_I32, _I32, _I32, _I64]),
-        "detach": (None, [_POINTER]),
-        "all_reduce": (_I32, [_POINTER, _POINTER, _I64, _I32, _I64]),
-        "gather": (_I32, [_POINTER, _POINTER, _POINTER, _I64, _I64, _I32, _I64]),
-        "broadcast": (_I32, [_POINTER, _POINTER, _I64, _I32, _I64]),
+        "close": (None, [_POINTER]),
+        "delete": (None, [_POINTER]),
+        "all_reduce": (_SUCCESS, [_POINTER, _POINTER, _I64, _I32, _I64]),
+        "gather": (_SUCCESS, [_POINTER, _POINTER, _POINTER, _I64, _I64, _I32, _I64]),
+        "broadcast": (_SUCCESS, [_POINTER, _POINTER, _I64, _I32, _I64]),
         "abandon": (None, [_POINTER, _I32]),
         "failure": (ctypes.POINTER(_Failure), [_POINTER]),
     },
