@@ -64,9 +64,15 @@ ENCODERS = {"BertForPreTraining": _BERT} | {
 }
 """The same of models whose tokens see each other in both directions, which make no tokens."""
 TWO_HALVES = {
-    "BartForConditionalGeneration": "tpengine.models.bart:BartForConditionalGeneration",
-    "BartModel": "tpengine.models.bart:BartForConditionalGeneration",
-}
+    f"{name}{head}": "tpengine.models.bart:BartForConditionalGeneration"
+    for name, own in (
+        ("Bart", "ForConditionalGeneration"),
+        ("MBart", "ForConditionalGeneration"),
+        ("Marian", "MTModel"),
+        ("Pegasus", "ForConditionalGeneration"),
+    )
+    for head in (own, "Model")
+} | {"WhisperForConditionalGeneration": "tpengine.models.whisper:WhisperForConditionalGeneration"}
 """The same of models with an encoder, which reads one prompt, and a decoder, which generates."""
 OWN_CLASSES = ARCHITECTURES | ENCODERS | TWO_HALVES
 TASKS = ("auto", "generate", "embed", "score", "classify")
@@ -130,6 +136,38 @@ class PoolingConfig:
     default_prompt: str | None = None
 
 
+SAMPLING_RATE = 16_000
+"""Of sounds whose features are computed, in Hz."""
+FRAME_SAMPLES, FRAME_STEP = 400, 160
+"""Samples of a frame, and from a frame to the next."""
+
+
+@dataclass(frozen=True)
+class SoundConfig:
+    """What an encoder of sound reads, and which ids belong to it.
+
+    Attributes:
+        num_mel_bins: bands of a frame.
+        num_frames: of a sound, with the silence behind it; two of them make a token.
+        languages: ids of the decoder's prompt that name the language, by code such as en.
+        tasks: those that name what to write, by transcribe or translate.
+        suppressed: ids that are never sampled.
+        suppressed_first: ids that no output begins with.
+    """
+
+    num_mel_bins: int
+    num_frames: int
+    languages: Mapping[str, int]
+    tasks: Mapping[str, int]
+    suppressed: tuple[int, ...]
+    suppressed_first: tuple[int, ...]
+
+    @property
+    def longest_s(self) -> float:
+        """Longest sound that is read."""
+        return self.num_frames * FRAME_STEP / SAMPLING_RATE
+
+
 @dataclass(frozen=True)
 class EncoderConfig:
     """The half of a model that reads a prompt of its own, to which the decoder's layers attend.
@@ -138,11 +176,15 @@ class EncoderConfig:
         num_layers: of the encoder.
         max_len: most tokens of its prompt.
         start_token_ids: how the decoder's prompt begins.
+        bad_words_token_ids: sequences that no output has, as of a request's parameter.
+        sound: None: it reads tokens.
     """
 
     num_layers: int
     max_len: int
     start_token_ids: tuple[int, ...]
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    sound: SoundConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -372,6 +414,9 @@ class RayConfig:
     placement_timeout_s: float = 60.0
 
 
+KEEP_KV = ("safe", "always", "never")
+
+
 @dataclass(frozen=True)
 class RanksConfig:
     """Ranks in processes of their own, by Ray or by the driver; time limits in seconds.
@@ -379,12 +424,15 @@ class RanksConfig:
     Attributes:
         start_timeout_s: limit of each call before the first step.
         step_timeout_s: smallest limit of a step; it is 10 x the predicted time if that is more.
-        spare_workers: number of processes that are kept ready to replace dead ranks.
+        spare_workers: number of Ray's actors that are kept ready to replace dead ranks.
+        keep_kv: one of `KEEP_KV`: when a new rank goes on with the memory of a lost one; `safe`:
+            not if that one ended by a fault of its code, such as SIGSEGV.
     """
 
     start_timeout_s: float = 600.0
     step_timeout_s: float = 30.0
     spare_workers: int = 0
+    keep_kv: str = KEEP_KV[0]
 
 
 @dataclass(frozen=True)
@@ -578,8 +626,8 @@ class EngineConfig:
 
     @property
     def model_code(self) -> tuple[str, str | None]:
-        """Whose code the model is, and transformers' class that has its vision tower: a spare
-        imports both."""
+        """Whose code the model is, and transformers' class that has its vision tower: a spare or a
+        template imports both."""
         sees = self.scheduler.pictures is not None
         return self.model.model_impl, self.model.text_half_of if sees else None
 

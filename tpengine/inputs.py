@@ -12,11 +12,18 @@ from tpengine.options import read_int
 from tpengine.sampling_params import SamplingParams
 
 
-class MultiModalData(TypedDict):
-    """The pictures of a prompt: one or a list, each a `PIL.Image.Image`, an array uint8 `[height,
-    width, 3]`, the bytes of a file, a URL or a `Picture`."""
+class MultiModalData(TypedDict, total=False):
+    """What a prompt has besides text.
+
+    Attributes:
+        image: its pictures: one or a list, each a `PIL.Image.Image`, an array uint8 `[height,
+            width, 3]`, the bytes of a file, a URL or a `Picture`.
+        audio: its sound: (samples, sampling rate in Hz), samples as an array of floats in [-1, 1],
+            `[num_samples]`; or the bytes or the path of a file.
+    """
 
     image: Any
+    audio: Any
 
 
 class TextPrompt(TypedDict):

@@ -22,7 +22,7 @@ from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
 
-_HUB_TEXTS = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "vocab.bpe"]
+_HUB_TEXTS = ["*.json", "*.txt", "*.jinja", "*.model", "*.spm", "*.tiktoken", "vocab.bpe"]
 """Files of a hub model that hold its configuration, its tokenizer and the index of its weights."""
 _HUB_MODULES = "[0-9]_*/*"
 """Layers that sentence-transformers has behind a model, in folders such as 2_Dense."""
@@ -283,8 +283,11 @@ def read_generation_config(folder: str) -> dict[str, Any]:
     return read_json(path)
 
 
-def read_image_processor(folder: str) -> dict[str, Any] | None:
-    """What says how a model's pictures are prepared; None: the folder has no such file.
+def read_processor(folder: str, kind: str) -> dict[str, Any] | None:
+    """What says how a model's pictures or sounds are prepared; None: the folder has no such file.
+
+    Args:
+        kind: image_processor or feature_extractor.
 
     Raises:
         ModelLoadError: it is not valid JSON.
@@ -293,7 +296,7 @@ def read_image_processor(folder: str) -> dict[str, Any] | None:
     if (own := path / "preprocessor_config.json").is_file():
         return read_json(own)
     shared = path / "processor_config.json"  # transformers 5 writes all processors into one file
-    fields = read_json(shared).get("image_processor") if shared.is_file() else None
+    fields = read_json(shared).get(kind) if shared.is_file() else None
     return fields if isinstance(fields, dict) else None
 
 

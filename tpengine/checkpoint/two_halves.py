@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.checkpoint.model_files import read_generation_config, read_json
+from tpengine.checkpoint.sound_files import first_sound_ids, read_sound
 from tpengine.config import TWO_HALVES, EncoderConfig, architecture_of
 from tpengine.errors import ConfigError
 
@@ -30,6 +31,11 @@ def read_encoder(folder: str, hf_config: dict[str, Any]) -> EncoderConfig | None
     written = read_json(Path(folder) / "config.json")
     fields = {**hf_config, **written, **read_generation_config(folder)}
     start_token_ids: list[Any] = [fields.get("decoder_start_token_id")]
+    sound = None
+    if "num_mel_bins" in hf_config:
+        sound = read_sound(folder, hf_config)
+        start_token_ids += first_sound_ids(fields, sound)
+        hf_config["max_position_embeddings"] = hf_config["max_target_positions"]
     if (forced := fields.get("forced_bos_token_id")) is not None:
         start_token_ids.append(forced)
     if not all(token_id in range(hf_config["vocab_size"]) for token_id in start_token_ids):
@@ -37,6 +43,8 @@ def read_encoder(folder: str, hf_config: dict[str, Any]) -> EncoderConfig | None
         raise ConfigError(f"{text}; name ids of the vocabulary in its config.json")
     return EncoderConfig(
         num_layers=hf_config["encoder_layers"],
-        max_len=hf_config["max_position_embeddings"],
+        max_len=hf_config["max_position_embeddings" if sound is None else "max_source_positions"],
         start_token_ids=tuple(start_token_ids),
+        bad_words_token_ids=tuple(map(tuple, fields.get("bad_words_ids") or ())),
+        sound=sound,
     )

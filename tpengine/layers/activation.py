@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -36,12 +37,13 @@ def gated_activation(name: str) -> Callable[[Tensor], Tensor]:
         gated = [known for known, (_, op) in _ACTIVATIONS.items() if op is not None]
         raise not_supported(f"hidden_act = {name!r} with a gate", gated)
 
-    def activate(gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        multiply(out, gate_up)
-        return out
+    return partial(_activate, multiply)
 
-    return activate
+
+def _activate(multiply: Callable[[Tensor, Tensor], None], gate_up: Tensor) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    multiply(out, gate_up)
+    return out
 
 
 def plain_activation(name: str) -> Callable[[Tensor], None]:

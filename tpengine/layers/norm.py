@@ -114,7 +114,8 @@ class QKNorm:
 
 class WholeQKNorm(QKNorm):
     """RMSNorm over all query heads of a token together, and over all its key heads (OLMo 2). Each
-    head element has a weight of its own, and the mean square is that of all ranks."""
+    head element has a weight of its own, and the mean square is that of all ranks; with several of
+    them the ops are torch's, and no decode step is recorded."""
 
     def __init__(
         self, weights: Weights, prefix: str, qkv: QKVParallelLinear, eps: float, centered: bool

@@ -1,10 +1,13 @@
-"""BART (https://arxiv.org/abs/1910.13461): an encoder that reads a whole prompt in both directions,
-and a decoder whose layers also attend to what it has read; a norm after each part of a layer."""
+"""BART (https://arxiv.org/abs/1910.13461) and its relatives mBART, Marian, Pegasus and Whisper: an
+encoder that reads a whole prompt in both directions, and a decoder whose layers also attend to what
+it has read."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,18 +24,54 @@ from tpengine.layers.cross_attention import CrossAttention
 from tpengine.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from tpengine.layers.gpu_attention import AttentionRule
 from tpengine.layers.linear import QKVParallelLinear, RowParallelLinear
-from tpengine.layers.norm import LayerNorm, NoNorm
+from tpengine.layers.norm import LayerNorm, NoNorm, Norm
 from tpengine.layers.weights import CheckpointTensor, LoadedTensor, Weights
 from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
 from tpengine.models.opt import NormsAfter
 from tpengine.models.registry import check_plain_attention, require, unsupported
 from tpengine.ops import fused_ops as fused
 
-_POSITION_OFFSET = 2
-"""Row of position 0 in the tables of positions, which count from after the padding id."""
+
+@dataclass(frozen=True)
+class _Family:
+    """How the relatives differ.
+
+    Attributes:
+        position_offset: row of position 0 in tables of positions that are learned.
+        is_sinusoidal: positions are sines and cosines; a checkpoint may leave them out.
+        has_embedding_norm: a norm stands between the embeddings and the layers of each half.
+        norms_before: norms stand before the parts of a layer, and one after all layers of each
+            half; else one after each part.
+    """
+
+    position_offset: int = 0
+    is_sinusoidal: bool = False
+    has_embedding_norm: bool = False
+    norms_before: bool = False
+
+
+_FAMILIES = {
+    "Bart": _Family(position_offset=2, has_embedding_norm=True),
+    "MBart": _Family(position_offset=2, has_embedding_norm=True, norms_before=True),
+    "Marian": _Family(is_sinusoidal=True),
+    "Pegasus": _Family(is_sinusoidal=True, norms_before=True),
+    "Whisper": _Family(norms_before=True),
+}
+"""By the start of the name of an architecture."""
 _BIAS = "final_logits_bias"
 _HEAD_DIM_STEP = 16
 """Other heads would be padded, which cross-attention does not do."""
+
+
+def _family(config: ModelConfig) -> _Family:
+    return next(own for name, own in _FAMILIES.items() if config.architecture.startswith(name))
+
+
+def _sines(num_positions: int, size: int) -> Tensor:
+    """Positions of sines, then cosines, float32 `[num_positions, size]`."""
+    exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
+    angles = torch.arange(num_positions, dtype=torch.float64).unsqueeze(1) / 10000.0**exponents
+    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
 
 
 def _parts(
@@ -55,11 +94,15 @@ def _parts(
         LayerNorm(weights, f"{prefix}.{name}", size)
         for name in ("self_attn_layer_norm", "final_layer_norm")
     )
-    return SelfAttention(qkv, attention, out), mlp, Norms(after_attention=first, after_mlp=last)
+    if _family(config).norms_before:
+        norms = Norms(before_attention=first, before_mlp=last)
+    else:
+        norms = Norms(after_attention=first, after_mlp=last)
+    return SelfAttention(qkv, attention, out), mlp, norms
 
 
 class _CrossLayer(DecoderLayer):
-    """A layer of the decoder: self-attention, cross-attention, MLP, each with a norm after it."""
+    """A layer of the decoder: self-attention, cross-attention, MLP, each with a norm before it."""
 
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         super().__init__(*_parts(config, weights, prefix, "decoder"))
@@ -67,6 +110,19 @@ class _CrossLayer(DecoderLayer):
         self._cross_norm = LayerNorm(
             weights, f"{prefix}.encoder_attn_layer_norm", config.hidden_size
         )
+
+    def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
+        """See `DecoderLayer.forward`."""
+        normed = self.norms.before_attention.add_forward(x, residual)
+        attended = self.attention.forward(normed, step)
+        residual = step.keep(residual)
+        normed = self._cross_norm.add_forward(attended, residual)
+        crossed = self.cross.forward(normed, step)
+        return self.mlp.forward(self.norms.before_mlp.add_forward(crossed, residual)), residual
+
+
+class _CrossNormsAfter(_CrossLayer):
+    """The same with a norm after each part."""
 
     def forward(self, x: Tensor | None, residual: Tensor, step: LayerStep) -> Hidden:
         """See `DecoderLayer.forward`; the returned residual is the layer's whole output."""
@@ -78,29 +134,34 @@ class _CrossLayer(DecoderLayer):
         return None, self.norms.after_mlp.add_forward(self.mlp.forward(hidden), hidden)
 
 
-class _Entry:
-    """What stands before the layers of a half: positions and a norm of the sum.
+class _Ends:
+    """What stands before the layers of a half, positions and a norm of the sum, and the norm after
+    them.
 
-    Args:
-        tokens: the table of the vocabulary, which both halves share.
+    Attributes:
+        last_norm: of the last layer's output.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, prefix: str, tokens: VocabParallelEmbedding
+        self, config: ModelConfig, weights: Weights, prefix: str, num_positions: int
     ) -> None:
-        size = config.hidden_size
-        table = config.hf_config["max_position_embeddings"], size, _POSITION_OFFSET
-        self._tokens = tokens
+        size, family = config.hidden_size, _family(config)
+        table = num_positions, size, family.position_offset
         self._positions = PositionEmbedding(weights, f"{prefix}.embed_positions", *table)
-        self._norm = LayerNorm(weights, f"{prefix}.layernorm_embedding", size)
+        self._norm: Norm = NoNorm()
+        self.last_norm: Norm = NoNorm()
+        if family.has_embedding_norm:
+            self._norm = LayerNorm(weights, f"{prefix}.layernorm_embedding", size)
+        if family.norms_before:
+            self.last_norm = LayerNorm(weights, f"{prefix}.layer_norm", size)
 
-    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """token_ids, positions int32 `[num_tokens]` to `[num_tokens, hidden_size]`."""
-        embedded = self._tokens.forward(token_ids)
+    def embed(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        """embedded `[num_tokens, hidden_size]`, positions int32 `[num_tokens]` to the shape of
+        embedded."""
         return self._norm.add_forward(self._positions.forward(positions), embedded)
 
 
-class BartForConditionalGeneration(Decoder):
+class EncoderDecoder(Decoder):
     """The whole model on one rank; as a `Decoder` it is the half that generates.
 
     Attributes:
@@ -108,7 +169,6 @@ class BartForConditionalGeneration(Decoder):
     """
 
     base_prefix = "model."
-    recordable = False
     own_fields = ("is_encoder_decoder",)
     layers: list[_CrossLayer]
 
@@ -119,52 +179,85 @@ class BartForConditionalGeneration(Decoder):
             supported = f"multiples of {_HEAD_DIM_STEP}"
             raise unsupported(config, "d_model / attention heads", config.head_dim, supported)
         assert config.encoder is not None, "a model with two halves has it"
-        size, prefix = config.hidden_size, f"{self.base_prefix}encoder"
-        scale = math.sqrt(size) if config.hf_config["scale_embedding"] else 1.0
-        name = f"{self.base_prefix}shared"
-        self.embed_tokens = VocabParallelEmbedding(weights, name, config.vocab_size, size, scale)
-        for half in ("encoder", "decoder"):
-            for base in (self.base_prefix, ""):
-                weights.declare_repeat(f"{base}{half}.embed_tokens.weight", f"{name}.weight")
-        self._encoder_entry = _Entry(config, weights, prefix, self.embed_tokens)
+        family, prefix = _family(config), f"{self.base_prefix}encoder"
+        self._encoder_ends = _Ends(config, weights, prefix, config.encoder.max_len)
+        encoder_layer = DecoderLayer if family.norms_before else NormsAfter
         self.encoder = [
-            NormsAfter(*_parts(config, weights, f"{prefix}.layers.{i}", "encoder"))
+            encoder_layer(*_parts(config, weights, f"{prefix}.layers.{i}", "encoder"))
             for i in range(config.encoder.num_layers)
         ]
         prefix = f"{self.base_prefix}decoder"
-        self._entry = _Entry(config, weights, prefix, self.embed_tokens)
+        self._ends = _Ends(config, weights, prefix, config.hf_config["max_position_embeddings"])
+        decoder_layer = _CrossLayer if family.norms_before else _CrossNormsAfter
         self.through_layers(
-            config, weights, lambda i: _CrossLayer(config, weights, f"{prefix}.layers.{i}")
+            config, weights, lambda i: decoder_layer(config, weights, f"{prefix}.layers.{i}")
         )
-        self.norm = NoNorm()
-        self.lm_head = self.make_head(config, weights)
-        self._bias = weights.replicated(_BIAS, 1, config.vocab_size)
-        weights.convert = self._with_bias
+        self.norm = self._ends.last_norm
 
-    def _with_bias(self, tensors: Iterator[CheckpointTensor]) -> Iterator[CheckpointTensor]:
-        """Adds a bias of zeros to a checkpoint without one, as of the bare model."""
-        has_bias = False
+    def complete(
+        self, absent: dict[str, Tensor], tensors: Iterator[CheckpointTensor]
+    ) -> Iterator[CheckpointTensor]:
+        """Adds what a checkpoint may leave out; see `Weights.convert`.
+
+        Args:
+            absent: it, by name.
+        """
         for file, name, source in tensors:
-            has_bias = has_bias or name == _BIAS
+            for stored in (name, f"{self.base_prefix}{name}"):
+                absent.pop(stored, None)
             yield file, name, source
-        if not has_bias:
-            yield "", _BIAS, LoadedTensor(torch.zeros_like(self._bias))
+        for name, tensor in absent.items():
+            yield "", name, LoadedTensor(tensor)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         """See `Decoder.embed`."""
-        return None, self._entry.forward(token_ids, positions)
+        return None, self._ends.embed(self.embed_tokens.forward(token_ids), positions)
+
+    def read(self, prompts: Tensor) -> Tensor:
+        """Embeds what the encoder reads, without positions.
+
+        Args:
+            prompts: see `worker.encoder_pass.TwoHalves.encode`.
+
+        Returns:
+            `[num_tokens, hidden_size]`.
+        """
+        return self.embed_tokens.forward(prompts)
 
     def encode(
-        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, prompts: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> None:
         """See `worker.encoder_pass.TwoHalves`."""
         caches = list(kv_caches)
         step = LayerStep(caches[0], metadata, None)
-        states = self._encoder_entry.forward(token_ids, metadata.positions)
+        x, states = None, self._encoder_ends.embed(self.read(prompts), metadata.positions)
         for layer in self.encoder:
-            _, states = layer.forward(None, states, step)
+            x, states = layer.forward(x, states, step)
+        states = self._encoder_ends.last_norm.add_forward(x, states)
         for decoder_layer, kv_cache in zip(self.layers, caches, strict=True):
             decoder_layer.cross.write(states, kv_cache, metadata)
+
+
+class BartForConditionalGeneration(EncoderDecoder):
+    """A model of text."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        require(config, "share_encoder_decoder_embeddings", True, True)
+        hf, size, name = config.hf_config, config.hidden_size, f"{self.base_prefix}shared"
+        scale = math.sqrt(size) if hf["scale_embedding"] else 1.0
+        self.embed_tokens = VocabParallelEmbedding(weights, name, config.vocab_size, size, scale)
+        for half in ("encoder", "decoder"):
+            for base in (self.base_prefix, ""):
+                weights.declare_repeat(f"{base}{half}.embed_tokens.weight", f"{name}.weight")
+        self.lm_head = self.make_head(config, weights)
+        self._bias = weights.replicated(_BIAS, 1, config.vocab_size)
+        absent = {_BIAS: torch.zeros_like(self._bias)}  # a bare model does not have it
+        if _family(config).is_sinusoidal:
+            sines = _sines(hf["max_position_embeddings"], size)
+            for half in ("encoder", "decoder"):
+                absent[f"{self.base_prefix}{half}.embed_positions.weight"] = sines
+        weights.convert = partial(self.complete, absent)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Decoder.compute_logits`."""
