@@ -124,6 +124,11 @@ class RequestOutput:
     encoder_prompt_token_ids: list[int] | None = None
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt; with two halves of both prompts."""
+        return len(self.prompt_token_ids) + len(self.encoder_prompt_token_ids or ())
+
+    @property
     def error(self) -> str | None:
         """Why the request was refused or failed; None: no error."""
         return None if self.failure is None else str(self.failure)

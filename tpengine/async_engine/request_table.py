@@ -230,7 +230,7 @@ class RequestTable:
                 text = f"{text}{num_bytes} more they would exceed the {_MAX_PICTURE_BYTES} that may"
                 raise errors.QueueFullError(f"{text}; try again later, or send smaller ones")
             live.num_picture_bytes = num_bytes
-        live.num_prompt_tokens = len(checked.prompt_token_ids)
+        live.num_prompt_tokens = checked.num_prompt_tokens
         self._admission.charge(live, live.num_prompt_tokens)
 
     def finish(self, live: LiveRequest, outcome: str, error: Exception | None = None) -> None:

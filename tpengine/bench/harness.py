@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 
 from tpengine.engine.llm_engine import LLMEngine
+from tpengine.engine.pooled_outputs import check_generates
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, counted
 from tpengine.ops.library import cpu_isa
@@ -182,11 +183,10 @@ def model_args(args: argparse.Namespace) -> Iterator[EngineArgs]:
 @contextmanager
 def bench_engine(args: argparse.Namespace) -> Iterator[tuple[EngineArgs, LLMEngine]]:
     """The engine's arguments, see `model_args`, and an engine with them that logs no statistics."""
-    with (
-        model_args(args) as engine_args,
-        LLMEngine.from_engine_args(replace(engine_args, disable_log_stats=True)) as engine,
-    ):
-        yield engine_args, engine
+    with model_args(args) as engine_args:
+        check_generates(engine_args.read_model().pooling)  # before the weights are loaded
+        with LLMEngine.from_engine_args(replace(engine_args, disable_log_stats=True)) as engine:
+            yield engine_args, engine
 
 
 def report_head(

@@ -21,6 +21,7 @@ from tpengine.checkpoint.model_defaults import sampling_defaults
 from tpengine.checkpoint.model_files import read_generation_config
 from tpengine.cli.lines import Line, content_of, is_typed, read_lines, read_picture
 from tpengine.cli.parser import add_sampling_options, given_sampling, in_words
+from tpengine.engine.pooled_outputs import check_generates
 from tpengine.engine.tokenizer import has_tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, ModelLoadError, RequestError, counted
@@ -101,8 +102,11 @@ def _sampling_of(
     Raises:
         ConfigError: see `EngineArgs.read_model`.
         ModelLoadError: the model has no tokenizer, or recommends something wrong.
+        InvalidPromptError: it makes no tokens.
     """
-    folder = engine_args.read_model().folder
+    read = engine_args.read_model()
+    check_generates(read.pooling)
+    folder = read.folder
     if not has_tokenizer(engine_args.find_tokenizer(folder)):
         raise ModelLoadError(
             f"{folder} has no tokenizer, or skip_tokenizer_init is set; name one with --tokenizer"

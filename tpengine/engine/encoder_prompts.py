@@ -66,11 +66,18 @@ def divide_prompt(
             problem = "the model has no tokenizer, which the text of decoder_prompt needs"
             raise InvalidPromptError(f"{problem}; give it as prompt_token_ids")
         own = tokenizer.encode(text, add_special_tokens=False) if text and tokenizer else []
-        ids = own if own[:1] == start[:1] else start + own
+        ids = own if _has_begun(own, encoder) else start + own
     elif isinstance(ids, Iterable) and not isinstance(ids, (str, bytes, Mapping)):
         ids = list(ids)
-        ids = ids if ids[:1] == start[:1] else start[:1] + ids
+        ids = ids if _has_begun(ids, encoder) else start[:1] + ids
     return TwoPrompts(prompt, token_ids, text, ids)
+
+
+def _has_begun(ids: list[Any], encoder: EncoderConfig) -> bool:
+    """Whether a decoder's prompt has the first id of all outputs. Before a sound's may stand what
+    was said before."""
+    first = ids if encoder.sound is not None else ids[:1]
+    return encoder.start_token_ids[0] in first
 
 
 def check_encoder_length(num_tokens: int, encoder: EncoderConfig) -> None:

@@ -72,7 +72,7 @@ class _TrackedRequest:
 
     Attributes:
         beams: None: no beam search.
-        prompt_token_ids: for its outputs, which the caller may change.
+        prompt_token_ids, encoder_token_ids: for its outputs, which the caller may change.
         prompt_logprobs: by position of the prompt, None for positions that are not computed yet;
             None unless the request asks for them, and after they were reported as a delta.
         num_reported: output tokens of all sequences that have been reported.
@@ -81,6 +81,7 @@ class _TrackedRequest:
 
     request: Request
     prompt_token_ids: list[int]
+    encoder_token_ids: list[int] | None
     sequences: list[_TrackedSequence] = field(default_factory=list)
     beams: BeamSearch | None = None
     prompt_logprobs: PromptCandidates | None = None
@@ -113,7 +114,8 @@ class OutputProcessor:
             Exception: the tokenizer's own error; the request is not followed.
         """
         params = request.sampling_params
-        tracked = _TrackedRequest(request, request.prompt_token_ids.copy())
+        encoder_ids = None if request.encoder is None else request.encoder.token_ids.copy()
+        tracked = _TrackedRequest(request, request.prompt_token_ids.copy(), encoder_ids)
         if params.use_beam_search:
             tracked.beams = BeamSearch(request, self.tokenizer)
         if params.prompt_logprobs is not None:
@@ -261,7 +263,7 @@ class OutputProcessor:
             num_output_tokens=tracked.num_reported,
             pooled=tracked.sequences[0].pooled,
             encoder_prompt=None if encoder is None else encoder.prompt,
-            encoder_prompt_token_ids=None if encoder is None else encoder.token_ids.copy(),
+            encoder_prompt_token_ids=tracked.encoder_token_ids,
         )
 
     def forget(self, request: Request) -> None:

@@ -23,6 +23,7 @@ from tpengine.engine.picture_reader import take_pictures
 from tpengine.engine.pooled_outputs import check_generates
 from tpengine.engine.pooling_requests import read_pooled_prompt
 from tpengine.engine.request_grammars import read_grammar
+from tpengine.engine.sound_prompts import as_two_prompts, read_features
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import counted
 from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PoolingParams, PromptInputs
@@ -154,7 +155,7 @@ def check_request(
         request = replace(request, prompt=read.prompt, prompt_token_ids=read.token_ids)
         start_of_second = read.start_of_second
     else:
-        check_generates(model)
+        check_generates(model.pooling)
     params = read_sampling_params(request.params, model, tokenizer)
     if model.encoder is not None or is_two_prompts(request.prompt):
         request, encoder = _divide(request, config, tokenizer)
@@ -199,13 +200,23 @@ def _divide(
     if request.messages is not None:
         problem = "messages do not fit a model with an encoder and a decoder"
         raise errors.InvalidPromptError(f"{problem}; give encoder_prompt, or a text")
-    both = divide_prompt(request.prompt, request.prompt_token_ids, encoder, tokenizer)
-    read = replace(request, prompt=both.encoder, prompt_token_ids=both.encoder_ids)
+    prompts: tuple[Any, Any] = request.prompt, request.prompt_token_ids
+    if encoder.sound is not None:
+        prompts = as_two_prompts(*prompts), None
+    both = divide_prompt(*prompts, encoder, tokenizer)
     num_kept = request.params.truncate_prompt_tokens
-    text, token_ids, _ = _read_prompt(read, num_kept, tokenizer, config, None)
-    check_encoder_length(len(token_ids), encoder)
+    if encoder.sound is None:
+        read = replace(request, prompt=both.encoder, prompt_token_ids=both.encoder_ids)
+        text, token_ids, _ = _read_prompt(read, num_kept, tokenizer, config, None)
+        check_encoder_length(len(token_ids), encoder)
+        encoder_prompt = EncoderPrompt(text, token_ids)
+    elif num_kept is None:
+        features = read_features(both.encoder, encoder.sound)
+        encoder_prompt = EncoderPrompt(None, [0] * encoder.max_len, features)
+    else:
+        raise _wrong_params("truncate_prompt_tokens", "does not fit a sound; leave it out")
     own = replace(request, prompt=both.decoder, prompt_token_ids=both.decoder_ids)
-    return own, EncoderPrompt(text, token_ids)
+    return own, encoder_prompt
 
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> list[int]:
@@ -362,11 +373,16 @@ def sampling_rules(
         sampling_params.load_logits_processor(processor)
     if params.logits_processors and not is_local:
         rules["logits_processors"] = _pickled(params.logits_processors)
-    if params.bad_words and tokenizer is not None:
-        words = dict.fromkeys(map(tuple, params.bad_words_token_ids))
+    never = () if model.encoder is None else model.encoder.bad_words_token_ids
+    if never or params.bad_words:
+        words = dict.fromkeys([*never, *map(tuple, params.bad_words_token_ids)])
         for text in params.bad_words:
-            words.update(dict.fromkeys(_bad_word_ids(text, tokenizer)))
+            words.update(dict.fromkeys(_bad_word_ids(text, need_tokenizer(tokenizer, model))))
         rules["bad_words_token_ids"] = [list(ids) for ids in words]
+    if model.encoder is not None and (sound := model.encoder.sound) is not None:
+        own = [[token_id] for token_id in sound.suppressed]
+        rules["bad_words_token_ids"] = [*rules["bad_words_token_ids"], *own]
+        rules["not_first_token_ids"] = list(sound.suppressed_first)
     checked = SamplingRules(**rules)
     if not is_local:
         from tpengine.executor.codec import encode

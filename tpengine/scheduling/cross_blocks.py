@@ -48,8 +48,10 @@ class CrossBlocks:
         empty as long as no token of its own is computed."""
         if (encoder := request.encoder) is None:
             return None
-        token_ids = [] if sequence.num_computed_tokens else encoder.token_ids
-        return CrossInput(encoder.num_tokens, self.block_ids(sequence), token_ids)
+        held = encoder.num_tokens, self.block_ids(sequence)
+        if sequence.num_computed_tokens:
+            return CrossInput(*held, [])
+        return CrossInput(*held, encoder.token_ids, encoder.features)
 
     def allocate(self, request: Request, sequence: Sequence) -> None:
         """Gives the first sequence of a request its blocks; they are to be filled."""

@@ -176,10 +176,13 @@ class FairShares:
             account.rank = account.counter
 
     def charge_prompt(self, request: Request, sequence: TokenSequence, size: int) -> None:
-        """Charges the prompt tokens in a row of `size` tokens that are computed the first time."""
+        """Charges the prompt tokens in a row of `size` tokens that are computed the first time, and
+        those of an encoder prompt before the first row."""
         end = min(sequence.num_computed_tokens + size, sequence.num_prompt_tokens)
         num_charged = self._num_charged.get(request.request_id, 0)
         num_new = end - max(sequence.num_computed_tokens, num_charged)
+        if request.encoder is not None and not num_charged:
+            num_new += request.encoder.num_tokens
         if num_new > 0:
             self._num_charged[request.request_id] = end
             self._charge(request, num_new, PROMPT_COST)

@@ -14,8 +14,8 @@ def why_too_long(
     if num_prompt_tokens > config.max_model_len:
         return (
             f"the prompt has {num_prompt_tokens} tokens, more than max_model_len = "
-            f"{config.max_model_len}; shorten it, or raise max_model_len if the model was made "
-            "for more"
+            f"{config.max_model_len}; shorten it, as truncate_prompt_tokens does, or raise "
+            "max_model_len if the model was made for more"
         )
     limit = config.max_num_batched_tokens
     if not config.enable_chunked_prefill and num_prompt_tokens > limit:

@@ -411,7 +411,8 @@ class Scheduler:
 
     def _add_row(self, sequence: Sequence, size: int, step: StepBuilder, grow: bool) -> None:
         """Makes a running sequence a row, with a place in its blocks for each of its tokens."""
-        if size > 1 and (shares := self._queues.shares) is not None:
+        shares, num_computed = self._queues.shares, sequence.num_computed_tokens
+        if shares is not None and num_computed < sequence.num_prompt_tokens:
             request = self._queues.request_of[sequence.seq_id]
             shares.charge_prompt(request, sequence, size)
         is_known = self._queues.slots.is_known(sequence)

@@ -155,10 +155,13 @@ class EncoderPrompt:
 
     Attributes:
         prompt: its text; None: only ids were given.
+        token_ids: of a sound zeros, one for each of its tokens.
+        features: see `CrossInput`.
     """
 
     prompt: str | None
     token_ids: list[int]
+    features: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -194,6 +197,11 @@ class CheckedRequest:
     """See `NewSequence`."""
     encoder: EncoderPrompt | None = None
     """None: the model has one half. Else the prompt above is the decoder's."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt; with two halves of both prompts."""
+        return len(self.prompt_token_ids) + (self.encoder.num_tokens if self.encoder else 0)
 
 
 @dataclass(eq=False, kw_only=True)

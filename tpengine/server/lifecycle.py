@@ -19,7 +19,7 @@ from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
 from tpengine.async_engine.engine_thread import EngineStart
 from tpengine.checkpoint.model_defaults import sampling_defaults
 from tpengine.checkpoint.model_files import read_generation_config, read_json
-from tpengine.config import PICTURE_MODELS
+from tpengine.config import PICTURE_MODELS, SAMPLING_RATE
 from tpengine.engine.picture_reader import MAX_URL_BYTES
 from tpengine.engine.requests import GenerateRequest
 from tpengine.engine_args import AsyncEngineArgs
@@ -222,9 +222,14 @@ class _Server:
             params = SamplingParams(
                 max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True
             )
-            pooling = None if engine.model_config.pooling is None else PoolingParams()
+            model = engine.model_config
+            pooling = None if model.pooling is None else PoolingParams()
+            prompt: Any = {"prompt_token_ids": [0]}
+            if model.encoder is not None and model.encoder.sound is not None:
+                silence = [0.0], SAMPLING_RATE
+                prompt = {"prompt": None, "multi_modal_data": {"audio": silence}}
             own: dict[str, Any] = {"request_id": "start-up", "pooling_params": pooling}
-            request = GenerateRequest(prompt_token_ids=[0], params=params, **own)
+            request = GenerateRequest(prompt, params=params, **own)
             async for _ in engine.serve(request):
                 pass
         if self._args.max_message_mib is None:

@@ -23,9 +23,11 @@ from tpengine.sampling_params import PARAMETERS, WHOLE_VOCABULARY, SamplingParam
 MAX_REQUEST_ID = 128
 """Characters of a request id."""
 DEFAULT_MESSAGE_BYTES = 4 << 20
-"""At most, without pictures; see `default_message_bytes`."""
+"""At most, without pictures and sounds; see `default_message_bytes`."""
 _PARAMETER_BYTES = 512 << 10
 _TOKEN_BYTES = 64
+_SOUND_BYTES = 6 << 20
+"""Of a WAV file of 30 s, with 48,000 samples of 16 bits a second in each of two channels."""
 MAX_ERROR_TEXT = 400
 """Bytes of an error's text. It travels in trailers, which clients bound at 8 KiB."""
 MAX_ROLE_BYTES = 64
@@ -265,13 +267,16 @@ def address_key(host: str) -> str:
 
 def default_message_bytes(engine: LLMEngine) -> int:
     """The default bound of a message: room for all parameters, for a prompt in any form, or for
-    many of a model that makes no tokens, and for one picture of the largest size if the model reads
-    pictures."""
+    many of a model that makes no tokens; and for what the model reads besides: one picture of the
+    largest size, or one sound."""
     model = engine.get_model_config()
     num_bytes = _PARAMETER_BYTES + _TOKEN_BYTES * model.max_model_len
     if model.pooling is not None:
         return DEFAULT_MESSAGE_BYTES
-    return min(num_bytes, DEFAULT_MESSAGE_BYTES) + MAX_URL_BYTES * engine.reads_pictures
+    other_bytes = MAX_URL_BYTES * engine.reads_pictures
+    if model.encoder is not None and model.encoder.sound is not None:
+        other_bytes = _SOUND_BYTES
+    return min(num_bytes, DEFAULT_MESSAGE_BYTES) + other_bytes
 
 
 def last_ids(ids: Sequence[int], num_kept: int | None) -> list[int]:

@@ -263,7 +263,7 @@ def write_embed_response(output: RequestOutput) -> pb.EmbedResponse:
 
 
 def _write_usage(output: RequestOutput) -> pb.Usage:
-    usage = pb.Usage(num_prompt_tokens=len(output.prompt_token_ids))
+    usage = pb.Usage(num_prompt_tokens=output.num_prompt_tokens)
     usage.num_output_tokens = output.num_output_tokens
     usage.num_cached_tokens = output.num_cached_tokens
     if (moments := output.metrics) is not None:

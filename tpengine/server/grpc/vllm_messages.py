@@ -171,7 +171,7 @@ class VllmWriter:
         return message
 
     def _read_prompt(self, output: RequestOutput) -> None:
-        self._prompt = len(output.prompt_token_ids), output.num_cached_tokens
+        self._prompt = output.num_prompt_tokens, output.num_cached_tokens
 
     def _count(self, part: Any, index: int, num_tokens: int) -> None:
         part.index = index

@@ -1,7 +1,7 @@
 """The application behind the HTTP port: who may call what, errors, and the routes of the server.
 
-The routes that generate are in `openai_routes.py`, those that embed, score and classify in
-`pooling_routes.py`.
+The routes that generate are in `openai_routes.py`, those that write down speech in
+`sound_routes.py`, those that embed, score and classify in `pooling_routes.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tpengine.server.http.openai_routes import openai_routes
 from tpengine.server.http.page import FILES, page_routes
 from tpengine.server.http.pooling_routes import pooling_routes
 from tpengine.server.http.read import BodyReader, naming_field
+from tpengine.server.http.sound_routes import sound_routes
 from tpengine.server.limits import OpenCalls, check_num_ids
 from tpengine.server.state import METRICS_TYPE, ServerState
 
@@ -59,11 +60,12 @@ def make_app(
     routes = [*_server_routes(state), *_text_routes(state)]
     if state.adapter_folder is not None:
         routes += _adapter_routes(state)
-    routes += [*openai_routes(state), *pooling_routes(state), *page_routes(state)]
+    routes += [*openai_routes(state), *sound_routes(state), *pooling_routes(state)]
+    routes += page_routes(state)
     handlers: dict[Any, Any] = {HTTPException: _refuse}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    app.state.server, app.state.turns = state, ParseTurns()
+    app.state.server, app.state.turns, app.state.origins = state, ParseTurns(), origins
     app.add_middleware(_Entrance, authenticator=auth, calls=state.calls, hosts=hosts)
     if origins:  # outermost: a browser's question has no token, and a page reads refusals too
         app.add_middleware(

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import re
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import orjson
@@ -15,6 +16,7 @@ from tpengine.errors import MalformedRequestError, MessageTooLargeError
 from tpengine.proto import RESUME_WINDOW_KEY, TIMEOUT_KEY
 from tpengine.server.auth import Call
 from tpengine.server.http.error_answers import HttpError
+from tpengine.server.http.forms import parse_form
 from tpengine.server.kept_streams import KeptStreams, Resumption
 from tpengine.server.limits import check_request_id, read_timeout
 from tpengine.server.state import ServerState
@@ -61,7 +63,8 @@ class ParseTurns:
 
 
 async def read_call(request: Request) -> Call:
-    """Reads the body of a call, whose client has been identified.
+    """Reads the body of a call, whose client has been identified. Before a web page of another
+    origin sends JSON, its browser asks the server, which by default does not allow it.
 
     The task that serves a call is cancelled when its client has left, so a route needs no watch for
     that: leaving `ServerState.open` frees the request's blocks.
@@ -71,14 +74,42 @@ async def read_call(request: Request) -> Call:
         HttpError: it does not arrive in time (408), or is not declared as plain JSON (415).
         MalformedRequestError: it is not a JSON object, or the deadline is not a number.
     """
+    kind = request.headers.get("content-type", "")
+    if _JSON.match(kind) is None:
+        hint = "send the header 'content-type: application/json'"
+        text = f"the content type must be application/json, got {kind[:80]!r}; {hint}"
+        raise HttpError(text, 415, "unsupported_media_type")
+    return await _read(request, request.app.state.turns.parse)
+
+
+async def read_form(request: Request) -> Call:
+    """Reads the body of a call that is a form, see `parse_form`; else as `read_call`.
+
+    A browser sends forms of a page to any server without asking it, so those of pages of other
+    origins than the allowed ones are refused here.
+
+    Raises:
+        HttpError: also with status 403, for a page that may not call.
+    """
+    origin, allowed = request.headers.get("origin"), request.app.state.origins
+    is_own = origin is not None and origin.partition("://")[2] == request.headers.get("host")
+    if not (origin is None or is_own or {"*", origin} & set(allowed)):
+        text = f"pages of {origin[:80]} may not send forms to this server"
+        raise HttpError(f"{text}; see --cors-origin", 403, "origin_not_allowed")
+    kind = request.headers.get("content-type", "")
+    return await _read(request, lambda body: asyncio.to_thread(parse_form, kind, body))
+
+
+async def _read(request: Request, parse: Callable[[bytes], Awaitable[dict[str, Any]]]) -> Call:
     named = request.headers.get(TIMEOUT_KEY)
     deadline = None if named is None else time.monotonic() + read_timeout(named)
-    _check_form(request)
-    app = request.app.state
-    server: ServerState = app.server
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        text = f"content-encoding {encoding[:20]!r} is not read here; send the body uncompressed"
+        raise HttpError(text, 415, "unsupported_media_type")
+    server: ServerState = request.app.state.server
     body = await _read_body(request, server.max_message_bytes, server.limits.message_s)
-    parsed = await app.turns.parse(body)
-    return Call(request.state.request_id, request.state.client, deadline, parsed)
+    return Call(request.state.request_id, request.state.client, deadline, await parse(body))
 
 
 def read_resumption(request: Request, call: Call, kept: KeptStreams) -> Resumption | None:
@@ -107,24 +138,6 @@ def read_resumption(request: Request, call: Call, kept: KeptStreams) -> Resumpti
     body = orjson.dumps(call.message, option=orjson.OPT_SORT_KEYS)
     digest = hashlib.sha256(request.url.path.encode() + body).digest()
     return Resumption(call.client.owner.account, f"HTTP {key}", digest, window_s, int(position))
-
-
-def _check_form(request: Request) -> None:
-    """Refuses what is not declared as plain JSON. Before a web page of another origin sends JSON,
-    its browser asks the server, which by default does not allow it; for forms it does not ask.
-
-    Raises:
-        HttpError: with status 415.
-    """
-    kind = request.headers.get("content-type", "")
-    if _JSON.match(kind) is None:
-        hint = "send the header 'content-type: application/json'"
-        text = f"the content type must be application/json, got {kind[:80]!r}; {hint}"
-        raise HttpError(text, 415, "unsupported_media_type")
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        text = f"content-encoding {encoding[:20]!r} is not read here; send the body uncompressed"
-        raise HttpError(text, 415, "unsupported_media_type")
 
 
 async def _read_body(request: Request, most: int, timeout_s: float) -> bytes:

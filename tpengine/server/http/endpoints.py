@@ -9,6 +9,8 @@ from tpengine.server.state import ServerState
 
 PATHS: Mapping[str, Sequence[str]] = {
     "completions": ("/v1/completions", "/v1/chat/completions"),
+    "transcriptions": ("/v1/audio/transcriptions",),
+    "translations": ("/v1/audio/translations",),
     "embeddings": ("/v1/embeddings",),
     "rerank": ("/v1/rerank", "/rerank", "/v2/rerank"),
     "score": ("/v1/score", "/score"),
@@ -16,8 +18,9 @@ PATHS: Mapping[str, Sequence[str]] = {
 }
 """The paths of each kind of call to a model, the usual one first."""
 _CALLS = {
-    # task of the model: what it does, and the calls that it serves
+    # task of the model, or transcribe for an encoder of sound: what it does, its calls
     "generate": ("generates text", ("completions",)),
+    "transcribe": ("writes down speech", ("transcriptions", "translations")),
     "embed": ("embeds texts", ("embeddings", "rerank", "score")),
     "score": ("scores pairs of texts", ("rerank", "score")),
     "classify": ("classifies texts", ("classify",)),
@@ -35,7 +38,10 @@ def check_task(state: ServerState, kind: str, path: str) -> None:
         HttpError: the model does something else.
         EngineLoadingError: it is not loaded yet.
     """
-    task = state.loaded_engine().model_config.task
+    config = state.loaded_engine().model_config
+    task = config.task
+    if config.encoder is not None and config.encoder.sound is not None:
+        task = "transcribe"
     does, calls = _CALLS[task]
     if kind in calls:
         return

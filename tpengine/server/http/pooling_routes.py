@@ -111,7 +111,7 @@ async def _ranks(body: PoolingBody, is_cohere: bool) -> Response:
     if queries[0].name != "query":
         raise FieldError("query", "must be one text")
     documents = body.read_texts("documents", "document")
-    top_n = body.fields.take("top_n", int, 0)
+    top_n = body.fields.take("top_n", int, 0) or len(documents)  # clients send 0 for all
     if top_n < 0:
         raise FieldError("top_n", f"must be at least 1, got {top_n}; leave it out for all")
     shows = body.fields.take("return_documents", bool, True)
@@ -119,7 +119,7 @@ async def _ranks(body: PoolingBody, is_cohere: bool) -> Response:
     scores, outputs = await _serve_pairs(body, queries, documents)
     order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
     results: list[Json] = []
-    for place in order[: top_n or None]:
+    for place in order[:top_n]:
         result: Json = {"index": place, "relevance_score": scores[place]}
         if shows:
             result["document"] = {"text": documents[place].text}

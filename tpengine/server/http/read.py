@@ -103,6 +103,9 @@ class BodyReader:
         style = self._read_style()
         params = self._read_params(style)
         if style.echo and params.logprobs is not None:
+            if self._engine.model_config.encoder is not None:
+                text = "does not fit logprobs: a model with an encoder predicts no token of its"
+                raise fields.error("echo", f"{text} prompt; leave one of the two out")
             params.prompt_logprobs = max(params.prompt_logprobs or 0, params.logprobs)
         tools = read_tools(fields, self._tokenizer) if self._is_chat else None
         if tools is not None:

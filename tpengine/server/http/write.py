@@ -142,7 +142,7 @@ class AnswerWriter:
 
     def _completions(self, output: RequestOutput) -> list[CompletionOutput]:
         """The choices of an output. The usage becomes what it is with them."""
-        self.num_prompt_tokens = len(output.prompt_token_ids)
+        self.num_prompt_tokens = output.num_prompt_tokens
         self.num_cached_tokens = output.num_cached_tokens
         if self._style.echo_only:
             indices = [completion.index for completion in output.outputs]
@@ -177,7 +177,8 @@ class AnswerWriter:
                 logprobs = await self._chat_logprobs(positions)
             else:
                 logprobs = await self._logprobs(self._choices[completion.index], positions)
-        text = self._text(completion, (output.prompt or "") if repeats else "")
+        prompt = output.prompt if output.encoder_prompt is None else output.encoder_prompt
+        text = self._text(completion, (prompt or "") if repeats else "")
         return self._choice(completion, text, logprobs)
 
     def _text(self, completion: CompletionOutput, before: str = "") -> Json:

@@ -1,0 +1,189 @@
+"""The sound of a prompt, for models whose encoder reads sound: samples, or a file."""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Mapping, Sequence
+from operator import index
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tpengine.config import SAMPLING_RATE, EncoderConfig, SoundConfig
+from tpengine.engine.encoder_prompts import is_two_prompts
+from tpengine.engine.log_mel import Floats, log_mel
+from tpengine.errors import InvalidPromptError
+
+_RATES = range(1000, 768_001)
+"""Sampling rates that are accepted, in Hz."""
+_LARGEST = 2.0**15
+"""Amplitude above which a sound is refused: powers of its spectrum must fit in float32."""
+_MOST_BYTES_OF_A_SAMPLE = 4
+
+
+def as_two_prompts(prompt: Any, token_ids: Any) -> Mapping[str, Any]:
+    """Brings a prompt whose text or ids are the decoder's, with the sound beside them, into the
+    form that names both prompts."""
+    if is_two_prompts(prompt):
+        return dict(prompt)
+    own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+    data = own.pop("multi_modal_data", None)
+    if token_ids is not None:
+        own["prompt_token_ids"] = token_ids
+    return {"encoder_prompt": {"multi_modal_data": data}, "decoder_prompt": own}
+
+
+def read_features(prompt: Any, sound: SoundConfig) -> bytes:
+    """Computes what the encoder reads of its prompt; see `CrossInput.features`.
+
+    Raises:
+        InvalidPromptError: the prompt has no sound, has text too, or the sound cannot be used.
+    """
+    data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if not isinstance(data, Mapping) or data.keys() != {"audio"}:
+        text = "the encoder of the model reads sound, and the prompt has none"
+        raise InvalidPromptError(f'{text}; give multi_modal_data, {{"audio": (samples, 16000)}}')
+    if any(prompt[name] for name in prompt.keys() - {"multi_modal_data"}):
+        text = "the encoder reads sound alone, and its prompt has something else too"
+        raise InvalidPromptError(f"{text}; put text and ids into decoder_prompt")
+    samples = read_samples(data["audio"], sound.longest_s)
+    return log_mel(samples, sound.num_mel_bins, sound.num_frames).tobytes()
+
+
+def begin(encoder: EncoderConfig, language: str | None, task: str) -> list[int]:
+    """Returns how the decoder's prompt begins.
+
+    Args:
+        language: a key of `SoundConfig.languages`; None: the usual one.
+        task: transcribe or translate.
+
+    Raises:
+        InvalidPromptError: the model does not know the language or the task.
+    """
+    sound, token_ids = encoder.sound, list(encoder.start_token_ids)
+    assert sound is not None, "the caller asks models of sound only"
+    for name, value, table, usual in (
+        ("language", language, sound.languages, "en"),
+        ("task", task, sound.tasks, "transcribe"),
+    ):
+        if value is None or (not table and value == usual):
+            continue
+        if value not in table:
+            known = ", ".join(sorted(table)[:120]) or usual
+            raise InvalidPromptError.of_field(name, f"= {value[:40]!r} must be one of {known}")
+        own = table[value]
+        token_ids = [own if token_id in table.values() else token_id for token_id in token_ids]
+    return token_ids
+
+
+def read_samples(audio: Any, most_s: float) -> Floats:
+    """Returns the samples of a sound at `SAMPLING_RATE`, float32 `[num_samples]`.
+
+    Args:
+        audio: (samples, sampling rate in Hz), or the bytes or the path of a file.
+        most_s: longest sound, in seconds.
+
+    Raises:
+        InvalidPromptError: it is something else, cannot be decoded, or is longer.
+    """
+    if isinstance(audio, list) and len(audio) == 1:
+        (audio,) = audio
+    if isinstance(audio, str | PathLike):
+        try:
+            audio = Path(audio).read_bytes()
+        except OSError as error:
+            raise _wrong(f"cannot be read: {error}; give the path of a file") from error
+    if isinstance(audio, bytes | bytearray | memoryview):
+        samples, rate = _decode(bytes(audio), most_s)
+    elif isinstance(audio, Sequence) and len(audio) == 2:
+        samples, rate = _checked_samples(audio[0]), _as_int(audio[1])
+    else:
+        hint = f"give (samples, {SAMPLING_RATE}), or the bytes or the path of a file"
+        raise _wrong(f"holds no sound with its sampling rate: {type(audio).__name__}; {hint}")
+    _check_length(len(samples), rate, most_s)
+    if not (np.abs(samples) <= _LARGEST).all():  # nor is it so for NaN
+        text = f"holds samples that are not within [-{_LARGEST:g}, {_LARGEST:g}]"
+        raise _wrong(f"{text}, or are NaN; give floats in [-1, 1]")
+    if rate == SAMPLING_RATE:
+        return samples.astype(np.float32)
+    # By its spectrum, of which the part above half the new rate is lost.
+    count = max(1, round(len(samples) * SAMPLING_RATE / rate))
+    spectrum = np.fft.rfft(samples)[: count // 2 + 1]
+    return (np.fft.irfft(spectrum, count) * (count / len(samples))).astype(np.float32)
+
+
+def _checked_samples(samples: Any) -> npt.NDArray[np.floating[Any]]:
+    try:
+        array = np.asarray(samples)
+    except Exception as error:  # objects raise anything while they become an array
+        raise _wrong(f"holds samples that are no array: {error}; give floats") from error
+    if array.dtype.kind != "f" or array.ndim != 1:
+        text = f"holds samples of dtype {array.dtype} and shape {list(array.shape)}"
+        raise _wrong(f"{text}; give floats in [-1, 1] of one channel, [num_samples]")
+    return array
+
+
+def _as_int(rate: Any) -> int:
+    try:
+        return index(rate)
+    except TypeError:
+        text = f"has the sampling rate {rate!r:.40}; give Hz, an integer such as {SAMPLING_RATE}"
+        raise _wrong(text) from None
+
+
+def _check_length(num_samples: int, rate: int, most_s: float) -> None:
+    if rate not in _RATES:
+        known = f"at least {_RATES.start} and less than {_RATES.stop} Hz, such as {SAMPLING_RATE}"
+        raise _wrong(f"has the sampling rate {rate}; it must be {known}")
+    if not num_samples:
+        raise _wrong("holds no samples; give a sound that is not empty")
+    if num_samples > most_s * rate:
+        length = f"lasts {num_samples / rate:.4g} s, longer than the {most_s:g} s"
+        raise _wrong(f"{length} that the model reads at once; cut it into parts")
+
+
+def _decode(content: bytes, most_s: float) -> tuple[npt.NDArray[np.floating[Any]], int]:
+    """Returns samples, the mean of all channels, and sampling rate of a file."""
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            if width > _MOST_BYTES_OF_A_SAMPLE:
+                raise wave.Error(f"samples of {width} bytes")
+            # Writers that do not know the number at the start declare too many.
+            num_frames = min(file.getnframes(), len(content) // (width * channels))
+            _check_length(num_frames, rate, most_s)
+            frames = file.readframes(num_frames)
+    except (wave.Error, EOFError, RuntimeError) as error:  # RuntimeError: a part is too long
+        return _decode_other(content, most_s, error)
+    raw = np.frombuffer(frames, np.uint8, len(frames) // (width * channels) * width * channels)
+    if width == 1:
+        raw = np.bitwise_xor(raw, np.uint8(0x80))  # they alone are unsigned
+    wide = np.zeros((len(raw) // width, _MOST_BYTES_OF_A_SAMPLE), np.uint8)
+    wide[:, -width:] = raw.reshape(-1, width)
+    return wide.view("<i4").reshape(-1, channels).mean(axis=1) / 2**31, rate
+
+
+def _decode_other(
+    content: bytes, most_s: float, why_no_wave: Exception
+) -> tuple[npt.NDArray[np.floating[Any]], int]:
+    """Decodes what Python itself cannot, if there is a library for it."""
+    try:
+        import soundfile
+    except (ImportError, OSError):  # OSError: the library that it loads is not there
+        why = str(why_no_wave) or "it is cut off or damaged"  # as of EOFError
+        text = f"is no WAV file with integers ({why}), and soundfile, which reads FLAC, MP3"
+        raise _wrong(f"{text} and OGG, is not installed; send WAV, or install it") from None
+    try:
+        with soundfile.SoundFile(io.BytesIO(content)) as file:
+            _check_length(file.frames, file.samplerate, most_s)
+            return file.read(dtype="float32", always_2d=True).mean(axis=1), file.samplerate
+    except RuntimeError as error:
+        raise _wrong(f"is no sound that can be decoded: {error}; send WAV or FLAC") from error
+
+
+def _wrong(problem: str) -> InvalidPromptError:
+    return InvalidPromptError.of_field("audio", problem)

@@ -1,0 +1,170 @@
+"""OpenAI's routes that write down speech.
+
+A call is a form with a file. Without a language the model first says which one it hears, in a
+request of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tpengine.async_engine.request_table import unique_id
+from tpengine.config import SAMPLING_RATE, EncoderConfig
+from tpengine.engine.log_mel import Floats
+from tpengine.engine.requests import GenerateRequest
+from tpengine.engine.sound_prompts import begin, read_samples
+from tpengine.errors import InvalidPromptError
+from tpengine.sampling_params import RequestOutputKind, SamplingParams
+from tpengine.server.auth import Call
+from tpengine.server.batches import serve_all
+from tpengine.server.http.calls import read_form
+from tpengine.server.http.endpoints import PATHS, check_task
+from tpengine.server.http.fields import FieldError, Fields
+from tpengine.server.http.json_text import JsonAnswer
+from tpengine.server.http.read import read_common
+from tpengine.server.state import ServerState
+
+_TASKS = {"transcriptions": "transcribe", "translations": "translate"}
+_FORMS = ("json", "text", "verbose_json")
+_READ = (
+    "file", "model", "language", "prompt", "response_format", "temperature", "seed", "priority",
+    "request_id", "stream",
+)  # fmt: skip
+_NUMBERS: dict[str, Callable[[str], float]] = {"temperature": float, "seed": int, "priority": int}
+_BEFORE = "<|startofprev|>"
+"""The token in front of what was said before."""
+
+
+def sound_routes(state: ServerState) -> list[Route]:
+    """The routes. Their errors are the application's to tell.
+
+    Args:
+        state: of the server; has the engine once it is loaded, and the limits.
+    """
+
+    async def answer(request: Request, kind: str) -> Response:
+        call = await read_form(request)
+        check_task(state, kind, request.url.path)
+        speech = await _read(call, state, _TASKS[kind])
+        request.state.request_id = call.request_id
+        return await _write(speech, state)
+
+    return [Route(PATHS[kind][0], partial(answer, kind=kind), methods=["POST"]) for kind in _TASKS]
+
+
+@dataclass(slots=True)
+class _Speech:
+    """What a call asks for.
+
+    Attributes:
+        samples: see `read_samples`.
+        language: a key of `SoundConfig.languages`; None: the model is to say it.
+        before: ids of what was said before.
+        form: of the answer, one of `_FORMS`.
+        common: fields of `GenerateRequest`.
+    """
+
+    encoder: EncoderConfig
+    task: str
+    samples: Floats
+    language: str | None
+    before: list[int]
+    form: str
+    params: SamplingParams
+    common: dict[str, Any]
+    request_id: str
+
+    async def serve(self, state: ServerState, token_ids: list[int], params: SamplingParams) -> Any:
+        """The output for a prompt of the decoder."""
+        data = {"audio": (self.samples, SAMPLING_RATE)}
+        prompt: Any = {"prompt_token_ids": token_ids, "multi_modal_data": data}
+        request_id = unique_id(self.request_id)
+        request = GenerateRequest(prompt, request_id=request_id, params=params, **self.common)
+        (output,) = await serve_all(state, [("file", request)])
+        return output.outputs[0]
+
+
+async def _read(call: Call, state: ServerState, task: str) -> _Speech:
+    """Reads the fields of a call, and decodes its file.
+
+    Raises:
+        RequestError, EngineError: a field cannot be used, or the server takes no requests.
+    """
+    engine = state.loaded_engine()
+    encoder, fields = engine.model_config.encoder, Fields(call.message)
+    assert encoder is not None, "`check_task` refuses other models"
+    assert encoder.sound is not None, "the same"
+    for name in _NUMBERS.keys() & fields.left.keys():
+        try:
+            fields.left[name] = _NUMBERS[name](fields.take(name, str, ""))
+        except ValueError:
+            raise FieldError(name, "must be a number") from None
+    common = read_common(fields, call, state)
+    form = fields.take("response_format", str, "json")
+    if form not in _FORMS:
+        problem = f"must be one of {', '.join(_FORMS)}, got {form[:80]!r}"
+        raise FieldError("response_format", problem)
+    if fields.take("stream", str, "false").lower() not in ("false", "0"):
+        raise FieldError("stream", "must be false: the answer comes whole")
+    language, text = fields.left.pop("language", None), fields.take("prompt", str, "").strip()
+    params = SamplingParams(
+        temperature=fields.left.pop("temperature", 0.0),
+        seed=fields.left.pop("seed", None),
+        max_tokens=None,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    file = fields.left.pop("file", None)
+    if not isinstance(file, bytes):
+        raise FieldError("file", "is missing, or has no filename; send the sound as a file")
+    fields.end(_READ)
+    begin(encoder, language, task)  # refuses a language before the sound is decoded
+    before = await _ids_before(text, state) if text else []
+    try:
+        samples = await asyncio.to_thread(read_samples, file, encoder.sound.longest_s)
+    except InvalidPromptError as error:
+        raise FieldError("file", str(error).removeprefix("audio ")) from None
+    own = language, before, form, params, common, call.request_id
+    return _Speech(encoder, task, samples, *own)
+
+
+async def _ids_before(text: str, state: ServerState) -> list[int]:
+    """The ids of what was said before; of a long text the last ones, as in transformers."""
+    engine = state.loaded_engine()
+    state.check_text("prompt", [text])
+    first = await engine.tokenize(_BEFORE, False)
+    if len(first) != 1:
+        raise FieldError("prompt", f"is not for this model: its tokenizer has no token {_BEFORE}")
+    own = await engine.tokenize(f" {text}", False)
+    return first + own[1 - engine.model_config.max_model_len // 2 :]
+
+
+async def _write(speech: _Speech, state: ServerState) -> Response:
+    """Serves a call; returns the answer in the form that it asks for."""
+    encoder, sound = speech.encoder, speech.encoder.sound
+    assert sound is not None, "`_read` has seen it"
+    if speech.language is None and sound.languages:
+        by_id = {token_id: name for name, token_id in sound.languages.items()}
+        hears = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=list(by_id))
+        first = await speech.serve(state, list(encoder.start_token_ids[:1]), hears)
+        speech.language = by_id[first.token_ids[0]]
+    token_ids = speech.before + begin(encoder, speech.language, speech.task)
+    output = await speech.serve(state, token_ids, speech.params)
+    text = output.text.strip()
+    if speech.form == "text":
+        return Response(f"{text}\n", media_type="text/plain")
+    fields: dict[str, Any] = {"text": text}
+    duration_s = len(speech.samples) / SAMPLING_RATE
+    if speech.form == "verbose_json":
+        language = speech.language or "en"
+        fields |= {"task": speech.task, "language": language, "duration": duration_s}
+    usage = {"type": "duration", "seconds": math.ceil(duration_s)}
+    return JsonAnswer({**fields, "usage": usage})
