@@ -275,7 +275,11 @@ class EngineArgs(Options):
     pp_layer_partition: str | None = option(None, metavar="NUMBERS")
     """Layers of each stage, as in 10,12; default: by the size of layers and output head."""
     spare_workers: int = option(0, at_least=0, only_for=_RANKS)
-    """Processes kept ready with torch imported, so that a lost group is rebuilt sooner."""
+    """Actors kept ready with torch imported, so that a lost group is rebuilt sooner on Ray; without
+    Ray a template process does this, whatever is set."""
+    keep_kv: str = option("safe", cfg.KEEP_KV, only_for=_RANKS)
+    """When a new rank goes on with the memory of a lost one, so that nothing is computed again:
+    safe means not after a fault of its code, such as SIGSEGV, which may have written anywhere."""
     async_scheduling: bool | None = option(None)
     """Send ranks in processes of their own, and a GPU, the next step before they have answered this
     one, so that they do not wait for the driver; default: on a GPU, and on CPU while a step takes
@@ -648,8 +652,10 @@ class EngineArgs(Options):
     def _picture_fields(self, model: cfg.ModelConfig, device: str) -> dict[str, Any]:
         """The fields of `SchedulerConfig` that are about pictures."""
         limits = self.limit_mm_per_prompt or {}
-        most = limits.get("image", _MAX_PICTURES)
-        if limits.keys() - {"image"} or type(most) is not int or most < 0:
+        most, others = limits.get("image", _MAX_PICTURES), limits.keys() - {"image"}
+        if model.encoder is not None and model.encoder.sound and limits == {"audio": 1}:
+            others = set()  # each prompt has one sound
+        if others or type(most) is not int or most < 0:
             text = f"limit_mm_per_prompt = {limits!r} must hold a number of pictures, 0 or more"
             raise ConfigError(f'{text}, and nothing else; write it as in {{"image": 4}}')
         if not model.reads_pictures:
@@ -658,7 +664,7 @@ class EngineArgs(Options):
             return {"why_text_alone": "limit_mm_per_prompt allows 0 pictures; raise it"}
         assert model.whole is not None, "`reads_pictures` says so"
         are_whole = model.whole["model_type"] in cfg.WHOLE_PICTURES
-        processor, why = model_files.read_image_processor(model.model), ""
+        processor, why = model_files.read_processor(model.model, "image_processor"), ""
         if processor is None:
             why = "the model's folder has no preprocessor_config.json; fetch it and start again"
         elif are_whole and device != "cpu":

@@ -119,6 +119,16 @@ def for_children() -> dict[str, str]:
     return variables | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
+SINGLE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""Of a process that is forked: numpy's library would start threads when it is imported."""
+
+
+def replace(variables: dict[str, str]) -> None:
+    """Makes these the variables of this process, in place of those that it has."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
 def visible_gpus() -> list[str] | None:
     """`CUDA_VISIBLE_DEVICES` of CUDA: ids of the GPUs that this process may use; default: all."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")

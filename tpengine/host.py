@@ -31,7 +31,9 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 START_TICKS = 19
 """Index of a process's start time in `living_fields`."""
 _PARENT, _NUM_THREADS = 1, 17
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_GET_TID_ADDRESS = 1, 15, 40  # linux/prctl.h
+_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 LOOPBACK = "127.0.0.1"
 """Where what is ours listens if all ranks run on one machine, so that no other one can connect."""
 _MIB = 1 << 20
@@ -340,6 +342,36 @@ def end_with_parent(parent: int, name: str) -> None:
     libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
         os._exit(1)
+
+
+def fork_sibling() -> int:
+    """As `os.fork`, but the new process is a child of this process's parent, which learns how it
+    ends, and with which it ends if it asks for that (`end_with_parent`).
+
+    This process must have a single thread. The C library does not know of the fork, which does what
+    its own `fork` does for a process without others: it renews the number that the library keeps of
+    the thread.
+
+    Raises:
+        OSError: the system starts no process, or does not know this way.
+    """
+    python = ctypes.PyDLL(None, use_errno=True)
+    thread, number = ctypes.c_void_p(), _SYS_CLONE.get(os.uname().machine)
+    if number is None or python.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(thread), 0, 0, 0) != 0:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
+    python.syscall.argtypes = [ctypes.c_long] * 4 + [ctypes.c_void_p] * 2
+    python.PyOS_BeforeFork()
+    # The last two are the thread's storage, which is unused, and its number, in either order.
+    pid = int(python.syscall(number, flags, 0, 0, thread, thread))
+    failure = ctypes.get_errno()
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+        return 0
+    python.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(failure, os.strerror(failure))
+    return pid
 
 
 def describe_resources(error: BaseException) -> str:

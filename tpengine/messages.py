@@ -42,6 +42,8 @@ class SamplingRules:
     """Functions are pickled if they leave the driver's process."""
     grammar: str | None = None
     """Of `structured_outputs`: see `structured.constraints.to_grammar`."""
+    not_first_token_ids: list[int] = field(default_factory=list)
+    """Ids that no output begins with."""
 
     @property
     def has_penalties(self) -> bool:
@@ -87,11 +89,14 @@ class CrossInput:
         block_ids: blocks for K and V of these tokens, in each layer of the decoder.
         token_ids: the encoder reads them before the step's rows are computed, and fills the blocks;
             empty: the blocks are filled.
+        features: of a sound, which is read in the place of the ids: float32 `[num_sent,
+            num_mel_bins]`; later frames are silence and equal the last one. Empty: ids are read.
     """
 
     num_tokens: int
     block_ids: list[int]
     token_ids: list[int]
+    features: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +244,11 @@ class StepInput:
     num_awaited_rows: int = 0
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens that are computed, those of encoders included."""
+        return sum(self.num_scheduled_tokens) + self.num_encoder_tokens
+
+    @property
     def num_encoder_tokens(self) -> int:
         """Number of tokens that an encoder reads before the rows."""
         return sum(len(new.cross.token_ids) for new in self.new_sequences if new.cross is not None)
@@ -380,6 +390,8 @@ class MemoryLedger:
     """Part of a block that the draft model has, which blocks in the host memory lack."""
     stage: str = ""
     """Stage and layers of a rank of a pipeline; empty: it has all layers."""
+    outlives: bool = False
+    """Whether weights and KV cache are still there after the rank's process has ended."""
 
     @property
     def read_bytes(self) -> int:

@@ -41,14 +41,14 @@ def check_pooling_params(params: PoolingParams, model: ModelConfig) -> PoolingCo
     return pooling
 
 
-def check_generates(model: ModelConfig) -> None:
-    """Checks that a request without `PoolingParams` fits the model.
+def check_generates(pooling: PoolingConfig | None) -> None:
+    """Checks that a request without `PoolingParams` fits a model.
 
     Raises:
         InvalidPromptError: the model makes no tokens.
     """
-    if model.pooling is not None:
-        task = f"the model does {model.pooling.task!r} and makes no tokens"
+    if pooling is not None:
+        task = f"the model does {pooling.task!r} and makes no tokens"
         hint = "use LLM.encode, `tpengine client embed` or the endpoints of docs/embeddings.md"
         raise InvalidPromptError(f"{task}; {hint}")
 

@@ -1,7 +1,11 @@
 """What the engine does when a rank is lost: it gets a new group of ranks, and loses no request.
 
-The driver holds the tokens of every request up to the last step that was answered. So whatever a
-request was doing, prefill or decode, a loss has one consequence for it, in four stages:
+Where the memory of the lost rank can be trusted, `Executor.resume` replaces that rank alone and
+sends the unanswered steps again: nothing is computed twice but these steps.
+
+Otherwise the group is made anew. The driver holds the tokens of every request up to the last step
+that was answered. So whatever a request was doing, prefill or decode, a loss has one consequence
+for it, in four stages:
 
 1. `Recovery.begin`: the unanswered steps did not happen. Every unfinished request waits again, with
    its prompt and its output tokens so far, and with nothing of that computed. Only a request that
@@ -126,8 +130,9 @@ class Recovery:
         return True
 
     def begin(self, loss: errors.RankLoss) -> list[Request]:
-        """Makes every unfinished request wait with the tokens that it has, fails the one that is
-        the cause of the losses, if that is known now, and starts to rebuild the group.
+        """Has the lost rank replaced. If that cannot be, makes every unfinished request wait with
+        the tokens that it has, fails the one that is the cause of the losses, if that is known now,
+        and starts to rebuild the group.
 
         Returns:
             Requests that failed.
@@ -144,6 +149,8 @@ class Recovery:
             metrics = request.metrics
             if metrics.first_token_time is not None:
                 self._gaps.setdefault(request.request_id, (request, metrics.last_token_time))
+        if not self._poison.suspects and self._resume(loss):
+            return []
         unanswered = self._scheduler.unanswered
         culprit, is_isolation_step = self._poison.note_loss(loss, unanswered, requests)
         blocks = self._scheduler.block_manager
@@ -161,9 +168,21 @@ class Recovery:
             failed = self._scheduler.fail_request(culprit.request_id, error)
         self._scheduler.restrict(self._poison.allowed)
         self.state = EngineState.RECOVERING
-        self._count_loss(loss, counts=not is_isolation_step)
+        self._count_loss(loss, not is_isolation_step, "will wait for a new group of ranks")
         self._start_rebuild()
         return [] if failed is None else [failed]
+
+    def _resume(self, loss: errors.RankLoss) -> bool:
+        """Has the lost rank replaced alone; False: that cannot be."""
+        self.state, self._loss = EngineState.RECOVERING, loss
+        reason = self._executor.resume()
+        if reason is not None:
+            logger.warning("no rank can go on with its memory: %s", reason)
+            return False
+        self._count_loss(loss, True, "went on with a new rank in its place")
+        self._num_attempts = 1
+        self._note_ready(self._scheduler.block_manager.num_total_blocks, is_resumed=True)
+        return True
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -222,8 +241,12 @@ class Recovery:
         if self._rebuild is not None and not wait([self._rebuild], _CLOSE_S).done:
             logger.warning("a rebuild did not end within %.0f s of the shutdown", _CLOSE_S)
 
-    def _count_loss(self, loss: errors.RankLoss, counts: bool) -> None:
+    def _count_loss(self, loss: errors.RankLoss, counts: bool, outcome: str) -> None:
         """Notes the loss of a group that was ready.
+
+        Args:
+            counts: against the limit.
+            outcome: what the unfinished requests do.
 
         Raises:
             EngineDeadError: too many were lost lately.
@@ -241,7 +264,7 @@ class Recovery:
             self._fail_engine(text, errors.GroupLostError(loss))
         waiting = counted(len(self._scheduler.unfinished_requests()), "request")
         count = f"{len(self._loss_times)} of {limits.max_recoveries} recoveries"
-        text = f"{waiting} will wait for a new group of ranks ({count}"
+        text = f"{waiting} {outcome} ({count}"
         logger.error("%s\n%s within %g s)", loss.report(), text, limits.window_s)
 
     def _start_rebuild(self) -> None:
@@ -339,10 +362,15 @@ class Recovery:
         self._fail_engine(f"{text}. The last one: {last}", error)
 
     def _note_rebuilt(self, ledgers: list[MemoryLedger], blocks: BlockManager) -> None:
-        assert self._loss is not None
         num_blocks_before = self._scheduler.block_manager.num_total_blocks
         self._scheduler.restart(blocks)
         self.ledgers = ledgers
+        self._note_ready(num_blocks_before, is_resumed=False)
+
+    def _note_ready(self, num_blocks_before: int, is_resumed: bool) -> None:
+        """Notes that steps can be sent again."""
+        assert self._loss is not None
+        num_blocks = self._scheduler.block_manager.num_total_blocks
         self.state = EngineState.RUNNING
         self._num_recoveries += 1
         record = RecoveryRecord(
@@ -352,18 +380,20 @@ class Recovery:
             num_attempts=self._num_attempts,
             ready_s=time.monotonic() - self._lost_at,
             phases_s=dict(self._executor.start_times_s),
-            num_blocks=(num_blocks_before, blocks.num_total_blocks),
+            num_blocks=(num_blocks_before, num_blocks),
+            is_resumed=is_resumed,
         )
         self.records.append(record)
         phases = ", ".join(f"{name} {spent:.2f}" for name, spent in record.phases_s.items())
         logger.warning(
-            "the group is rebuilt: epoch %d after %.2f s%s and %s; KV cache of %d blocks, "
+            "the %s: epoch %d after %.2f s%s and %s; KV cache of %d blocks, "
             "%d before; %s can go on",
+            "lost rank is replaced" if is_resumed else "group is rebuilt",
             record.epoch,
             record.ready_s,
             f" ({phases})" if phases else "",
             counted(record.num_attempts, "attempt"),
-            blocks.num_total_blocks,
+            num_blocks,
             num_blocks_before,
             counted(record.num_requests, "request"),
         )

@@ -86,7 +86,7 @@ class RankGrammars:
         Raises:
             GroupLostError: a rank was lost.
         """
-        group = self._executor.epoch, tokenizer.vocabulary(self._model)
+        group = self._executor.first_epoch, tokenizer.vocabulary(self._model)
         if self._group != group:
             self._executor.load_vocabulary(group[1])
             self._group, self._begun, self._num_left = group, [], 0

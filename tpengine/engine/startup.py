@@ -162,7 +162,7 @@ def check_cache_holds_one_sequence(
         what += f" and the longest prompt of the encoder, {encoder.max_len},"
         num_encoder_blocks = -(-encoder.max_len // block_size)
         needed_blocks += num_encoder_blocks
-        capacity = max(1, capacity - num_encoder_blocks * block_size)
+        capacity -= num_encoder_blocks * block_size
     if needed_blocks <= num_blocks:
         return
     limiting = min(ledgers, key=lambda ledger: ledger.num_device_blocks)
@@ -173,8 +173,10 @@ def check_cache_holds_one_sequence(
         needed = math.ceil(1e6 * needed_blocks * limiting.block_bytes / _GIB) / 1e6
         knob = "cpu_kv_cache_space" if config.device == "cpu" else "gpu_memory_utilization"
         remedy = f"raise {knob} so that the cache gets {needed:.6f} GiB"
+    if capacity > 1:
+        remedy = f"set max_model_len to at most {capacity}, or {remedy}"
     raise CacheSizeError(
         f"{what} do not fit into the KV cache of rank {limiting.rank}, "
-        f"which has {num_blocks} blocks of {block_size} = {num_blocks * block_size} tokens; set "
-        f"max_model_len to at most {capacity}, or {remedy}"
+        f"which has {num_blocks} blocks of {block_size} = {num_blocks * block_size} tokens; "
+        f"{remedy}"
     )

@@ -182,7 +182,7 @@ class EngineCounters:
         before, metrics.last_token_time = metrics.last_token_time, now
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-            num_prompt_tokens = len(request.prompt_token_ids)
+            num_prompt_tokens = request.num_prompt_tokens
             self.prompt_tokens += num_prompt_tokens
             self.prefix_hits += metrics.num_cached_tokens
             self.request_prompt_tokens.observe(num_prompt_tokens)
@@ -336,6 +336,8 @@ class RecoveryRecord:
         num_blocks: of the KV cache, before and after.
         longest_gap_s: longest time between a request's last token before the loss and its next one,
             of those that have got it by now; None: no request has.
+        is_resumed: whether only the lost rank was replaced, and nothing computed again but the
+            unanswered steps.
     """
 
     epoch: int
@@ -346,6 +348,7 @@ class RecoveryRecord:
     phases_s: dict[str, float]
     num_blocks: tuple[int, int]
     longest_gap_s: float | None = None
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +464,7 @@ class Stats:
         self.time_to_first_tokens_iter = decisions.first_token_s
         self.time_per_output_tokens_iter = decisions.inter_token_s
         self.time_e2e_requests = [self.now - r.metrics.arrival_time for r in requests]
-        self.num_prompt_tokens_requests = [len(r.prompt_token_ids) for r in requests]
+        self.num_prompt_tokens_requests = [r.num_prompt_tokens for r in requests]
         self.num_generation_tokens_requests = [s.num_output_tokens for s in sequences]
         self.best_of_requests = [r.sampling_params.num_sequences for r in requests]
         self.n_requests = [r.sampling_params.n for r in requests]

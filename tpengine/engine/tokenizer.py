@@ -28,7 +28,7 @@ logger = init_logger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 _TOKENIZER_FILES = (
-    "tokenizer*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
+    "tokenizer*.json", "vocab.*", "merges.txt", "*.model", "*.spm", "*.tiktoken", "tekken.json",
 )  # fmt: skip
 _SHARED_FILES = (
     *_TOKENIZER_FILES,
@@ -382,6 +382,8 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
                 read_json(path)  # an error of the parser's own names no file
         text = f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error})"
         hint = "repair or fetch its files again, or name another folder with `tokenizer`"
+        if isinstance(error, ImportError):
+            hint = "install it, or send ids, with skip_tokenizer_init = True"
         raise errors.ModelLoadError(f"{text}; {hint}") from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -257,6 +258,31 @@ class Diagnosis:
         except NodeSilentError:
             return not self._agents.is_starting(place.node_id)
         return state in STOPPED or (silent_s >= HOLD_S and not may_hold)
+
+    def kill_lost(self, rank: int) -> frozenset[int]:
+        """Kills a lost rank, and all others that are stopped or gone; returns these ranks.
+
+        Raises:
+            NodeSilentError: a node does not answer, so that its ranks may live.
+            EngineError: a process does not end, so that it may still write into its memory.
+        """
+        lost = {rank}
+        for other, place in enumerate(self._places):
+            if self._agents.ask(place.node_id, "state", place.process) in STOPPED:
+                lost.add(other)
+        for place in (self._places[rank] for rank in lost):
+            self._agents.tell(place.node_id, "signal", place.process, signal.SIGKILL)
+        for place in (self._places[rank] for rank in lost):
+            if self._agents.ask(place.node_id, "wait_for_end", [place.process], ANSWER_S / 2):
+                raise EngineError(f"{place} does not end within {ANSWER_S / 2:g} s of SIGKILL")
+        return frozenset(lost)
+
+    def has_broken_code(self, rank: int) -> bool:
+        """Whether a rank has ended by a fault of its own code, or it is not known; such code may
+        have written anywhere."""
+        place = self._places[rank]
+        answer: bool = self._agents.ask(place.node_id, "has_broken_code", place.process, _END_S)
+        return answer
 
     def explain(self, rank: int, failure: Failure, doing: Doing, last_phase: str) -> RankLoss:
         """Says why a rank was lost; or the rank that it waited for, if it names one.

@@ -134,6 +134,21 @@ class Executor(ABC):
         """The number of the current group of ranks, counting from 1."""
         return 1
 
+    @property
+    def first_epoch(self) -> int:
+        """The epoch in which the ranks began: what they were told since then they know."""
+        return self.epoch
+
+    def resume(self) -> str | None:
+        """After a loss: replaces the lost ranks alone, and sends the unanswered steps again, so
+        that nothing is computed that was computed before. The answers follow as if no rank had been
+        lost.
+
+        Returns:
+            Why this cannot be; then `rebuild` may be called. None: it is done.
+        """
+        return "the only worker runs in the driver's process"
+
     def rebuild(self) -> list[MemoryLedger]:
         """Ends the group, or its rest, and starts the next one, up to its loaded weights. Then
         `init_cache_engine` makes it ready for steps. May be called in any thread.

@@ -1,8 +1,9 @@
 """The ranks of one epoch: their start, their calls and steps, their loss and their end.
 
 A group knows no launcher: processes are started, connected and killed through the `Launcher` that
-it is given; all steps and calls are frames on the channels. Once one rank is lost, all are ended,
-and the group only tells why; the next epoch is another `Group`.
+it is given; all steps and calls are frames on the channels. Once a rank is lost, no step can be
+completed, and the group only tells why; the next epoch is another `Group`. It may have the other
+ranks as they are, if what the lost one has left in its memory can be trusted; else all are ended.
 """
 
 from __future__ import annotations
@@ -49,10 +50,14 @@ class Group:
         limits: of calls, except the start of the processes, and of steps.
         check_cancelled: called during everything that may take long; an exception of it ends the
             wait.
+        kept: ranks of the group before, as they are.
 
     Attributes:
         places: where each rank is, in rank order; empty before `start`.
         loss: the rank that was lost; None: no rank was lost.
+        survivors: once a rank was lost, the ranks that another group may keep beside the memory of
+            the lost ones; None: all begins anew.
+        why_given_up: then the reason.
     """
 
     def __init__(
@@ -62,10 +67,15 @@ class Group:
         launcher: Launcher,
         limits: RanksConfig,
         check_cancelled: Callable[[], None],
+        kept: frozenset[int] = frozenset(),
     ) -> None:
         self.epoch = epoch
         self.places: list[diagnosis.RankPlace] = []
         self.loss: RankLoss | None = None
+        self.survivors: frozenset[int] | None = None
+        self.why_given_up = ""
+        self._new = [rank for rank in range(config.parallel.world_size) if rank not in kept]
+        self._keep_kv = limits.keep_kv
         self._config = config
         self._launcher = launcher
         self._agents = launcher.agents
@@ -115,14 +125,14 @@ class Group:
         self._watch = RankWatch(heartbeats, self._is_frozen, self._on_loss)
         host.start_thread(self._watch)
         payloads = {
-            rank: encode_call(("join", (rank, astuple(place)), {}))
-            for rank, place in enumerate(self.places)
+            rank: encode_call(("join", (rank, astuple(self.places[rank])), {}))
+            for rank in self._new
         }
         exchange.call(payloads, timeout_s)
 
     def create_workers(self) -> None:
-        """Has every rank make its worker, which imports torch."""
-        configs = {rank: (self._config.for_rank(rank),) for rank in range(self._size)}
+        """Has every new rank make its worker, which imports torch."""
+        configs = {rank: (self._config.for_rank(rank),) for rank in self._new}
         self.call_each("create", configs)
 
     def rendezvous(self, engine_id: str) -> None:
@@ -275,14 +285,16 @@ class Group:
         may_hold = self._doing.phase in ("join", "create")
         return self._diagnosis.is_frozen(rank, silent_s, may_hold)
 
-    def _on_loss(self, rank: int, failure: ChannelError) -> None:
+    def _on_loss(self, rank: int, failure: ChannelError) -> bool:
         self._end_as_lost(rank, failure, self._doing)
+        return self.survivors is not None
 
     def _end_as_lost(
         self, rank: int, failure: diagnosis.Failure, doing: diagnosis.Doing
     ) -> GroupLostError | EngineError:
-        """Finds out why a rank was lost, and kills all ranks; returns the error for the caller to
-        raise. If another thread has noticed a loss first, only returns the error of that one."""
+        """Finds out why a rank was lost, and kills it, and the others if they are of no use any
+        more; returns the error for the caller to raise. If another thread has noticed a loss first,
+        only returns the error of that one."""
         if not self._diagnosing.acquire(timeout=_DIAGNOSIS_S):
             return EngineError(f"no diagnosis of lost ranks within {_DIAGNOSIS_S:g} s")
         try:
@@ -293,8 +305,9 @@ class Group:
                 try:
                     last_phase = "" if self._watch is None else self._watch.phases[rank]
                     loss = self._diagnosis.explain(rank, failure, doing, last_phase)
-                    self._kill()
+                    self._part(loss, failure, doing)
                 except Exception as why:  # no thread or memory is left; `end` kills them again
+                    self.why_given_up = f"lost ranks were not killed at once: {why!r}"
                     logger.warning("lost ranks were not killed at once: %r", why)
                 self.loss = loss
                 self._wake_up.set()
@@ -305,13 +318,54 @@ class Group:
             error.__cause__ = failure.to_error()
         return error
 
+    def _part(self, loss: RankLoss, failure: diagnosis.Failure, doing: diagnosis.Doing) -> None:
+        """Kills the lost ranks, and finds out whether the others can go on."""
+        raised = isinstance(failure, diagnosis.RankFailure) and not failure.is_consequence
+        if not self._launcher.keeps_memory:
+            self.why_given_up = "their memory ends with their processes"
+        elif self._keep_kv == "never":
+            self.why_given_up = "keep_kv is never"
+        elif raised or doing.phase not in ("execute_model", diagnosis.IDLE.phase):
+            self.why_given_up = (
+                f"it failed in {doing.phase}" if not raised else "it raised an error"
+            )
+        if self.why_given_up:
+            self._kill()
+            return
+        assert self._watch is not None, "a step before the ranks have joined"
+        self._watch.stop()
+        lost = self._diagnosis.kill_lost(loss.rank)
+        broken = [rank for rank in lost if self._diagnosis.has_broken_code(rank)]
+        if broken and self._keep_kv == "safe":
+            ranks = ", ".join(map(str, broken))
+            self.why_given_up = f"the code of rank {ranks} was broken (keep_kv is safe)"
+        if self.why_given_up:
+            self._kill()
+            return
+        self.survivors = frozenset(range(self._size)) - lost
+
+    def release(self) -> None:
+        """Lets go of the ranks that another group keeps; the lost ones are dead."""
+        self.give_up()
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch.wait()
+        self._wake_up.close()
+        for rank, channels in enumerate(self._channels):
+            if rank not in (self.survivors or ()):
+                for channel in channels:
+                    channel.close()
+
     def _processes_on(self, node_id: str) -> list[tuple[int, int]]:
         return [place.process for place in self.places if place.node_id == node_id]
 
     def _kill(self) -> None:
         """Ends every rank at once, also one that is stopped."""
+        self.survivors = None
         if self._watch is not None:
             self._watch.stop()
+        for _, control in self._channels:  # the ranks notice it
+            control.close()
         for place in self.places:
             self._agents.tell(place.node_id, "signal", place.process, signal.SIGKILL)
         self._launcher.kill()

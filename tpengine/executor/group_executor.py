@@ -1,8 +1,12 @@
 """The executor of ranks in processes of their own: how a group is started, replaced and ended.
 
 Its `Home` says where the ranks run and starts their processes, as actors of Ray or as subprocesses
-of the driver; another one may take over. Steps and calls go over the channels of the `Group`. A
-group that lost a rank is ended as a whole, and `rebuild` starts the next one.
+of the driver; another one may take over. Steps and calls go over the channels of the `Group`.
+
+After the loss of a rank, `resume` replaces that one alone: the others stay, the new one maps the
+memory that the lost one has left, all get the batch as it was after the last answered step, and the
+unanswered steps again. Where that cannot be, `rebuild` ends the group as a whole and starts the
+next one, whose ranks know nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any
 from tpengine import host
 from tpengine.config import EngineConfig
 from tpengine.errors import EngineError, GroupLostError, RankLoss, WorkerDiedError, is_shortage
+from tpengine.executor.batch_mirror import BatchMirror
 from tpengine.executor.codec import decode_output, encode
 from tpengine.executor.diagnosis import RankPlace
 from tpengine.executor.executor import Executor, pause_s
@@ -27,11 +32,15 @@ from tpengine.executor.home import PROCESSES, Home, StartTimes
 from tpengine.executor.watch import StepDeadline
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, StepInput, StepOutput
+from tpengine.structured.grammars import Vocabulary
 
 logger = init_logger(__name__)
 
 _REFILL_S = 3.0
 """Until spares are started after a rebuild: their imports would delay the waiting requests."""
+_REPLACE_S = 60.0
+"""Limit of each call while lost ranks are replaced. Without a template a new one imports first, and
+the others may be in the middle of a step."""
 _TURN_S = 30.0
 """How long `shutdown` waits for a cancelled start to stop."""
 _RESERVE, _RESERVE_PER_RANK = 32, 10
@@ -59,8 +68,11 @@ class GroupExecutor(Executor):
         self._limits = limits
         self._engine_id = uuid.uuid4().hex
         self._deadline = StepDeadline(limits.step_timeout_s)
-        # Of each step its tokens, and the rows of features that it computes.
-        self._unanswered: deque[tuple[int, int]] = deque()
+        self._unanswered: deque[StepInput] = deque()
+        self._mirror = BatchMirror()
+        self._num_blocks = 0, 0
+        self._has_grammars, self._first_epoch = False, 1
+        self._outlive = False
         self._group: Group | None = None
         self._times = StartTimes(limits.start_timeout_s)
         self.start_times_s = self._times.seconds
@@ -102,6 +114,11 @@ class GroupExecutor(Executor):
     def epoch(self) -> int:
         """See `Executor`."""
         return 1 if self._group is None else self._group.epoch
+
+    @property
+    def first_epoch(self) -> int:
+        """See `Executor`."""
+        return self._first_epoch
 
     def load(self) -> list[str]:
         """Places the ranks, starts and connects them, and loads the model.
@@ -149,6 +166,60 @@ class GroupExecutor(Executor):
             raise
         raise failure  # outside the `except` block, so that the rank's traceback stays its cause
 
+    def resume(self) -> str | None:
+        """See `Executor`."""
+        lost = self._group
+        if lost is None or lost.survivors is None:
+            return "no rank was started" if lost is None else lost.why_given_up
+        if (reason := self._why_not_kept(lost.survivors)) is not None:
+            return reason
+        try:
+            with self._in_turn():
+                self._times.seconds.clear()
+                self._reserve.give_back()
+                try:
+                    self._replace_lost(lost, lost.survivors)
+                finally:
+                    self._hold_reserve()
+        except EngineError as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _why_not_kept(self, survivors: frozenset[int]) -> str | None:
+        """Why what the ranks know is not all in their memory and in the batch; None: it is."""
+        if not self._mirror.num_steps:
+            return "no step was completed since the start, or since the last loss"
+        if not self._outlive:
+            return "not all that the ranks know is kept, see the log of their start"
+        if self._config.model.pooling is not None:
+            return "sums over a prompt end with their rank"
+        samples = self._config.parallel.sampling_rank in survivors
+        if self._has_grammars and not samples:
+            return "compiled grammars end with their rank"
+        return None
+
+    def load_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """See `Executor`."""
+        self._has_grammars = True
+        super().load_vocabulary(vocabulary)
+
+    def _replace_lost(self, lost: Group, survivors: frozenset[int]) -> None:
+        """Starts another group that has the survivors of this one and the memory of its lost ranks,
+        and sends again what was not answered."""
+        unanswered = list(self._unanswered)
+        lost.release()
+        self._start_group(lost.epoch + 1, survivors)
+        with self._times.phase("cache"):
+            self._run_workers("init_cache_engine", *self._num_blocks, goes_on=True)
+        with self._times.phase("batch"):
+            batch = StepInput(0, [], [], new_sequences=self._mirror.sequences())
+            self._send(batch)
+            self._take(batch)
+        self._mirror.num_steps = 0
+        self._unanswered.extend(unanswered)
+        for step in unanswered:
+            self._send(step)
+
     def rebuild(self) -> list[MemoryLedger]:
         """See `Executor`.
 
@@ -195,37 +266,49 @@ class GroupExecutor(Executor):
         with self._times.phase("profile"):
             ledgers = super().profile_num_available_blocks()
         self._peaks = [ledger.activation_peak_bytes for ledger in ledgers]
+        self._outlive = all(ledger.outlives for ledger in ledgers)
         worst = self._config.scheduler.max_num_batched_tokens
         self._deadline.observe(worst, self.start_times_s["profile"])
         return ledgers
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """See `Executor`; the last phase of a start."""
+        self._num_blocks = num_blocks, num_host_blocks
         with self._in_turn():
             with self._times.phase("cache"):
-                self._run_workers("init_cache_engine", num_blocks, num_host_blocks)
+                self._run_workers("init_cache_engine", *self._num_blocks)
             delay_s = 0.0 if self.epoch == 1 else _REFILL_S
             self.home.spares.fill([place.node_id for place in self.places], delay_s)
 
     def send_step(self, step: StepInput) -> None:
         """See `Executor`; over the channels."""
-        num_tokens = sum(step.num_scheduled_tokens) + step.num_encoder_tokens
-        work = num_tokens, step.num_awaited_rows
+        self._unanswered.append(step)  # also if it cannot be sent: `resume` does it then
+        self._send(step)
+
+    def _send(self, step: StepInput) -> None:
         payload, first = encode(step), None
         if step.picture_loads:  # only rank 0 computes features
             first, loads = payload, [replace(load, pixels=b"") for load in step.picture_loads]
             payload = encode(replace(step, picture_loads=loads))
-        self._require_group().send_step(step.step, payload, self._deadline.of(*work), first)
-        self._unanswered.append(work)
+        deadline_s = self._deadline.of(step.num_tokens, step.num_awaited_rows)
+        self._require_group().send_step(step.step, payload, deadline_s, first)
 
     def take_answer(self) -> StepOutput:
         """See `Executor`."""
-        group, work = self._require_group(), self._unanswered.popleft()
-        *earlier, last = group.take_answers(self._deadline.of(*work))
+        step = self._unanswered[0]
+        answer = self._take(step)
+        assert answer.step == step.step, "the answer of another step"
+        self._unanswered.popleft()
+        self._mirror.follow(step, answer)
+        return answer
+
+    def _take(self, step: StepInput) -> StepOutput:
+        deadline_s = self._deadline.of(step.num_tokens, step.num_awaited_rows)
+        *earlier, last = self._require_group().take_answers(deadline_s)
         answer = decode_output(last)
         for stage in map(decode_output, earlier):
             answer.load_results.update(stage.load_results)
-        self._deadline.observe(work[0], answer.model_s)
+        self._deadline.observe(step.num_tokens, answer.model_s)
         return answer
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -236,13 +319,25 @@ class GroupExecutor(Executor):
             raise EngineError("the engine was shut down; make a new one")
         return self._group
 
-    def _start_group(self, epoch: int) -> None:
-        """Starts the ranks up to their loaded weights."""
+    def _start_group(self, epoch: int, kept: frozenset[int] | None = None) -> None:
+        """Starts the ranks up to their loaded weights.
+
+        Args:
+            kept: see `Home.make_launcher`.
+        """
         self._unanswered.clear()
+        limits = self._limits
+        if kept is not None:
+            limits = replace(limits, start_timeout_s=_REPLACE_S)
+        else:
+            self._mirror.clear()
+            self._has_grammars, self._first_epoch = False, epoch
         with self._times.phase(PROCESSES):
-            launcher = self.home.make_launcher()
+            launcher = self.home.make_launcher(kept)
             try:
-                group = Group(epoch, self._config, launcher, self._limits, self._check)
+                group = Group(
+                    epoch, self._config, launcher, limits, self._check, kept or frozenset()
+                )
             except BaseException:  # such as no descriptor; no group would end the processes
                 launcher.kill()
                 raise

@@ -68,6 +68,10 @@ class Launcher(Protocol):
     """Starts the processes of one group's ranks, and ends them."""
 
     @property
+    def keeps_memory(self) -> bool:
+        """Whether what a rank holds in its memory outlives its process."""
+
+    @property
     def agents(self) -> NodeAgents:
         """The agents of the ranks' nodes."""
 
@@ -91,7 +95,7 @@ class Home:
     """Where the groups of an executor run.
 
     Attributes:
-        spares: processes that may become ranks of later groups.
+        spares: processes from which later groups get their ranks.
     """
 
     spares: Spares
@@ -123,8 +127,13 @@ class Home:
         with times.phase("end"):
             end(set())
 
-    def make_launcher(self) -> Launcher:
-        """Returns the launcher of the next group, with spares where there are some."""
+    def make_launcher(self, kept: frozenset[int] | None = None) -> Launcher:
+        """Returns the launcher of the next group, with spares where there are some.
+
+        Args:
+            kept: ranks of the latest group that go on as they are; the others get the memory of
+                those that they replace. None: all begin anew.
+        """
         raise NotImplementedError
 
     def successor(self, error: EngineError) -> Home | None:

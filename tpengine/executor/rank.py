@@ -48,15 +48,18 @@ class Rank:
 
     Attributes:
         place: where the process runs; None: not known yet.
+        memory_file: see `Worker`.
     """
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             faulthandler.enable(sys.stderr)  # a crash in native code leaves its stack in the log
         self.place: RankPlace | None = None
+        self.memory_file: int | None = None
         self._rank = 0
         self._samples = False
         self._begun: deque[int] = deque()  # steps without an answer
+        self._failed_step: int | None = None  # none runs after it until the ranks connect again
         self._waited_s = self._idle_since = 0.0
         self._log = LastLines()
         init_logger("tpengine").addHandler(self._log)
@@ -90,6 +93,8 @@ class Rank:
         """Runs a step or a call; returns the answers that are there now, which may be those of
         earlier steps."""
         if frame.kind is FrameKind.STEP:
+            if self._failed_step is not None:
+                return []
             self._waited_s = time.perf_counter() - self._idle_since
             self._begun.append(frame.number)
             return self._answer_steps(partial(self._execute, frame.payload))
@@ -97,8 +102,10 @@ class Rank:
         phase = "a call"
         try:
             phase, args, kwargs = decode_call(frame.payload)
+            if phase == "connect":
+                self._failed_step = None
             with self._heartbeat.during(Doing(phase)):
-                target = self if phase in ("import_all", "join", "create") else self._worker
+                target = self if phase in ("join", "create") else self._worker
                 payload = encode_call(getattr(target, phase)(*args, **kwargs))
         except BaseException as error:
             return [*earlier, self._failed(error, phase, frame.number)]
@@ -118,6 +125,7 @@ class Rank:
                 outputs = run()
         except BaseException as error:  # after which no step is answered
             self._begun.clear()
+            self._failed_step = number
             return [self._failed(error, f"step {number}", number)]
         self._idle_since = time.perf_counter()
         answers = []
@@ -134,10 +142,6 @@ class Rank:
         failure = self.failure(error, phase)
         return FrameKind.FAILURE, number, encode(dataclasses.astuple(failure))
 
-    def import_all(self, model_code: Sequence[Any]) -> None:
-        """Imports all that a rank of a model with such code needs, for a spare."""
-        _import_worker().import_model_code(*model_code)
-
     def join(self, rank: int, place: Sequence[Any]) -> None:
         """Makes this process a rank, which sends heartbeats from now on.
 
@@ -153,7 +157,7 @@ class Rank:
 
     def create(self, config: EngineConfig) -> None:
         """Makes the worker, which imports torch."""
-        self._worker = _import_worker()(config, rank=self._rank)
+        self._worker = _import_worker()(config, rank=self._rank, memory_file=self.memory_file)
         self._samples = self._rank == config.parallel.sampling_rank
 
     def failure(self, error: BaseException, phase: str) -> RankFailure:
@@ -173,6 +177,11 @@ class Rank:
             waited_for=getattr(error, "failed_rank", None),
             shortage=error_number(error) if is_shortage(error) else None,
         )
+
+
+def import_all(model_code: Sequence[Any]) -> None:
+    """Imports all that a rank of a model with such code needs, for a spare or a template."""
+    _import_worker().import_model_code(*model_code)
 
 
 def _import_worker() -> type[Worker]:

@@ -1,4 +1,5 @@
-"""Processes that may become ranks of later groups, with torch imported, for every launcher."""
+"""Processes with torch imported, from which later groups get their ranks, for every launcher: each
+becomes a rank, or it is a template from which ranks are forked."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ logger = init_logger(__name__)
 
 SPARE_ANSWER_S = 0.5
 """How long a spare that has imported everything may take to answer."""
-_NO_SPARE = "no spare was started; the next rebuild does without: %r"
+_NO_SPARE = "no spare or template was started; the next rebuild does without: %r"
 
 
 class Spare(Protocol):
@@ -81,6 +82,11 @@ class Spares:
             if self._timer is not threading.current_thread():
                 return  # it was cancelled meanwhile
             self._timer = None
+            self.start_missing(node_ids)
+
+    def start_missing(self, node_ids: Sequence[str]) -> None:
+        """As `fill`, but at once, in this thread."""
+        with self._lock:
             wanted = Counter(node_ids[i % len(node_ids)] for i in range(self.count))
             wanted.subtract(spare.node_id for spare in self._spares)
             missing = self.count - len(self._spares)
@@ -95,7 +101,7 @@ class Spares:
         there is none on that node."""
         with self._lock:
             self._cancel()
-            usable = self._usable()
+            usable = self.usable()
             taken: list[Spare | None] = []
             for node_id in node_ids:
                 spare = next((spare for spare in usable if spare.node_id == node_id), None)
@@ -105,22 +111,20 @@ class Spares:
                     self._spares.remove(spare)
             return taken
 
-    def _usable(self) -> list[Spare]:
+    def usable(self) -> list[Spare]:
         """The spares that are alive, the prepared ones first; dead and frozen ones are ended."""
-        prepared = [spare for spare in self._spares if spare.is_prepared()]
-        others = [spare for spare in self._spares if spare not in prepared]
-        alive = []
-        for spare in prepared:
-            if spare.answer() is not None:
-                alive.append(spare)
-            else:
-                self._spares.remove(spare)
-                spare.end()
-        return alive + others
+        with self._lock:
+            prepared = [spare for spare in self._spares if spare.is_prepared()]
+            for spare in prepared:
+                if spare.answer() is None:
+                    self._spares.remove(spare)
+                    spare.end()
+            return sorted(self._spares, key=lambda spare: spare not in prepared)
 
     def close(self) -> None:
-        """Ends the spares."""
+        """Ends the spares; no other one is started."""
         with self._lock:
+            self.count = 0
             self._cancel()
             while self._spares:
                 self._spares.pop().end()

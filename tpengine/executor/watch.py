@@ -16,7 +16,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpengine.errors import EngineError
@@ -301,9 +301,10 @@ class RankWatch(threading.Thread):
     """The driver's side: exchanges heartbeats with every rank until one is lost.
 
     Args:
-        channels: for heartbeats, in rank order; the thread closes them when it ends.
+        channels: for heartbeats, in rank order.
         is_frozen: whether a rank that has been silent for so many seconds counts as lost.
-        on_loss: called in this thread, once, for the first rank that is gone or frozen.
+        on_loss: called in this thread, once, for the first rank that is gone or frozen; returns
+            whether the others go on: then they get heartbeats until `stop`.
 
     Attributes:
         phases: what each rank was doing by its last heartbeat; empty: it has sent none.
@@ -313,7 +314,7 @@ class RankWatch(threading.Thread):
         self,
         channels: Sequence[Channel],
         is_frozen: Callable[[int, float], bool],
-        on_loss: Callable[[int, ChannelError], None],
+        on_loss: Callable[[int, ChannelError], bool],
     ) -> None:
         super().__init__(name="tpengine-watch", daemon=True)
         self._channels = list(channels)
@@ -322,10 +323,14 @@ class RankWatch(threading.Thread):
         self._stopping = WakeUp()
         self._heard_at = [time.monotonic()] * len(channels)
         self.phases = [""] * len(channels)
+        self._tells, self._is_over = True, False
+
+    def keep_alive(self) -> None:
+        """From now on only sends heartbeats: a loss is known."""
+        self._tells = False
 
     def stop(self) -> None:
-        """Ends the watch; the ranks notice it by the end of their channels. A second call does
-        nothing."""
+        """Ends the watch; a second call does nothing."""
         self._stopping.set()
 
     def wait(self) -> None:
@@ -345,8 +350,6 @@ class RankWatch(threading.Thread):
             self._watch()
         finally:
             self._stopping.close()
-            for channel in self._channels:
-                channel.close()
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -357,22 +360,28 @@ class RankWatch(threading.Thread):
         due = time.monotonic()
         while True:
             start = time.monotonic()
-            wake_at = max(start, min(due, *map(self._frozen_at, rank_of.values())))
+            wake_at = max(start, min([due, *map(self._frozen_at, rank_of.values())]))
             ready = poll.poll((wake_at - start) * 1e3)
             # Only the wait counts: a question to a node's agent before it may take its time.
             is_late = time.monotonic() - wake_at > _LATE_S
             for fileno, _ in ready:
-                if fileno not in rank_of or not self._hear(rank_of[fileno]):
+                if fileno not in rank_of:
                     return
+                if not self._hear(rank_of[fileno]):
+                    if self._is_over:
+                        return
+                    poll.unregister(fileno)
+                    del rank_of[fileno]
             now = time.monotonic()
             if is_late:
                 self._heard_at = [now] * len(self._channels)
-            elif any(self._has_frozen(rank) for rank in range(len(self._channels))):
-                return
+            else:
+                self._look_for_frozen(rank_of.values())
             if now >= due:
-                if not self._send_heartbeats():
-                    return
+                self._send_heartbeats(rank_of.values())
                 due = now + HEARTBEAT_S
+            if self._is_over:
+                return
 
     def _frozen_at(self, rank: int) -> float:
         """The time at which a silent rank is examined; infinity if it has passed: then the rank is
@@ -388,25 +397,27 @@ class RankWatch(threading.Thread):
                 step = f", step {frame.number}" if frame.number else ""
                 self.phases[rank] = frame.payload.decode(errors="replace")[:100] + step
         except ChannelError as error:
-            self._on_loss(rank, error)
+            self._tell(rank, error)
             return False
         return True
 
-    def _has_frozen(self, rank: int) -> bool:
-        silent_s = time.monotonic() - self._heard_at[rank]
-        if silent_s < FROZEN_S or not self._is_frozen(rank, silent_s):
-            return False
-        self._on_loss(rank, ChannelTimeoutError(f"silent for {silent_s:.1f} s"))
-        return True
+    def _look_for_frozen(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            silent_s = time.monotonic() - self._heard_at[rank]
+            if self._tells and silent_s >= FROZEN_S and self._is_frozen(rank, silent_s):
+                self._tell(rank, ChannelTimeoutError(f"silent for {silent_s:.1f} s"))
 
-    def _send_heartbeats(self) -> bool:
-        for rank, channel in enumerate(self._channels):
+    def _send_heartbeats(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
             try:
-                channel.send(FrameKind.HEARTBEAT, 0, b"", HEARTBEAT_S)
+                self._channels[rank].send(FrameKind.HEARTBEAT, 0, b"", HEARTBEAT_S)
             except ChannelError as error:
-                self._on_loss(rank, error)
-                return False
-        return True
+                self._tell(rank, error)
+
+    def _tell(self, rank: int, error: ChannelError) -> None:
+        if self._tells:
+            self._tells = False
+            self._is_over = not self._on_loss(rank, error)
 
 
 class Heartbeat(threading.Thread):

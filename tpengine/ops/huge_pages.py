@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 _PIECE_BYTES = 64 << 20
-_PAGE_BYTES = 2 << 20
+PAGE_BYTES = 2 << 20
 _ALIGNMENT = 64
 """Bytes of a cache line, and of the widest vector register."""
 _MADV_POPULATE_WRITE = 23
@@ -57,9 +57,9 @@ def populate(tensors: Sequence[torch.Tensor], num_bytes: int, seconds: float) ->
     longest = min(longest, num_bytes // max(1, len(tensors)))
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
-        for first in range(0, longest, _PAGE_BYTES):
+        for first in range(0, longest, PAGE_BYTES):
             ranges = [
-                (x.data_ptr() + first, min(_PAGE_BYTES, x.nbytes - first, longest - first))
+                (x.data_ptr() + first, min(PAGE_BYTES, x.nbytes - first, longest - first))
                 for x in tensors
                 if x.nbytes > first
             ]
@@ -93,11 +93,21 @@ class HugePageArena:
         return vector.view(dtype)
 
 
-def _mapping(num_bytes: int) -> torch.Tensor:
+def map_file(fd: int, start: int, num_bytes: int) -> torch.Tensor:
+    """Maps a part of a file, uint8 `[num_bytes]`, shared with every process that does so.
+
+    Raises:
+        MemoryError: the kernel refuses a mapping of this size.
+    """
+    return _mapping(num_bytes, fd, start)
+
+
+def _mapping(num_bytes: int, fd: int = -1, start: int = 0) -> torch.Tensor:
     if num_bytes == 0:  # a mapping cannot be empty
         return torch.empty(0, dtype=torch.uint8)
+    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(fd, num_bytes, flags=flags, offset=start)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{num_bytes} bytes of host memory cannot be mapped: {error}") from error
     with contextlib.suppress(OSError):  # this kernel has no large pages

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from tpengine.layers.attention import KVCache
 from tpengine.layers.device_values import upload
 from tpengine.messages import BlockMoves
 from tpengine.ops import cache_ops, huge_pages
+from tpengine.worker.rank_memory import RankMemory
 
 _STAGING_BYTES = 64 << 20
 """Of a copy to or from the host: large enough for the bus to reach its full speed."""
@@ -26,6 +27,9 @@ _PIECE_BYTES = 256 << 20
 _POPULATE_S = 0.1
 """Limit of the time that `populate` adds to the start. Without it the first prompts spend up to a
 tenth of their time on page faults, on a virtual machine."""
+
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Allocates a tensor of this shape and dtype."""
 
 
 class CacheShape(NamedTuple):
@@ -54,6 +58,29 @@ class CacheShape(NamedTuple):
         return cache_ops.kv_cache_shapes(device.type, dtype, num_blocks, block_size, *heads)
 
 
+class KeptBlocks:
+    """The part of a rank's memory that holds the blocks of its cache.
+
+    Args:
+        memory: outlives the process.
+    """
+
+    def __init__(
+        self, memory: RankMemory, shape: CacheShape, num_blocks: int, num_host_blocks: int
+    ) -> None:
+        num_tensors = 4 * shape.num_layers  # each begins with a large page
+        num_bytes = shape.block_bytes * (num_blocks + num_host_blocks)
+        self._rest = memory.section("blocks", num_bytes + num_tensors * huge_pages.PAGE_BYTES)
+        self.memory = memory
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns the next tensor of the cache: with its content, if a lost rank had it."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        taken = -(-num_bytes // huge_pages.PAGE_BYTES) * huge_pages.PAGE_BYTES
+        tensor, self._rest = self._rest[:num_bytes], self._rest[taken:]
+        return tensor.view(dtype).view(shape)
+
+
 class CacheEngine:
     """Allocates the cache, hands each layer its part, and copies and swaps blocks.
 
@@ -63,43 +90,66 @@ class CacheEngine:
     Args:
         num_host_blocks: blocks of the host's pool, which holds swapped blocks in the device's
             layout. For CUDA it is pinned memory.
+        kept: memory for the blocks that outlives the process, on CPU; None: it ends with it.
 
     Attributes:
         kv_caches: per layer (K, V), in the layout of `ops.cache_ops.kv_cache_shapes`.
     """
 
-    def __init__(self, shape: CacheShape, num_blocks: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        kept: KeptBlocks | None = None,
+    ) -> None:
         device, dtype, num_layers = shape.device, shape.dtype, shape.num_layers
         k_shape, v_shape = shape.of_layer(num_blocks)
         self._device = device
         self._blocks: PooledBlocks | LayerBlocks
         # Left uninitialised: no kernel reads a slot that was not written.
         if device.type == "cpu":
+            empty = huge_pages.empty if kept is None else kept.empty
             caches = LayerCaches(
-                (huge_pages.empty(k_shape, dtype), huge_pages.empty(v_shape, dtype))
-                for _ in range(num_layers)
+                (empty(k_shape, dtype), empty(v_shape, dtype)) for _ in range(num_layers)
             )
-            self._blocks = LayerBlocks(caches, num_host_blocks)
+            self._blocks = LayerBlocks(caches, num_host_blocks, empty)
         else:
             pool = torch.empty((2 * num_layers, *k_shape), dtype=dtype, device=device)
             self._blocks = PooledBlocks(pool, num_host_blocks)
         self.kv_caches = self._blocks.caches
+        self._memory = None if kept is None else kept.memory
 
     def share(self, num_layers: int) -> None:
         """Gives the only layer's part to all layers of the model."""
         (pair,) = self.kv_caches
         self.kv_caches.extend([pair] * (num_layers - 1))
 
-    def move(self, moves: BlockMoves) -> None:
+    def move(self, moves: BlockMoves, step: int) -> None:
         """Copies blocks to the host, from it, and on the device; the next kernels see the result.
+
+        A step that is sent again moves nothing twice: later parts of it may have written into what
+        it copied from. Within the swaps, and within the copies, no block is source and target, so
+        that those which a lost rank has begun may be done again.
+
+        Args:
+            step: its number.
 
         Raises:
             RuntimeError: a block is out of range.
         """
-        if moves.swap_outs or moves.swap_ins:
+        swap_number, copy_number = 2 * step, 2 * step + 1
+        done = 0 if self._memory is None else self._memory.moves_done
+        if (moves.swap_outs or moves.swap_ins) and done < swap_number:
             self._blocks.swap(moves)
-        if moves.copies:
+            self._note_moved(swap_number)
+        if moves.copies and done < copy_number:
             self._blocks.copy(moves.copies)
+            self._note_moved(copy_number)
+
+    def _note_moved(self, number: int) -> None:
+        if self._memory is not None:
+            self._memory.moves_done = number
 
     def populate(self, num_bytes: int) -> int:
         """On CPU: has the kernel back the first blocks, which are used first, with memory, for at
@@ -117,11 +167,10 @@ class CacheEngine:
 class LayerBlocks:
     """The blocks of a cache whose layers have tensors of their own."""
 
-    def __init__(self, caches: LayerCaches, num_host_blocks: int) -> None:
+    def __init__(self, caches: LayerCaches, num_host_blocks: int, empty: Empty) -> None:
         self.caches = caches
         self._host_caches = [
-            tuple(torch.empty((num_host_blocks, *x.shape[1:]), dtype=x.dtype) for x in pair)
-            for pair in caches
+            tuple(empty((num_host_blocks, *x.shape[1:]), x.dtype) for x in pair) for pair in caches
         ]
 
     def swap(self, moves: BlockMoves) -> None:

@@ -5,7 +5,9 @@ long enough for the kernels' threads to fall asleep, and to wake a thread takes 
 model's forward pass over rows of one token is recorded once, with the largest number of rows, and
 run with the rows that a step has, without padding.
 
-Only tpengine's own ops can be recorded. A model that needs another op runs op by op.
+Only tpengine's own ops can be recorded, and the exchanges of ranks over shared memory, which then
+wait within the run and end it if they fail. A model that needs another op, and ranks that exchange
+by gloo, run op by op.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpengine.layers.attention import AttentionMetadata
+from tpengine.layers.attention import AttentionMetadata, CrossRows
 from tpengine.layers.device_values import Int32
 from tpengine.layers.lora import AdapterLayers
 from tpengine.logger import init_logger
@@ -150,6 +152,7 @@ class DecodeRecording:
         lora: what adds to rows with an adapter; None: no row has one.
         entering: `[most_tokens, hidden_size]`, from which `forward` takes the rows' hidden states;
             None: it takes token ids.
+        max_cross_blocks: of an encoder prompt; 0: the model has one half.
 
     Attributes:
         num_bytes: memory of inputs and intermediate tensors.
@@ -166,21 +169,25 @@ class DecodeRecording:
         max_blocks: int,
         lora: AdapterLayers | None = None,
         entering: torch.Tensor | None = None,
+        max_cross_blocks: int = 0,
     ) -> None:
         self.max_rows = max_rows
         self._recording = recording = Recording(max_rows)
         workspace = Workspace(recording)
         columns = torch.zeros(4, max_rows, dtype=torch.int32)
         table = torch.zeros(max_rows, max_blocks, dtype=torch.int32)
-        lora_rows = torch.zeros(max_rows, dtype=torch.int32)
+        lora_rows, cross_lengths = torch.zeros(2, max_rows, dtype=torch.int32)
+        cross_table = torch.zeros(max_rows, max_cross_blocks, dtype=torch.int32)
         num_groups = 0 if lora is None else min(max_rows, lora.num_slots)
         groups = torch.zeros(num_groups, 3, dtype=torch.int32)  # empty ones
-        for inputs in (columns, table, lora_rows, entering):
+        for inputs in (columns, table, lora_rows, entering, cross_lengths, cross_table):
             if inputs is not None:
                 recording.declare_rows(inputs)
         token_ids, positions, slots, seq_lens = columns
         no_chunks = torch.zeros(1, dtype=torch.int32)
         metadata = AttentionMetadata(positions, slots, table, seq_lens, no_chunks, max_rows)
+        if max_cross_blocks:
+            metadata.cross = CrossRows(cross_table, cross_lengths)
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(recording.noting())
@@ -192,7 +199,9 @@ class DecodeRecording:
             raise NotRecordableError(str(error)) from error
         self._columns, self._table = columns.numpy(), table.numpy()
         self._lora_rows, self._groups = lora_rows.numpy(), groups.numpy()
+        self._cross = cross_table.numpy(), cross_lengths.numpy()
         self.num_bytes = workspace.num_bytes + columns.nbytes + table.nbytes
+        self.num_bytes += cross_table.nbytes
         self.num_calls = recording.num_calls
 
     def write(
@@ -205,6 +214,9 @@ class DecodeRecording:
         for row, column in zip(self._columns, columns, strict=True):
             row[:num_rows] = column
         self._table[:num_rows, : arrays.block_table.shape[1]] = arrays.block_table
+        if arrays.cross is not None:
+            for inputs, rows in zip(self._cross, arrays.cross, strict=True):
+                inputs[:num_rows] = rows
 
     def write_adapters(self, lora_rows: Int32, groups: Int32) -> None:
         """Writes the rows that have an adapter; see `group_rows`."""
@@ -225,10 +237,11 @@ def try_to_record(
     max_blocks: int,
     adapters: AdapterLayers | None = None,
     entering: torch.Tensor | None = None,
+    max_cross_blocks: int = 0,
 ) -> DecodeRecording | None:
     """See `DecodeRecording`; None: the model needs an op that cannot be recorded."""
     try:
-        return DecodeRecording(forward, max_rows, max_blocks, adapters, entering)
+        return DecodeRecording(forward, max_rows, max_blocks, adapters, entering, max_cross_blocks)
     except NotRecordableError as error:
         logger.debug("decode steps run op by op: %s", error)
         return None

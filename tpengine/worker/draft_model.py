@@ -60,7 +60,7 @@ class DraftModel:
         np.minimum(computed, self._batch.num_tokens - 1, out=computed)
         for fork in step.forks:
             computed[fork.child_slot] = computed[fork.parent_slot]
-        self._cache_engine.move(BlockMoves(copies=step.block_moves.copies))
+        self._cache_engine.move(BlockMoves(copies=step.block_moves.copies), step.step)
 
     def guess(self, step: StepInput) -> list[int]:
         """Writes the drafts of a step into the batch, in place of those of the message; returns the

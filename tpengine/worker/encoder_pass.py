@@ -13,7 +13,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from tpengine.config import SoundConfig
 from tpengine.layers.attention import AttentionMetadata, KVCache
+from tpengine.layers.device_values import Array
 from tpengine.messages import CrossInput
 from tpengine.worker.input_batch import StepArrays
 
@@ -23,10 +25,26 @@ class TwoHalves(Protocol):
     """What a model with two halves has beside `registry.CausalLM`."""
 
     def encode(
-        self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, prompts: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata, /
     ) -> None:
-        """Reads whole encoder prompts, int32 `[num_tokens]`, and writes K and V of them into the
-        blocks of `metadata`, in the cache of each layer of the decoder."""
+        """Reads whole encoder prompts, and writes K and V of them into the blocks of `metadata`, in
+        the cache of each layer of the decoder.
+
+        Args:
+            prompts: ids, int32 `[num_tokens]`; or features of sounds, float32 `[num_sounds,
+                num_mel_bins, num_frames]`.
+        """
+
+
+def sound_features(prompts: Sequence[CrossInput], sound: SoundConfig) -> Array:
+    """Returns the features of sounds with the silence behind them, float32 `[num_sounds,
+    num_mel_bins, num_frames]`."""
+    features = np.empty((len(prompts), sound.num_mel_bins, sound.num_frames), np.float32)
+    for whole, prompt in zip(features, prompts, strict=True):
+        sent = np.frombuffer(prompt.features, np.float32).reshape(-1, sound.num_mel_bins).T
+        whole[:, : sent.shape[1]] = sent
+        whole[:, sent.shape[1] :] = sent[:, -1:]
+    return features
 
 
 def encoder_arrays(prompts: Sequence[CrossInput], block_size: int) -> StepArrays:

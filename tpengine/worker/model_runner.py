@@ -27,7 +27,7 @@ from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording
 from tpengine.worker.device import cuda_peak_bytes
 from tpengine.worker.draft_model import DraftModel
-from tpengine.worker.encoder_pass import TwoHalves, encoder_arrays
+from tpengine.worker.encoder_pass import TwoHalves, encoder_arrays, sound_features
 from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
@@ -148,6 +148,7 @@ class ModelRunner:
         sizes, has_axes = (*limits, block_size), bool(config.model.picture_rope)
         encoder = config.model.encoder
         self._max_encoder_len = 0 if encoder is None else encoder.max_len
+        self._sound = None if encoder is None else encoder.sound
         others = self._processed, has_axes, self._max_encoder_len
         self.batch = InputBatch(*sizes, self.uploads, num_kept, *others)
 
@@ -275,7 +276,7 @@ class ModelRunner:
         for pending in self._pending:
             pending.freed_slots.update(step.freed_slots)
         self.batch.apply(step)
-        self.cache_engine.move(step.block_moves)
+        self.cache_engine.move(step.block_moves, step.step)
         if self.draft_model is not None:
             self.draft_model.apply(step)
         return results
@@ -337,8 +338,10 @@ class ModelRunner:
         prompts = [prompt for prompt in prompts if prompt.token_ids]
         if prompts:
             assert isinstance(self.model, TwoHalves)
-            token_ids, metadata = self._upload(encoder_arrays(prompts, self.batch.block_size))
-            self.model.encode(token_ids, self.cache_engine.kv_caches, metadata)
+            inputs, metadata = self._upload(encoder_arrays(prompts, self.batch.block_size))
+            if self._sound is not None:
+                inputs = upload(sound_features(prompts, self._sound), self.device)
+            self.model.encode(inputs, self.cache_engine.kv_caches, metadata)
 
     def _ids_in_flight(self, step: StepInput, arrays: StepArrays) -> torch.Tensor | None:
         """The token ids of a step's rows, int64 `[num_tokens]`, with those that the step before
@@ -445,7 +448,8 @@ class ModelRunner:
             num_prompts = min(max(1, num_tokens // longest), num_seqs)
             self._run_dummy(np.array([longest] * num_prompts))
         if longest := self._max_encoder_len:
-            prompt = CrossInput(longest, [], [0] * longest)  # K and V go into block 0
+            frame = bytes(4 * self._sound.num_mel_bins) if self._sound else b""
+            prompt = CrossInput(longest, [], [0] * longest, frame)  # K and V go into block 0
             self.encode([prompt] * (num_tokens // longest))
         ends = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
         return self._run_dummy(np.diff(ends), self._max_logits_rows)

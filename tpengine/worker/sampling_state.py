@@ -314,6 +314,7 @@ class _Rules:
     early_banned_ids: Int64
     """Before `first_end_position`."""
     first_end_position: int
+    not_first_ids: Int64
     words: BadWords | None
     """Those of several tokens; None: there are none."""
     num_prompt_tokens: int
@@ -324,6 +325,8 @@ class _Rules:
         banned = []
         if len(self.early_banned_ids) and len(token_ids) < self.first_end_position:
             banned.append(self.early_banned_ids)
+        if len(self.not_first_ids) and len(token_ids) == self.num_prompt_tokens:
+            banned.append(self.not_first_ids)
         if self.words is not None and (ids := self.words.banned_after(token_ids)) is not None:
             banned.append(ids)
         return banned
@@ -361,7 +364,8 @@ class TokenRules:
         words, allowed = rules.bad_words_token_ids, rules.allowed_token_ids
         ends = sequence.end_token_ids if rules.grammar is None else []  # else its masks ban them
         processors = [_load(processor) for processor in rules.logits_processors or ()]
-        if not (rules.logit_bias or words or ends or allowed or processors):
+        not_first = rules.not_first_token_ids
+        if not (rules.logit_bias or words or ends or allowed or processors or not_first):
             return
         bias, long = rules.logit_bias or {}, [word for word in words if len(word) > 1]
         self._rules[slot] = _Rules(
@@ -371,6 +375,7 @@ class TokenRules:
             banned_ids=np.array([word[0] for word in words if len(word) == 1], np.int64),
             early_banned_ids=np.array(ends, np.int64),
             first_end_position=sequence.num_prompt_tokens + rules.min_tokens,
+            not_first_ids=np.array(not_first, np.int64),
             words=BadWords(long) if long else None,
             num_prompt_tokens=sequence.num_prompt_tokens,
             processors=processors,

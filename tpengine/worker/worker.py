@@ -29,7 +29,7 @@ from tpengine.ops.recording import has_recordings
 from tpengine.structured.grammars import Vocabulary
 from tpengine.worker import device
 from tpengine.worker.adapter_store import AdapterStore
-from tpengine.worker.cache_engine import CacheEngine, CacheShape, staged_blocks
+from tpengine.worker.cache_engine import CacheEngine, CacheShape, KeptBlocks, staged_blocks
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
 from tpengine.worker.draft_model import DraftModel
 from tpengine.worker.gpu.attention_plans import (
@@ -41,7 +41,19 @@ from tpengine.worker.gpu.attention_plans import (
 from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.picture_store import PictureStore
+from tpengine.worker.rank_memory import RankMemory
 from tpengine.worker.stage_ends import StageEnds
+
+_KEPT = (
+    "_model",
+    "_draft_model",
+    "_adapters",
+    "_digest",
+    "_weights_bytes",
+    "_looked_up_bytes",
+    "_weights_form",
+)
+"""What a rank that replaces a lost one takes over from it."""
 
 
 class Worker:
@@ -52,14 +64,28 @@ class Worker:
     With several ranks, `open_rendezvous` (rank 0) and `connect` (all ranks at once) come first. If
     a rank fails in a later call, it tells the other ranks, whose calls then fail too.
 
+    When a lost rank was replaced, all ranks connect again and call `load_model` and
+    `init_cache_engine` again: what they hold in `memory` stays as it is.
+
     Args:
         parallel: of a rank that is already connected with the others; replaces `rank`.
+        memory_file: descriptor of a file for what outlives the process; None: nothing does.
     """
 
     def __init__(
-        self, config: EngineConfig, parallel: ParallelState | None = None, rank: int = 0
+        self,
+        config: EngineConfig,
+        parallel: ParallelState | None = None,
+        rank: int = 0,
+        memory_file: int | None = None,
     ) -> None:
         self._config = config
+        self._memory: RankMemory | None = None
+        self._outlives = False
+        ranks = config.parallel.ranks
+        wanted = config.device == "cpu" and (ranks is None or ranks.keep_kv != "never")
+        if memory_file is not None and wanted:
+            self._memory = RankMemory(memory_file, config, rank)
         self._rank = rank
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
         self._num_local_ranks = config.parallel.world_size
@@ -69,18 +95,19 @@ class Worker:
         self._dtype = self._cache_dtype = torch.float32
         self._model: CausalLM | None = None
         self._weights_bytes = self._looked_up_bytes = self._features_bytes = 0
-        self._weights_form = ""
+        self._weights_form = self._digest = ""
         self._gpu: GpuAttention | None = None
         self._ends: StageEnds  # from `load_model` on
         self._all_record: bool | None = None
         self._adapters: AdapterStore | None = None
         self._pictures: PictureStore | None = None
         self._draft_model: CausalLM | None = None
+        self._vocabulary: Vocabulary | None = None
         self._runner: ModelRunner | None = None
 
     @staticmethod
     def import_model_code(model_impl: str, picture_class: str | None) -> None:
-        """Imports what a model needs beside this module, for a spare.
+        """Imports what a model needs beside this module, for a spare or a template.
 
         Args:
             model_impl, picture_class: see `EngineConfig.model_code`.
@@ -108,6 +135,8 @@ class Worker:
         Raises:
             RendezvousError: ranks did not arrive, failed, or cannot reach each other.
         """
+        self._drop_runner()
+        self._parallel.close()  # the ranks were connected before
         rank, config = self._rank, self._config
         dtype = device.resolve_dtype(config.model.dtype, self._device.type)
         row_bytes = config.model.hidden_size * dtype.itemsize
@@ -137,29 +166,41 @@ class Worker:
         return f"{platform.machine()} CPU, {counted(threads, 'thread')}, {dtype_name}"
 
     def load_model(self) -> str:
-        """Builds this rank's shard and fills it; returns `Weights.digest`.
+        """Builds this rank's shard and fills it, or finds it in `memory`; returns `Weights.digest`.
 
         Raises:
             ConfigError, ModelLoadError: see `models.loader.load_model`.
             ConfigError, NativeLibraryError: see `GpuAttention`.
         """
+        self._choose_layers()
+        parallel = self._parallel
+        shared = {"config": self._config, "parallel": parallel, "stage": parallel.stage}
         with torch.inference_mode():
-            model, rounding = self._config.model, self._config.model.quantization
-            self._choose_layers()
-            as_stored = device.keeps_stored(model.dtype, rounding, self._device.type)
-            weights = Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
-            self._model = load_model(model, weights, lambda made: self._check(made, weights))
-            self._weights_bytes, digest = weights.num_bytes, weights.digest
-            self._load_pictures()
-            if (config := self._config.of_draft_model) is not None:
-                drafting = self._load_draft_model(config)
-                self._weights_bytes += drafting.num_bytes
-                digest += drafting.digest
+            kept = None if self._memory is None else self._memory.load(shared)
+            if kept is not None:
+                vars(self).update(kept)
+                return self._digest
+            self._load_model()
+            if self._memory is not None and self._pictures is None:
+                state = {name: getattr(self, name) for name in _KEPT}
+                self._outlives = self._memory.save(state, shared)
+        return self._digest
+
+    def _load_model(self) -> None:
+        model, rounding = self._config.model, self._config.model.quantization
+        as_stored = device.keeps_stored(model.dtype, rounding, self._device.type)
+        weights = Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
+        self._model = load_model(model, weights, lambda made: self._check(made, weights))
+        self._weights_bytes, self._digest = weights.num_bytes, weights.digest
+        self._load_pictures()
+        if (config := self._config.of_draft_model) is not None:
+            drafting = self._load_draft_model(config)
+            self._weights_bytes += drafting.num_bytes
+            self._digest += drafting.digest
         self._weights_form, self._looked_up_bytes = weights.form, weights.looked_up_bytes
         if self._cache_dtype == torch.float8_e4m3fn:
             set_kv_scales(self._model, weights, self._config, self._parallel)
         self._gpu = self._make_gpu_attention(self._model)
-        return digest
 
     def _choose_layers(self) -> None:
         """Finds which layers this rank's stage has."""
@@ -277,6 +318,7 @@ class Worker:
             graphs_bytes=graphs,
             adapters_bytes=0 if self._adapters is None else self._adapters.layers.num_bytes,
             stage=self._parallel.stage.describe(self._config.model.num_layers),
+            outlives=self._outlives,
         )
         if ledger.num_device_blocks < 1:
             raise CacheSizeError(
@@ -286,9 +328,15 @@ class Worker:
             )
         return ledger
 
-    def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+    def init_cache_engine(
+        self, num_blocks: int, num_host_blocks: int = 0, goes_on: bool = False
+    ) -> None:
         """Allocates the cache and the host's pool, records decode steps, and warms up. A second
         call replaces the first cache.
+
+        Args:
+            goes_on: whether steps follow that read what lies in the blocks of `memory`. Then
+                requests wait, so that nothing is warmed up.
 
         Raises:
             CacheSizeError: the cache, the pool or the running sequences' tables do not fit into
@@ -297,7 +345,12 @@ class Worker:
         """
         self._drop_runner()
         try:
-            self._open_cache(num_blocks, num_host_blocks)
+            if self._memory is not None and not goes_on:
+                self._memory.moves_done = 0
+            runner = self._open_cache(num_blocks, num_host_blocks)
+            if not goes_on:
+                with self._forward():
+                    runner.warm_up()
         except BaseException:
             self._drop_runner()  # the caller may measure the free memory again
             raise
@@ -311,12 +364,12 @@ class Worker:
         """Takes the vocabulary that grammars need; the rank that samples follows them."""
         assert self._runner is not None, "vocabulary before init_cache_engine"
         if self._parallel.samples:
-            self._runner.grammars.vocabulary = vocabulary
+            self._runner.grammars.vocabulary = self._vocabulary = vocabulary
 
     def compile_grammars(self, grammars: list[str], dropped: list[str], wait_s: float) -> int:
         """Compiles grammars on a thread of the rank that samples; see `Vocabulary.compile`."""
         assert self._runner is not None, "grammars before init_cache_engine"
-        vocabulary = self._runner.grammars.vocabulary
+        vocabulary = self._vocabulary
         return 0 if vocabulary is None else vocabulary.compile(grammars, dropped, wait_s)
 
     def execute_model(self, step: StepInput) -> list[StepOutput]:
@@ -345,10 +398,10 @@ class Worker:
         self._draft_model = None
         self._release()
 
-    def _open_cache(self, num_blocks: int, num_host_blocks: int) -> None:
+    def _open_cache(self, num_blocks: int, num_host_blocks: int) -> ModelRunner:
         model, draft_model = self._require_model(), self._draft_model
         try:
-            cache = self._make_cache(model, num_blocks, num_host_blocks)
+            cache = self._make_cache(model, num_blocks, num_host_blocks, self._memory)
             draft_cache = None
             if draft_model is not None:
                 draft_cache = self._make_cache(draft_model, num_blocks)
@@ -364,6 +417,7 @@ class Worker:
                 f"allocated: {error}; choose fewer"
             ) from error
         self._runner = runner = self._make_runner(cache)
+        runner.grammars.vocabulary = self._vocabulary
         with self._forward():
             runner.recorded = recording = self._make_recording(model, cache.kv_caches)
             if draft_model is not None and draft_cache is not None:
@@ -374,7 +428,7 @@ class Worker:
                 runner.recorded_adapters = self._record_adapters(cache.kv_caches)
             if self._gpu is not None:
                 self._claim_activations(runner)
-            runner.warm_up()
+        return runner
 
     def _make_draft_model(
         self, model: CausalLM, cache: CacheEngine, runner: ModelRunner
@@ -486,6 +540,8 @@ class Worker:
         most = scheduler.max_sampled_rows
         max_rows = min(most, scheduler.max_num_batched_tokens, MAX_RECORDED_ROWS)
         max_blocks = -(-scheduler.max_model_len // self._config.cache.block_size)
+        encoder = self._config.model.encoder
+        cross = 0 if encoder is None else -(-encoder.max_len // self._config.cache.block_size)
 
         entering = self._ends.entering if model is self._model else None
 
@@ -495,8 +551,8 @@ class Worker:
 
         if self._gpu is None:
             if has_recordings() and self._parallel.can_be_recorded:
-                return try_to_record(forward, max_rows, max_blocks, adapters, entering)
-        elif self._uses_graphs():
+                return try_to_record(forward, max_rows, max_blocks, adapters, entering, cross)
+        elif self._uses_graphs() and encoder is None:
             capture = CudaCapture(self._device)
             make_batch = self._gpu.decode_batch
             return DecodeGraphs(forward, make_batch, max_rows, max_blocks, self._device, capture)
@@ -536,9 +592,16 @@ class Worker:
         return self._model
 
     def _make_cache(
-        self, model: CausalLM, num_blocks: int, num_host_blocks: int = 0
+        self,
+        model: CausalLM,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        memory: RankMemory | None = None,
     ) -> CacheEngine:
-        cache = CacheEngine(self._cache_shape(model), num_blocks, num_host_blocks)
+        sizes, kept = (self._cache_shape(model), num_blocks, num_host_blocks), None
+        if memory is not None:
+            kept = KeptBlocks(memory, *sizes)
+        cache = CacheEngine(*sizes, kept)
         if self._config.model.is_encoder:
             cache.share(len(list(attention_layers(model))))
         return cache

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -52,7 +52,7 @@ from tpengine.executor.launch.placement import (
 )
 from tpengine.executor.launch.ray_calls import RaySilentError, bounded
 from tpengine.executor.launch.ray_messages import hide_deaths
-from tpengine.executor.rank import Rank
+from tpengine.executor.rank import Rank, import_all
 from tpengine.executor.spares import SPARE_ANSWER_S
 from tpengine.logger import init_logger
 
@@ -81,7 +81,7 @@ class RayWorker(Rank):
 
     def prepare(self, model_code: Sequence[str | None]) -> RankPlace:
         """Imports all that a rank needs, for a spare; returns where it is."""
-        self.import_all(model_code)
+        import_all(model_code)
         return self.describe()
 
     def describe(self, devices: tuple[str, ...] | None = None) -> RankPlace:
@@ -164,6 +164,7 @@ class RayLauncher:
     _spares: Sequence[Any | None]
     agents: Agents
     _actors: list[Any] = field(default_factory=list)
+    keeps_memory: ClassVar[bool] = False
 
     def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
         address = channel_address(self._placement.node_ids, self.agents.own_node_id)

@@ -29,6 +29,7 @@ _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 _STACK_PATIENCE_S = 2.0
 _STACK_CHARACTERS = 20_000
 
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 # linux/pidfd.h: what the kernel tells of a process by a descriptor that was opened while it lived.
 _PIDFD_INFO = struct.Struct("<QQ11Ii")  # mask, cgroup, 11 ids, exit code
 _PIDFD_INFO_EXIT = 1 << 3
@@ -71,18 +72,7 @@ class NodeAgent:
         return self._end_of(process, patience_s), self.state(process)
 
     def _end_of(self, process: Process, patience_s: float) -> str:
-        deadline = time.monotonic() + patience_s
-        file = self._files.get(process)
-        if file is None:
-            return ""
-        poll = select.poll()
-        poll.register(file, select.POLLIN)
-        poll.poll(patience_s * 1e3)
-        try:
-            while (code := self._status(process, file)) is None and time.monotonic() < deadline:
-                time.sleep(0.005)  # until its parent, or the kernel, has reaped it
-        except OSError:  # the kernel is too old to tell
-            return ""
+        code = self._wait_status(process, patience_s)
         if code is None:
             return ""
         ended = describe_exit(code)
@@ -90,6 +80,32 @@ class NodeAgent:
         if is_killed and _count_oom_kills() > self._oom_kills:
             ended += "; meanwhile the kernel has ended a process here for lack of memory"
         return ended
+
+    def has_broken_code(self, process: Process, patience_s: float) -> bool:
+        """Whether a process has ended by a signal that the kernel sends for a fault of its code, or
+        it is unknown how it ended.
+
+        Args:
+            patience_s: see `look`.
+        """
+        code = self._wait_status(process, patience_s)
+        return code is None or (os.WIFSIGNALED(code) and os.WTERMSIG(code) in _FAULTS)
+
+    def _wait_status(self, process: Process, patience_s: float) -> int | None:
+        """The wait status of a process that ends; None: it has not, or it is unknown."""
+        deadline = time.monotonic() + patience_s
+        file = self._files.get(process)
+        if file is None:
+            return None
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        poll.poll(patience_s * 1e3)
+        try:
+            while (code := self._status(process, file)) is None and time.monotonic() < deadline:
+                time.sleep(0.005)  # until its parent, or the kernel, has reaped it
+        except OSError:  # the kernel is too old to tell
+            return None
+        return code
 
     def _status(self, process: Process, file: int) -> int | None:
         """The wait status of a process that was reaped; None: it was not.

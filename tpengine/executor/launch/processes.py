@@ -1,151 +1,65 @@
-"""Ranks as subprocesses of the driver, on its own machine; without Ray.
+"""Ranks as children of the driver, on its own machine; without Ray.
 
-A rank inherits its ends of two socket pairs, so that nothing listens and no other process can
-connect: for steps and calls, and for heartbeats. Its output is a pipe, which the driver copies to
-its own standard error. No rank outlives the driver: the kernel kills it, also when it is stopped.
+They are forked from a template that has imported all they need; while there is none, each is an
+interpreter of its own, whose imports take seconds. A rank inherits its ends of two socket pairs, so
+that nothing listens and no other process can connect: for steps and calls, and for heartbeats. No
+rank outlives the driver: the kernel kills it, also when it is stopped.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
-import queue
 import socket
-import subprocess
-import sys
-import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tpengine import envs, host
+from tpengine import envs
 from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, PlacementError, counted
-from tpengine.executor.channel import Channel, ChannelError, FrameKind
-from tpengine.executor.codec import encode_call
-from tpengine.executor.diagnosis import ANSWER_S, STOPPED, RankPlace
-from tpengine.executor.home import Home, Started
+from tpengine.executor.channel import Channel, Check
+from tpengine.executor.diagnosis import ANSWER_S
+from tpengine.executor.home import EndGroup, Home, Places, Started, StartTimes
 from tpengine.executor.launch import node_agent, rank_process
+from tpengine.executor.launch.children import Child, End, Process, Starter
+from tpengine.executor.launch.template import Template
 from tpengine.executor.spares import Spares
-from tpengine.logger import STDERR, init_logger, write_line
+from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
 
-_START_S = 30.0
-"""Longest wait for the thread that starts processes."""
-_REAP_S = 5.0
-"""Longest wait for a process to end after it has closed its socket, and for its last output."""
-_LOG_LINES = 60
+_LOOK_S = 0.01
+"""Between two looks at a template that imports."""
+_RENEW_S = 3.0
+"""Until a template that has ended is replaced."""
 _PROGRAM = rank_process.__name__
-Process = subprocess.Popen[str]
 
 
-class Starter(threading.Thread):
-    """The thread that starts all processes of an executor. The kernel ends a process when the
-    thread ends that started it, and threads that rebuild a group do not live long.
+class RankProcess(Child):
+    """The driver's side of one rank's process.
 
     Args:
-        program: module that each process runs.
-    """
-
-    def __init__(self, program: str) -> None:
-        super().__init__(name="tpengine-starter", daemon=True)
-        self._program = program
-        self._orders: queue.SimpleQueue[tuple[Sequence[socket.socket], Future[Process]] | None]
-        self._orders = queue.SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            ends, process = order
-            try:
-                if process.set_running_or_notify_cancel():
-                    process.set_result(self._start([end.fileno() for end in ends]))
-            except BaseException as error:  # all processes would end with this thread
-                process.set_exception(error)
-            finally:
-                for end in ends:
-                    end.close()
-
-    def _start(self, files: list[int]) -> Process:
-        # -P: the folder that the driver runs in is searched only if it is in the driver's own path
-        command = [sys.executable, "-u", "-P", "-m", self._program, str(os.getpid())]
-        return subprocess.Popen(
-            [*command, *map(str, files)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=envs.for_children(),
-            pass_fds=files,
-            start_new_session=True,  # a Ctrl-C at the terminal is the driver's alone
-        )
-
-    def start_process(self, ends: Sequence[socket.socket]) -> Process:
-        """Starts a process that inherits these ends, which are the thread's from now on: it closes
-        them once the process has them, however long the system takes.
-
-        Raises:
-            OSError: the system does not start it.
-        """
-        process: Future[Process] = Future()
-        self._orders.put((ends, process))
-        try:
-            return process.result(_START_S)
-        except BaseException as error:
-            if not process.cancel():
-                process.add_done_callback(_end_late)
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(f"the system takes longer than {_START_S:g} s") from error
-            raise
-
-    def stop(self) -> None:
-        """Ends the thread, and all processes that it has started and that are still there."""
-        self._orders.put(None)
-
-
-def _end_late(started: Future[Process]) -> None:
-    """Ends a process that was started after its caller had stopped waiting. Does nothing if the
-    start failed."""
-    if started.exception() is None:
-        process = started.result()
-        process.kill()
-        process.communicate(timeout=_REAP_S)
-
-
-class RankProcess:
-    """The driver's side of one rank's process, which may be a spare; see `spares.Spare`.
+        start: starts the process, which inherits these ends.
+        memory_file: for what outlives the process, which inherits it.
 
     Attributes:
-        name: before each line of its output.
-        place: where it is; the driver reads its log from a pipe, and finds it by the process.
         channels: for steps and for heartbeats.
 
     Raises:
         PlacementError: no descriptor, process or thread is left.
     """
 
-    node_id = ""
-
-    def __init__(self, starter: Starter) -> None:
-        self.name = "spare"
+    def __init__(
+        self, name: str, start: Callable[[Sequence[End]], Process], memory_file: int
+    ) -> None:
         self.channels: list[Channel] = []
-        self._is_prepared = False
-        self._lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
-        self._copier = threading.Thread(target=self._copy, name="tpengine-log", daemon=True)
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_channels)  # frames of the error would keep them open
             try:
-                self._process = starter.start_process(self._open_channels())
-                undo.callback(self._process.kill)
-                self.pid = self._process.pid
-                name, ticks = socket.gethostname(), host.start_ticks(self.pid) or 0
-                self.place = RankPlace("", host.LOOPBACK, name, (), self.pid, ticks, str(self.pid))
-                host.start_thread(self._copier)
+                super().__init__(name, start(self._open_ends(memory_file)))
             except (OSError, RuntimeError) as error:
                 raise PlacementError(
                     f"no process for a rank can be started: {error}; free memory, or raise the "
@@ -153,63 +67,22 @@ class RankProcess:
                 ) from error
             undo.pop_all()
 
-    def _open_channels(self) -> list[socket.socket]:
-        """Opens both channels; returns the process's ends of them."""
-        ends = []
+    def _open_ends(self, memory_file: int) -> list[End]:
+        """Opens both channels; returns what the process inherits."""
+        ends: list[End] = []
         with contextlib.ExitStack() as undo:
             for _ in range(2):
                 own, end = socket.socketpair()
                 undo.callback(end.close)
                 self.channels.append(Channel(own))
                 ends.append(end)
+            ends.append(os.fdopen(os.dup(memory_file), "rb"))
             undo.pop_all()
         return ends
 
-    def _copy(self) -> None:
-        """Runs in a thread: copies the output to standard error until its end. Not by `sys.stderr`:
-        the interpreter must not end while this thread holds its lock."""
-        assert self._process.stdout is not None
-        with self._process.stdout as output:
-            for line in output:
-                self._lines.append(line)
-                write_line(STDERR, f"({self.name}) {line}".rstrip("\n"))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_REAP_S)
-
-    def last_lines(self) -> str:
-        """The end of its output."""
-        if self._process.poll() is not None:
-            self._copier.join(_REAP_S)
-        return "".join(self._lines).strip()
-
-    def exit_status(self) -> int | None:
-        """Its wait status; None: it has not ended."""
-        code = self._process.poll()  # None also while `_copy` collects the status
-        if code is None and not node_agent.NodeAgent.state(self.place.process):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(_REAP_S)
-        if code is None:
-            return None
-        return -code if code < 0 else code << 8
-
-    def prepare(self, model_code: Sequence[str | None]) -> None:
-        """Has a spare import everything."""
-        call = encode_call(("import_all", (model_code,), {}))
-        self.channels[0].send(FrameKind.CALL, 0, call, _START_S)
-
-    def is_prepared(self) -> bool:
-        try:
-            self._is_prepared = self._is_prepared or self.channels[0].take() is not None
-        except ChannelError:  # it has ended, as `answer` says
-            self._is_prepared = True
-        return self._is_prepared
-
-    def answer(self) -> RankPlace | None:
-        state = node_agent.NodeAgent.state(self.place.process)
-        return None if state in STOPPED else self.place
-
     def end(self) -> None:
-        self._process.kill()
+        """Kills it, also if it is stopped, and closes its channels; does not wait."""
+        super().end()
         self._close_channels()
 
     def _close_channels(self) -> None:
@@ -261,6 +134,7 @@ class ProcessLauncher:
     agents: OwnMachine
     _processes: Sequence[RankProcess]
     _devices: Sequence[tuple[str, ...]]
+    keeps_memory: bool
 
     def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
         each = zip(self._processes, self._devices, strict=True)
@@ -272,7 +146,9 @@ class ProcessLauncher:
 
 
 class ProcessHome(Home):
-    """This machine: each rank is a subprocess of the driver.
+    """This machine: each rank is a child of the driver.
+
+    Its `spares` hold the template.
 
     Args:
         devices: of each rank; None: the i-th visible GPU for rank i.
@@ -286,34 +162,88 @@ class ProcessHome(Home):
     ) -> None:
         ranks, self._size = config.parallel.ranks, config.parallel.world_size
         assert ranks is not None, "ranks in processes of their own need config.parallel.ranks"
+        if ranks.spare_workers:
+            logger.info("no spare workers: ranks are forked from a template process")
         self._model_code = config.model_code
         self._devices = devices or rank_devices(config.device, self._size)
         self._agents = OwnMachine()
-        self._starter = Starter(_PROGRAM)
-        self.spares = Spares(ranks.spare_workers, self._start_spare)
+        self._starter = Starter()
+        self._keeps_memory = config.device == "cpu"
+        self._memory: list[int] = []  # descriptor of each rank's
+        self._latest: dict[int, RankProcess] = {}  # by rank
+        self.spares = Spares(1, self._start_template)
+        self.spares.start_missing([Template.node_id])  # it imports while the driver reads its files
 
-    def _start_spare(self, _: str) -> RankProcess:
-        spare = RankProcess(self._starter)
-        spare.prepare(self._model_code)
-        return spare
+    def place(self, times: StartTimes, check: Check) -> None:
+        """Waits for the template, which imports once for all ranks."""
+        deadline = time.monotonic() + times.appear_s
+        with times.phase("template"):
+            self.spares.start_missing([Template.node_id])
+            while not all(template.is_prepared() for template in self.spares.usable()):
+                if time.monotonic() > deadline:
+                    break
+                check()
+                time.sleep(_LOOK_S)
 
-    def make_launcher(self) -> ProcessLauncher:
-        spares = self.spares.take([RankProcess.node_id] * self._size)
-        processes = [spare for spare in spares if isinstance(spare, RankProcess)]
-        try:
-            while len(processes) < self._size:
-                processes.append(RankProcess(self._starter))
-        except BaseException:
-            for process in processes:
-                process.end()
-            raise
-        for rank, process in enumerate(processes):
-            process.name = f"rank {rank}"
+    def replace(self, lost: Places, end: EndGroup, times: StartTimes, check: Check) -> None:
+        """See `Home`. A home that takes over from another one waits for its template, too."""
+        super().replace(lost, end, times, check)
+        if not self._agents.children:
+            self.place(times, check)
+
+    def _start_template(self, _: str) -> Template:
+        return Template(self._starter, self._model_code, self._on_template_end)
+
+    def _on_template_end(self, template: Template) -> None:
+        """Has a template that has ended replaced. One that has ended in its imports is not, until
+        another group has started: a rank says what is wrong with them."""
+        if not self.spares.count:
+            return
+        ended = node_agent.describe_exit(template.exit_status() or 0)
+        logger.warning("the template process (pid %d) has ended: %s", template.pid, ended)
+        self.spares.usable()
+        if template.has_imported:
+            self.spares.fill([Template.node_id], _RENEW_S)
+
+    def _start_rank(self, ends: Sequence[End]) -> Process:
+        """Forks a process from the template, or starts an interpreter."""
+        for template in self.spares.usable():
+            if not isinstance(template, Template) or not template.is_prepared():
+                continue
+            reason = template.refusal
+            if reason is None:
+                try:
+                    return template.fork(_PROGRAM, ends)
+                except OSError as error:
+                    reason = str(error)
+            else:
+                self.spares.close()
+            logger.warning("a rank is not forked, its imports take longer: %s", reason)
+        return self._starter.start_process(_PROGRAM, ends)
+
+    def _close_memory(self) -> None:
+        while self._memory:
+            os.close(self._memory.pop())
+
+    def make_launcher(self, kept: frozenset[int] | None = None) -> ProcessLauncher:
+        """See `Home`."""
+        if kept is None:
+            self._close_memory()
+            for rank in range(self._size):
+                self._memory.append(os.memfd_create(f"tpengine rank {rank}", os.MFD_CLOEXEC))
+        with contextlib.ExitStack() as undo:
+            for rank, memory_file in enumerate(self._memory):
+                if rank not in (kept or ()):
+                    self._latest[rank] = RankProcess(f"rank {rank}", self._start_rank, memory_file)
+                undo.callback(self._latest[rank].end)
+            undo.pop_all()
+        processes = list(self._latest.values())
         self._agents.children = {process.pid: process for process in processes}
-        return ProcessLauncher(self._agents, processes, self._devices)
+        return ProcessLauncher(self._agents, processes, self._devices, self._keeps_memory)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
+            stack.callback(self._close_memory)
             stack.callback(self._starter.stop)
             stack.callback(self._agents.close)
             stack.callback(self.spares.close)

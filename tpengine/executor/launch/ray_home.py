@@ -134,7 +134,7 @@ class RayHome(Home):
         self.spares.close()
         return ProcessHome(self._config, [place.devices for place in self._places_before])
 
-    def make_launcher(self) -> RayLauncher:
+    def make_launcher(self, kept: frozenset[int] | None = None) -> RayLauncher:
         placement = self._placement
         assert placement is not None, "ranks before their places"
         spares: list[Spare | None] = [None] * len(placement.node_ids)

@@ -1,0 +1,236 @@
+"""Memory of a rank that outlives its process: its weights, its KV blocks and its host blocks.
+
+All of it lies in a file without a name (a memfd). The process that starts the ranks makes the file
+and keeps its descriptor. A rank that replaces a lost one inherits the descriptor: it maps what the
+lost rank has left, and neither reads nor computes it.
+
+The file is a header of one page, then sections. The header names the engine's configuration, the
+rank and the sections; if it names another configuration or rank, nothing in the file is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import json
+import math
+import mmap
+import os
+import pickle
+import struct
+from typing import Any
+
+import torch
+
+from tpengine.config import EngineConfig
+from tpengine.logger import init_logger
+from tpengine.ops import huge_pages
+
+logger = init_logger(__name__)
+
+_HEADER_BYTES = 4096
+_HEAD = struct.Struct("<8s32sQI")  # magic, digest of configuration and rank, moves, bytes of index
+_MAGIC = b"tpemem01"
+_MOVES_AT = 40
+_ALIGNMENT = 64
+_STATE, _WEIGHTS = "state", "weights"
+
+
+class RankMemory:
+    """The memory of one rank, on CPU.
+
+    Args:
+        fd: of the file, which may be empty; stays open.
+    """
+
+    def __init__(self, fd: int, config: EngineConfig, rank: int) -> None:
+        self._fd = fd
+        self._digest = hashlib.sha256(f"{rank} {config!r}".encode()).digest()
+        if os.fstat(fd).st_size < _HEADER_BYTES:
+            os.ftruncate(fd, _HEADER_BYTES)
+        self._header = mmap.mmap(fd, _HEADER_BYTES)
+        self._index: dict[str, tuple[int, int]] = {}  # by name: first byte, number of bytes
+        self._mapped: dict[str, torch.Tensor] = {}
+        magic, digest, _, length = _HEAD.unpack_from(self._header)
+        if (magic, digest) == (_MAGIC, self._digest):
+            index = bytes(self._header[_HEAD.size : _HEAD.size + length])
+            self._index = {name: tuple(place) for name, place in json.loads(index).items()}
+        else:
+            self._header[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
+            self._write_index()
+
+    @property
+    def moves_done(self) -> int:
+        """Number of the latest moves of blocks that are complete, see `CacheEngine.move`."""
+        return int.from_bytes(self._header[_MOVES_AT : _MOVES_AT + 8], "little")
+
+    @moves_done.setter
+    def moves_done(self, number: int) -> None:
+        self._header[_MOVES_AT : _MOVES_AT + 8] = number.to_bytes(8, "little")
+
+    def section(self, name: str, num_bytes: int) -> torch.Tensor:
+        """Returns a part of the memory, uint8 `[num_bytes]`: the one that has this name and size
+        already, or a new one, whose bytes are 0 and take no memory until they are written.
+
+        Raises:
+            MemoryError: it cannot be mapped.
+        """
+        if name in self._mapped and len(self._mapped[name]) == num_bytes:
+            return self._mapped[name]
+        if self._index.get(name, (0, -1))[1] != num_bytes:
+            self._drop(name)
+            start = os.fstat(self._fd).st_size
+            # A whole number of large pages, so that each section begins with one.
+            start = -(-start // huge_pages.PAGE_BYTES) * huge_pages.PAGE_BYTES
+            try:
+                os.ftruncate(self._fd, start + max(1, num_bytes))
+            except OSError as error:
+                raise MemoryError(f"{num_bytes} bytes cannot be kept: {error}") from error
+            self._index[name] = (start, num_bytes)
+            self._write_index()
+        start, _ = self._index[name]
+        self._mapped[name] = huge_pages.map_file(self._fd, start, num_bytes)
+        return self._mapped[name]
+
+    def _drop(self, name: str) -> None:
+        """Gives the memory of a section back."""
+        self._mapped.pop(name, None)
+        if name in self._index:
+            start, num_bytes = self._index.pop(name)
+            if num_bytes:
+                with mmap.mmap(self._fd, num_bytes, offset=start) as old:
+                    old.madvise(mmap.MADV_REMOVE)
+
+    def _write_index(self) -> None:
+        index = json.dumps(self._index).encode()
+        assert _HEAD.size + len(index) <= _HEADER_BYTES, "too many sections"
+        self._header[_HEAD.size : _HEAD.size + len(index)] = index
+        moves = self.moves_done
+        _HEAD.pack_into(self._header, 0, _MAGIC, self._digest, moves, len(index))
+
+    def save(self, state: Any, shared: dict[str, Any]) -> bool:
+        """Moves all tensors of `state`, any objects, into this memory, and notes the objects, so
+        that `load` can make them again in another process.
+
+        Args:
+            shared: objects within `state` that `load` gets from its caller, by name.
+
+        Returns:
+            False: these objects cannot be noted (code of others); nothing was moved.
+        """
+        notes = io.BytesIO()
+        pickler = _Pickler(notes, shared)
+        try:
+            pickler.dump(state)
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+            logger.info("the weights of a lost rank will be read again: %s", error)
+            return False
+        records = self._move(pickler.tensors)
+        whole = pickle.dumps((records, notes.getvalue()))
+        self.section(_STATE, len(whole)).copy_(
+            torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+        )
+        return True
+
+    def _move(self, tensors: list[torch.Tensor]) -> list[_Record]:
+        """Moves tensors into the section of weights; returns where they are."""
+        extents: list[list[int]] = []  # first byte, end, place in the section
+        order = sorted(range(len(tensors)), key=lambda i: tensors[i].data_ptr())
+        for i in order:
+            start = tensors[i].data_ptr()
+            end = start + _span_bytes(tensors[i])
+            if extents and start < extents[-1][1]:
+                extents[-1][1] = max(extents[-1][1], end)
+            else:
+                extents.append([start, end, 0])
+        total = 0
+        for extent in extents:  # each keeps its distance from the border of a cache line
+            extent[2] = -(-total // _ALIGNMENT) * _ALIGNMENT + extent[0] % _ALIGNMENT
+            total = extent[2] + extent[1] - extent[0]
+        weights = self.section(_WEIGHTS, total)
+        records: list[_Record] = [((), (), torch.uint8, 0)] * len(tensors)
+        left = iter(extents)
+        start, end, place = -1, -1, 0
+        for i in order:  # memory that no tensor uses any more is free from then on
+            tensor = tensors[i]
+            if tensor.data_ptr() >= end:
+                start, end, place = next(left)
+                ctypes.memmove(weights.data_ptr() + place, start, end - start)
+            offset = place + tensor.data_ptr() - start
+            records[i] = (tuple(tensor.shape), tensor.stride(), tensor.dtype, offset)
+            if tensor.numel():
+                _place(tensor, weights, records[i])
+        return records
+
+    def load(self, shared: dict[str, Any]) -> Any:
+        """Returns what was saved, its tensors in this memory; None: nothing was saved."""
+        if _STATE not in self._index:
+            return None
+        state = self.section(_STATE, self._index[_STATE][1])
+        weights = self.section(_WEIGHTS, self._index[_WEIGHTS][1])
+        records, notes = pickle.loads(state.numpy().tobytes())
+        tensors = [_place(torch.empty(0, dtype=r[2]), weights, r) for r in records]
+        return _Unpickler(io.BytesIO(notes), tensors, shared).load()
+
+
+_Record = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
+"""Shape, strides, dtype, first byte in the section of weights."""
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last one."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+
+
+def _place(tensor: torch.Tensor, memory: torch.Tensor, record: _Record) -> torch.Tensor:
+    """Lets a tensor have its elements in this memory."""
+    shape, strides, dtype, offset = record
+    if not math.prod(shape):
+        return tensor.resize_(shape)
+    return tensor.set_(memory.untyped_storage(), offset // dtype.itemsize, shape, strides)
+
+
+def _op(name: str, overload: str) -> Any:
+    namespace, name = name.split("::")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+class _Pickler(pickle.Pickler):
+    """Notes tensors by their number, shared objects by their name, and ops of torch by theirs."""
+
+    def __init__(self, file: io.BytesIO, shared: dict[str, Any]) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}  # by the tensor's id
+        self._names = {id(value): name for name, value in shared.items()}
+
+    def persistent_id(self, value: Any) -> int | str | None:
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            if value.device.type != "cpu" or type(value) is not torch.Tensor:
+                raise pickle.PicklingError(f"a {type(value).__name__} on {value.device}")
+            if id(value) not in self._numbers:
+                self._numbers[id(value)] = len(self.tensors)
+                self.tensors.append(value)
+            return self._numbers[id(value)]
+        return self._names.get(id(value))
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch._ops.OpOverload):
+            return _op, (value._schema.name, value._overloadname)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, tensors: list[torch.Tensor], shared: dict[str, Any]
+    ) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+        self._shared = shared
+
+    def persistent_load(self, number: int | str) -> Any:
+        return self._shared[number] if isinstance(number, str) else self._tensors[number]
