@@ -22,7 +22,7 @@ from tpengine.errors import ConfigError, ModelLoadError
 
 TOKENIZER = {
     "config.json", "generation_config.json", "tokenizer.json", "merges.txt", "vocab.bpe",
-    "tokenizer.model", "qwen.tiktoken", "chat_template.jinja",
+    "tokenizer.model", "source.spm", "qwen.tiktoken", "chat_template.jinja",
 }  # fmt: skip
 SAFETENSORS = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
 SAFETENSORS_INDEX = {"model.safetensors.index.json"}

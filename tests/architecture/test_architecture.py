@@ -22,13 +22,13 @@ VAGUE_NAMES = {"one", "given", "found", "about", "told"}
 """They say what happened to a value, but not what it is."""
 
 # Budgets. A commit that raises one says what the lines buy.
-MAX_PACKAGE_LINES = 33_760
+MAX_PACKAGE_LINES = 35_180
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_NATIVE_LINES = 8_275
+MAX_NATIVE_LINES = 8_335
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_CORE_LINES = 7_120
+MAX_CORE_LINES = 7_270
 """Lines of code of the files that docs/reading.md lists: `LLM.generate` on one device."""
-MAX_TEST_LINES = 44_570
+MAX_TEST_LINES = 45_880
 """Lines of code of tests/."""
 
 # room: rooms that it may import, besides itself and the files at the package's root
@@ -72,6 +72,7 @@ HOMES = {
     "torch": {"worker", "models", "layers", "distributed", "ops", "checkpoint"},
     "llguidance": {"structured"},
     "PIL": {"pictures"},
+    "soundfile": {"engine/sound_prompts"},
     "transformers": {
         "config",
         "checkpoint",
@@ -104,7 +105,8 @@ FEATURES = {
     ),
     "encoder prompts": (
         "engine.encoder_prompts scheduling.cross_blocks worker.cross_slots worker.encoder_pass "
-        "layers.cross_attention checkpoint.two_halves"
+        "layers.cross_attention checkpoint.two_halves engine.sound_prompts engine.log_mel "
+        "checkpoint.sound_files"
     ),
     "lookahead": "scheduling.drafter scheduling.token_index worker.draft_model",
     "pipelines": "models.stages scheduling.stage_groups worker.stage_ends",

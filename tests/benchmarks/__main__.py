@@ -21,7 +21,7 @@ BENCHMARKS = {
     "peers": "output tokens/s beside transformers' continuous batching, on the same requests",
     "pictures": "prompts with pictures beside transformers, and beside streams of text",
     "pipeline": "stages of a pipeline beside one process: many streams, and a long prompt",
-    "recovery": "kills of ranks: found, ready, longest gap on a stream; with and without spares",
+    "recovery": "kills of ranks: found, ready, longest gap on a stream; Ray also with spares",
     "scheduler": "time of schedule and update with many running and waiting requests",
     "transport": "a step without a model, driver to ranks and back, against Ray's own calls",
     "visit": "all checks and measurements that need a GPU, in less than ten minutes",

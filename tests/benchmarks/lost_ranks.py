@@ -1,8 +1,9 @@
-"""The time of a recovery: ranks are killed while they decode, with and without spares.
+"""The time of a recovery: ranks are killed while they decode. Processes go on with the memory of
+the lost rank, or not; Ray has spares, or not.
 
 For each kill: the time until the engine found the loss, the time until it could schedule a step
 again, by phase, and the longest gap on a stream. For comparison: the time that the same engine then
-takes to compute as many tokens as were lost.
+takes to compute as many tokens as the streams had.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,6 @@ from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.local_executor import create_executor
 from tpengine.options import option
 
-_CACHE_GIB = 0.5
-"""KV cache of all ranks together."""
 _FIRST_ID = 5
 """Lowest id of a prompt; those below it are special tokens."""
 _SPARES_S = 60.0
@@ -61,11 +60,13 @@ class Kill:
     Attributes:
         found_s: from the signal until the engine found the loss.
         recompute_s: time of as many tokens in as many requests, measured later on the new ranks.
+        step_s: of an undisturbed step, the median before the kill.
         tokens_s: when the last stream got tokens, from its first on; negative before the signal.
     """
 
     found_s: float
     recompute_s: float
+    step_s: float
     record: RecoveryRecord
     tokens_s: list[float]
 
@@ -81,6 +82,8 @@ class Kill:
             "ready_s": round(self.record.ready_s, 4),
             "phases_s": {name: round(s, 4) for name, s in self.record.phases_s.items()},
             "longest_gap_s": round(self.gap_s, 4),
+            "step_s": round(self.step_s, 4),
+            "is_resumed": self.record.is_resumed,
             "tokens_s": [round(moment, 4) for moment in self.tokens_s],
         }
 
@@ -103,17 +106,21 @@ class RecoveryOptions(harness.BenchOptions):
     """The engine, and what each kill meets."""
 
     ranks: int = option(2, at_least=1)
-    """Ranks of the engine."""
+    """Ranks that share each layer."""
+    stages: int = option(1, at_least=1)
+    """Stages of a pipeline."""
     shape: str = option("llama-124m", tuple(harness.SHAPES))
     """Shape of the model, which has random weights."""
     executor: str = option("both", ("both", "processes", "ray"))
     """Who starts the ranks."""
     kills: int = option(7, at_least=1)
-    """Kills with spares, and as many without."""
+    """Kills of each kind."""
     num_streams: int = option(8, at_least=1)
     """Streams that decode when a rank is killed."""
     input_len: int = option(128, at_least=1)
     """Prompt tokens of a stream."""
+    cache_gib: float = option(0.5, more_than=0, unit=" GiB")
+    """KV cache of all ranks together."""
     dtype: str = option("auto")
     """Dtype of weights and activations."""
     json: str | None = option(None, metavar="PATH")
@@ -132,25 +139,24 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         folder = stack.enter_context(harness.shape_folder(options.shape))
         if "ray" in executors:
-            stack.enter_context(local_ray(options.ranks))
-        sizes = {"cpu_kv_cache_space": _CACHE_GIB / options.ranks, "swap_space": 0.0}
+            stack.enter_context(local_ray(options.ranks * options.stages))
+        num_ranks = options.ranks * options.stages
+        sizes = {"cpu_kv_cache_space": options.cache_gib / num_ranks, "swap_space": 0.0}
+        sizes |= {"pipeline_parallel_size": options.stages}
         sizes |= {"tensor_parallel_size": options.ranks, "max_recoveries": options.kills}
         engine_args = EngineArgs(
             folder, device="cpu", dtype=options.dtype, disable_log_stats=True, **sizes
         )
         write_weights(engine_args, Path(folder))
         work = (
-            f"{options.shape} on {options.ranks} ranks, {options.num_streams} streams with "
+            f"{options.shape} on {options.stages} x {options.ranks} ranks, "
+            f"{options.num_streams} streams with "
             f"prompts of {options.input_len} tokens, {options.kills} kills of each kind"
         )
         print(harness.report_head(engine_args, {"work": work}))
         data: dict[str, Any] = harness.report_facts(engine_args) | {"work": work}
-        for spare_workers, executor in product((0, options.ranks), executors):
-            wanted = replace(engine_args, executor=executor, spare_workers=spare_workers)
-            name = f"{spare_workers} spares"
-            if len(executors) > 1:
-                name += f", {executor}"
-            kills = measure(wanted, options)
+        for name, fields in _kinds(executors, num_ranks).items():
+            kills = measure(name, replace(engine_args, **fields), options)
             _report(name, kills)
             data[name] = [kill.as_data() for kill in kills]
         load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
@@ -161,7 +167,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(engine_args: EngineArgs, options: RecoveryOptions) -> list[Kill]:
+def _kinds(executors: list[str], num_ranks: int) -> dict[str, dict[str, Any]]:
+    """What is compared, by name: fields of `EngineArgs`."""
+    kinds: dict[str, dict[str, Any]] = {}
+    if "processes" in executors:
+        for keep_kv in ("never", "safe"):
+            fields = {"executor": "processes", "keep_kv": keep_kv}
+            kinds[f"processes, keep_kv {keep_kv}"] = fields
+    if "ray" in executors:
+        for count in (0, num_ranks):
+            kinds[f"ray, {count} spares"] = {"executor": "ray", "spare_workers": count}
+    return kinds
+
+
+def measure(name: str, engine_args: EngineArgs, options: RecoveryOptions) -> list[Kill]:
     """Kills ranks of an engine, one after another."""
     rng = random.Random(0)
     config, executor = create_executor(engine_args)
@@ -174,24 +193,28 @@ def measure(engine_args: EngineArgs, options: RecoveryOptions) -> list[Kill]:
                 f"{longest + _MAX_TOKENS} tokens, and the streams must continue after a kill"
             )
         lens = [options.input_len] * options.num_streams
-        return [
-            _kill(engine, executor, rng, lens, engine_args.spare_workers)
-            for _ in tqdm(range(options.kills), desc=f"{engine_args.spare_workers} spares")
-        ]
+        return [_kill(engine, executor, rng, lens) for _ in tqdm(range(options.kills), desc=name)]
 
 
-def _kill(
-    engine: LLMEngine, executor: GroupExecutor, rng: random.Random, lens: list[int], num_spares: int
-) -> Kill:
+def _kill(engine: LLMEngine, executor: GroupExecutor, rng: random.Random, lens: list[int]) -> Kill:
     """Kills a rank while streams decode, whose prompts have these lengths."""
-    _wait_for_spares(executor, num_spares)
+    _wait_for_spares(executor)
     streams = _start(engine, _random_prompts(engine, rng, lens), _STREAM)
     lengths = streams.lengths
     _step_until(engine, streams, lambda: min(lengths.values()) >= max(lens) + _NUM_TOKENS)
+    step_s = statistics.median(b - a for a, b in pairwise(streams.moments))
+    num_recoveries = len(engine.recoveries)
+
+    def is_found() -> bool:  # one that was resumed is over by then
+        is_resumed = len(engine.recoveries) > num_recoveries
+        return is_resumed or engine.health().state is not EngineState.RUNNING
+
     os.kill(rng.choice(executor.places).pid, signal.SIGKILL)
     killed_at = time.monotonic()
-    _step_until(engine, streams, lambda: engine.health().state is not EngineState.RUNNING)
+    _step_until(engine, streams, is_found)
     found_s = time.monotonic() - killed_at
+    if len(engine.recoveries) > num_recoveries:
+        found_s -= engine.recoveries[-1].ready_s
     before = dict(lengths)
     # The record's longest gap includes a stream's gap only when that stream has continued.
     goal = {name: length + _NUM_TOKENS for name, length in lengths.items()}
@@ -199,20 +222,24 @@ def _kill(
     record = engine.recoveries[-1]
     engine.abort_request(list(lengths))
     _step_until(engine, streams, lambda: not engine.has_unfinished_requests())
-    _wait_for_spares(executor, num_spares)  # their start would slow the next measurement
+    _wait_for_spares(executor)  # their start would slow the next measurement
     prompts = _random_prompts(engine, rng, list(before.values()))
     start = time.monotonic()
     again = _start(engine, prompts, replace(_STREAM, max_tokens=1))
     _step_until(engine, again, lambda: not engine.has_unfinished_requests())
     recompute_s = time.monotonic() - start
-    return Kill(found_s, recompute_s, record, [moment - killed_at for moment in streams.moments])
+    moments = [moment - killed_at for moment in streams.moments]
+    return Kill(found_s, recompute_s, step_s, record, moments)
 
 
-def _wait_for_spares(executor: GroupExecutor, count: int) -> None:
+def _wait_for_spares(executor: GroupExecutor) -> None:
+    """For the template, too."""
+    spares = executor.home.spares
+
     def count_ready() -> int:
-        return sum(spare.is_prepared() for spare in executor.home.spares._spares)
+        return sum(spare.is_prepared() for spare in spares._spares)
 
-    wait_until(lambda: count_ready() >= count, _SPARES_S, f"fewer than {count} spares")
+    wait_until(lambda: count_ready() >= spares.count, _SPARES_S, f"fewer than {spares.count}")
 
 
 def _random_prompts(engine: LLMEngine, rng: random.Random, lens: list[int]) -> list[list[int]]:
@@ -251,6 +278,8 @@ def _report(name: str, kills: list[Kill]) -> None:
     }
     print(f"    median by phase {', '.join(f'{phase} {s:.2f}' for phase, s in phases.items())}")
     print(f"  longest gap       {harness.median_of([kill.gap_s for kill in kills], ' s')}")
+    pauses = [kill.gap_s - 2 * kill.step_s for kill in kills]
+    print(f"    less two steps  {harness.median_of(pauses, ' s')}")
     print(f"  recompute alone   {harness.median_of([kill.recompute_s for kill in kills], ' s')}")
     rests = [(kill.gap_s - kill.found_s - kill.record.ready_s) / kill.recompute_s for kill in kills]
     print(f"  rest of the gap   {harness.median_of(rests, ' x the time of recompute')}", flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import secrets
 import statistics
 import time
@@ -21,7 +22,8 @@ from benchmarks.echo_rank import TIMEOUT_S, EchoRank, echo
 from tpengine.bench.harness import BenchOptions, report_head
 from tpengine.executor.channel import Listener
 from tpengine.executor.codec import decode_output, decode_step, encode
-from tpengine.executor.launch.processes import RankProcess, Starter
+from tpengine.executor.launch.children import Starter
+from tpengine.executor.launch.processes import RankProcess
 from tpengine.executor.watch import Exchange
 from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.options import option
@@ -119,9 +121,11 @@ def _ways(options: TransportOptions, stack: contextlib.ExitStack) -> Iterator[Wa
 
 def _processes(options: TransportOptions, stack: contextlib.ExitStack) -> Iterator[Way]:
     """The engine's own channel to children of this process."""
-    starter = Starter("benchmarks.echo_rank")
+    starter = Starter()
     stack.callback(starter.stop)
-    processes = [RankProcess(starter) for _ in range(options.ranks)]
+    start = partial(starter.start_process, "benchmarks.echo_rank")
+    memory = os.memfd_create("of a rank")
+    processes = [RankProcess(f"rank {rank}", start, memory) for rank in range(options.ranks)]
     exchange = Exchange([process.channels[0] for process in processes])
     exchange.call({rank: bytes([rank]) for rank in range(options.ranks)}, TIMEOUT_S)
     pids = [process.pid for process in processes]

@@ -17,6 +17,7 @@ from tpengine.distributed.rendezvous import Meeting
 from tpengine.distributed.shared_memory import CAPACITY_BYTES
 from tpengine.errors import CollectiveError, EngineError
 from tpengine.messages import Rendezvous
+from tpengine.ops.recording import Recording
 from tpengine.worker.gpu import graphs as cuda_graph
 
 KINDS = ("gloo", "shared memory")
@@ -118,6 +119,37 @@ def check_broadcasts(state: Rank, kind: str) -> None:
 @each_size
 def test_broadcast(kind: str, num_ranks: int, groups: dict[int, Ranks]) -> None:
     groups[num_ranks].run(check_broadcasts, kind)
+
+
+def check_recorded(state: Rank, rows: int, num_rows: int) -> None:
+    """Calls that are noted for `rows` rows and run with fewer, on new inputs each time."""
+    group, recording = state["shared memory"], Recording(rows)
+    own = torch.zeros(rows, 300)
+    inputs = [own.clone() for _ in range(4)]
+    with recording.noting():
+        outputs = [group.all_reduce(inputs[0]), group.all_gather(inputs[1])]
+        outputs += [group.broadcast(inputs[2]), group.gather(inputs[3])]
+        with pytest.raises(RuntimeError, match=rf"shape \[300\]; expected {rows} rows"):
+            group.all_reduce(inputs[0][0])
+    assert recording.num_calls == 4
+    for _ in range(3):
+        own += torch.rand(rows, 300, generator=torch.Generator().manual_seed(state.rank))
+        for x in inputs:
+            x.copy_(own)
+        run = own[:num_rows].clone()
+        expected = [group.all_gather(run), group.broadcast(run.clone()), group.gather(run)]
+        expected.insert(0, group.all_reduce(run))
+        recording.run(num_rows)
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert (output is None) == (wanted is None)
+            assert output is None or torch.equal(output[:num_rows], wanted)
+        assert torch.equal(inputs[0][num_rows:], own[num_rows:])
+
+
+@each_size
+def test_recorded_operations(num_ranks: int, groups: dict[int, Ranks]) -> None:
+    groups[num_ranks].run(check_recorded, 7, 3)
+    groups[num_ranks].run(check_recorded, 1100, 1000)  # several chunks, divided sums
 
 
 def random_operations(state: Rank, kind: str, seed: int, count: int) -> None:

@@ -6,6 +6,7 @@ import pickle
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from distributed.ranks import Rank, Ranks
 from tpengine.errors import CollectiveError, RendezvousError
+from tpengine.ops.recording import Recording
 
 DEADLINE_S = 1.5
 """Timeout of a wait that must reach it."""
@@ -20,9 +22,18 @@ LONG_S = 600.0
 """Likewise of one that must end by something else: more than a test may take."""
 
 
-def work_forever(state: Rank, kind: str) -> None:
+def recorded_sum(state: Rank, kind: str) -> Callable[[], None]:
+    """Returns a function that runs a recorded sum of 256 bytes."""
+    recording = Recording(8)
+    with recording.noting():
+        state[kind].all_reduce(torch.ones(8, 16))
+    return lambda: recording.run(4)
+
+
+def work_forever(state: Rank, kind: str, is_recorded: bool) -> None:
+    run = recorded_sum(state, kind) if is_recorded else lambda: reduce_once(state, kind)
     while True:
-        state[kind].all_reduce(torch.ones(64))
+        run()
 
 
 def reduce_once(state: Rank, kind: str) -> None:
@@ -35,7 +46,8 @@ def give_up(state: Rank, kind: str) -> None:
 
 def leave_while_waiting(state: Rank, kind: str) -> str:
     """Closes the group from another thread, like a shutdown in the middle of a step, once this one
-    has gone to sleep in a sum: it neither spins nor holds the interpreter."""
+    has gone to sleep in a recorded sum: it neither spins nor holds the interpreter."""
+    run = recorded_sum(state, kind)
     stat = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
 
     def close() -> None:
@@ -49,21 +61,22 @@ def leave_while_waiting(state: Rank, kind: str) -> str:
     closing = threading.Thread(target=close)
     closing.start()
     with pytest.raises(CollectiveError) as waiting:
-        state[kind].all_reduce(torch.ones(64))
+        run()
     closing.join()
-    with pytest.raises(CollectiveError, match="this rank has left the group"):
-        state[kind].broadcast(torch.ones(64))
+    for use in (run, lambda: state[kind].broadcast(torch.ones(64))):
+        with pytest.raises(CollectiveError, match="256 bytes at rank 0: this rank has left the"):
+            use()
     state[kind].close()
     return str(waiting.value)
 
 
 def lose(
-    ranks: Ranks, kind: str, victim: int, number: int, deadline_s: float
+    ranks: Ranks, kind: str, victim: int, number: int, deadline_s: float, is_recorded: bool = True
 ) -> list[CollectiveError]:
     """Sends a signal to a rank while all ranks work; returns the other ranks' errors."""
     ranks.connect(kind, timeout_s=deadline_s)
     for rank in range(ranks.size):
-        ranks.start(rank, work_forever, kind)
+        ranks.start(rank, work_forever, kind, is_recorded)
     time.sleep(0.3)
     ranks.signal(victim, number)
     errors = [ranks.outcome(rank) for rank in range(ranks.size) if rank != victim]
@@ -74,16 +87,16 @@ def lose(
     return errors
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_killed_rank(victim: int, three: Ranks) -> None:
-    for error in lose(three, "shared memory", victim, signal.SIGKILL, LONG_S):
+@pytest.mark.parametrize(("victim", "is_recorded"), [(0, True), (2, False)])
+def test_killed_rank(victim: int, is_recorded: bool, three: Ranks) -> None:
+    for error in lose(three, "shared memory", victim, signal.SIGKILL, LONG_S, is_recorded):
         assert f"rank {victim}" in str(error)
         assert "all_reduce of 256 bytes" in str(error)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_frozen_rank(victim: int, three: Ranks) -> None:
-    errors = lose(three, "shared memory", victim, signal.SIGSTOP, DEADLINE_S)
+@pytest.mark.parametrize(("victim", "is_recorded"), [(0, False), (2, True)])
+def test_frozen_rank(victim: int, is_recorded: bool, three: Ranks) -> None:
+    errors = lose(three, "shared memory", victim, signal.SIGSTOP, DEADLINE_S, is_recorded)
     assert any(f"rank {victim} did not arrive within 1.5 s" in str(error) for error in errors)
 
 
@@ -91,7 +104,7 @@ def test_frozen_rank(victim: int, three: Ranks) -> None:
     ("number", "deadline_s"), [(signal.SIGKILL, LONG_S), (signal.SIGSTOP, DEADLINE_S)]
 )
 def test_gloo(number: int, deadline_s: float, two: Ranks) -> None:
-    [error] = lose(two, "gloo", 1, number, deadline_s)
+    [error] = lose(two, "gloo", 1, number, deadline_s, is_recorded=False)
     assert "all_reduce of 256 bytes at rank 0: rank 1" in str(error)
 
 

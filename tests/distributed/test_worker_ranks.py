@@ -81,6 +81,20 @@ def test_same_tokens(
     ranks.run(worker_tasks.shut_down)
 
 
+def test_recorded_steps_give_the_same_bits(config: EngineConfig, two: Ranks) -> None:
+    """Log probabilities too, beside ops that are called one by one."""
+    answers = []
+    for enforce_eager in (False, True):
+        kernels = replace(config.kernels, enforce_eager=enforce_eager)
+        start(two, replace(config, kernels=kernels))
+        ledgers = two.run(worker_tasks.ledger_with_free_memory, GIB)
+        assert all((ledger.graphs_bytes == 0) == enforce_eager for ledger in ledgers)
+        outputs = two.run(worker_tasks.run_steps)
+        answers.append([[(o.token_ids, o.logprobs) for o in own] for own in outputs])
+        two.run(worker_tasks.shut_down)
+    assert answers[0] == answers[1]
+
+
 def test_same_tokens_from_an_int8_cache(config: EngineConfig, two: Ranks) -> None:
     """A head's scales do not depend on the rank that holds it."""
     config = replace(config, cache=replace(config.cache, kv_cache_dtype="int8"))

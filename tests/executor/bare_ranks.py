@@ -47,13 +47,13 @@ class BareRanks:
         self.executor.init_cache_engine(min(ledger.num_device_blocks for ledger in ledgers))
 
     def spare_processes(self) -> list[tuple[int, int]]:
-        """Of the spares that are ready."""
+        """Of the spares or the template that are ready."""
         ready = [spare for spare in self.executor.home.spares._spares if spare.is_prepared()]
         return [place.process for spare in ready if (place := spare.answer()) is not None]
 
     def have_transformers(self) -> list[bool]:
-        """Whether each rank and each ready spare has loaded a library that only transformers
-        needs."""
+        """Whether each rank and each ready spare or template has loaded a library that only
+        transformers needs."""
         ranks = [place.process for place in self.executor.places]
         processes = [*ranks, *self.spare_processes()]
         return ["/regex/" in Path(f"/proc/{pid}/maps").read_text() for pid, _ in processes]

@@ -17,8 +17,8 @@ from executor.sabotage import VARIABLE, Sabotage, harm, write
 from tpengine import EngineArgs, LLMEngine
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
+from tpengine.executor.launch import processes
 from tpengine.executor.launch.actors import RayWorker
-from tpengine.executor.launch.processes import Starter
 from tpengine.host import start_ticks
 
 cloudpickle.register_pickle_by_value(sys.modules["executor"])  # actors cannot import the tests
@@ -97,18 +97,9 @@ def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
         start(self, *args)
         places.extend(self.places)
 
-    start_process = Starter._start
-
-    def start_sabotaged(self: Starter, files: list[int]) -> Any:
-        program, self._program = self._program, "executor.sabotage"
-        try:
-            return start_process(self, files)
-        finally:
-            self._program = program
-
     with pytest.MonkeyPatch.context() as patch:
         replace_ranks(patch, SabotagedWorker)
-        patch.setattr(Starter, "_start", start_sabotaged)
+        patch.setattr(processes, "_PROGRAM", "executor.sabotage")
         patch.setenv(VARIABLE, write(rank, sabotage))
         patch.setattr(Group, "start", noting)
         yield places

@@ -31,6 +31,7 @@ RULES = messages.SamplingRules(
     prompt_logprobs=2,
     logits_processors=["os.path:join", b"pickled"],
     grammar="start: /a/",
+    not_first_token_ids=[6, 7],
 )
 FULL_STEP = messages.StepInput(
     step=2**40,
@@ -54,7 +55,7 @@ FULL_STEP = messages.StepInput(
             0,
             0,
             [],
-            cross=messages.CrossInput(3, [4], [5]),
+            cross=messages.CrossInput(3, [4], [5], b"6"),
         ),
     ],
     new_block_ids=[(3, [9, 10]), (4, [])],

@@ -79,6 +79,7 @@ class TakenOver(Executor):
 
     def load(self) -> list[str]:
         self._run_workers("__setattr__", "_config", self._config)
+        self._run_workers("__setattr__", "_memory", None)  # it holds the other model
         return super().load()
 
     def send_step(self, step: StepInput) -> None:

@@ -40,6 +40,8 @@ class FakeLauncher:
         failure: of the second process, when it starts.
     """
 
+    keeps_memory = False
+
     def __init__(self, failure: Failure | None = None) -> None:
         self.agents = Silent(look=("exit code 7", ""), tail="last words", wait_for_end=[])
         self.channels: list[Channel] = []

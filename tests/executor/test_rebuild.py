@@ -250,22 +250,20 @@ def test_final_error_ends_the_rebuild(
 
 
 def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path) -> None:
-    """A spare on transformers' code reads it again, as it is stored, and refuses another one of the
-    same sizes: streams would go on with other weights. A byte copy of the file is accepted."""
+    """A new rank on transformers' code, which its template has imported, reads it again, as it is
+    stored, and refuses another one of the same sizes: streams would go on with other weights. A
+    byte copy of the file is accepted."""
     path, metadata = tmp_path / "model.gguf", {"tokenizer.ggml.eos_token_id": 2}
     write = partial(write_gguf, folder, path, "Q4_0", metadata)
     write()
     old, args = path.read_bytes(), {"model_impl": "transformers", "dtype": "auto"}
-    with bare_ranks(path, 1, **args, spare_workers=1) as ranks:
+    with bare_ranks(path, 1, **args) as ranks:
         expected = ranks.generate()
-        wait_until(lambda: len(ranks.spare_processes()) == 1)
         assert ranks.have_transformers() == [True] * 2
-        [spare] = ranks.spare_processes()
         path.unlink()
         path.write_bytes(old)
         ranks.lose(0)
         ranks.rebuild()
-        assert spare in [place.process for place in ranks.executor.places]
         assert ranks.generate() == expected
         norm = "blk.1.attn_norm.weight"
         ones = np.ones(open_gguf(path).tensors[norm].shape, np.float32)
@@ -278,17 +276,16 @@ def test_a_gguf_file_that_is_replaced(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_fails_at_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another attempt replaces ranks that are ready or half started, and needs no spare. A shutdown
+    """Another attempt replaces ranks that are ready or half started. A shutdown
     that does not wait for it takes its descriptors, too."""
 
     def fail(error: Exception, *_: object) -> None:
         raise error
 
-    with bare_ranks(folder, 1, spare_workers=1) as ranks:
+    with bare_ranks(folder, 1) as ranks:
         executor = ranks.executor
         expected = ranks.generate()
         first = executor.places
-        executor.home.spares.close()
         with monkeypatch.context() as patch:
             full = OSError(errno.EMFILE, "full")
             patch.setattr("tpengine.executor.group.WakeUp", partial(fail, full))

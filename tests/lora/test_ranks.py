@@ -33,4 +33,5 @@ def test_a_rank_is_killed(eight: Adapters) -> None:
         assert engine.health().num_recoveries == 1
         ledgers = engine.stats().ledgers
         assert all(0 < ledger.adapters_bytes < ledger.weights_bytes for ledger in ledgers)
+        assert all(ledger.graphs_bytes > 0 for ledger in ledgers), "decode steps are not recorded"
     assert_peft(eight, jobs, outputs)

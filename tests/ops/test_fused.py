@@ -224,3 +224,7 @@ def test_embedding(name: str, dtype: torch.dtype) -> None:
         for scale in (1.0, 5.3):
             op("embedding")(out, table, ids, scale)
             assert torch.equal(out, table[ids.long()] * scale)
+            op("embedding")(out, table[:20], ids + 80, scale, 90)  # has ids 90 to 109 of 80 to 119
+            is_there = (ids >= 10) & (ids < 30)
+            expected = table[(ids - 10).clamp(0, 19).long()] * scale
+            assert torch.equal(out, expected * is_there.unsqueeze(1))

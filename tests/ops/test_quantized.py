@@ -185,6 +185,12 @@ def test_embedding(name: str, kind: str, dtype: torch.dtype) -> None:
         )
     assert torch.equal(out[:, :INPUTS], (table[ids.long()] * 1.5).to(dtype))
     assert out[:, INPUTS:].isnan().all()
+    with backend(name) as op:  # a part with ids 40 to 109
+        place = case.weight.packed, ids + 9, 70, *arguments(case.weight), 1.5, 40
+        op("quantized_embedding")(out[:, :INPUTS], *place)
+    is_there = (ids + 9 >= 40).unsqueeze(1)
+    expected = (table[(ids - 31).clamp(min=0).long()] * 1.5).to(dtype) * is_there
+    assert torch.equal(out[:, :INPUTS], expected)
 
 
 def dequantized(weight: quantized_ops.QuantizedWeight) -> Tensor:

@@ -21,6 +21,7 @@ from support.small_encoders import (
     write_pair_tokenizer,
 )
 
+from tpengine.cli.main import main
 from tpengine.errors import ConfigError, RequestError
 from tpengine.layers import gpu_attention
 
@@ -121,10 +122,16 @@ def test_a_folder_of_sentence_transformers(tmp_path: Path) -> None:
     assert abs(score - float(vectors[0] @ vectors[1])) < CLOSE
 
 
-def test_what_an_encoder_does_not_do_is_refused(tmp_path: Path) -> None:
+def test_what_an_encoder_does_not_do_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("bert", "gemma3_text"):
         write_encoder(tmp_path / name, name)
         with pytest.raises(ConfigError, match=r"task = 'generate' does not fit .* do 'embed'"):
             open_llm(tmp_path / name, task="generate")
     with open_llm(tmp_path / "bert") as llm, pytest.raises(RequestError, match="makes no tokens"):
         llm.generate(PROMPTS, use_tqdm=False)
+    (tmp_path / "bert" / "model.safetensors").unlink()  # it is refused before they are read
+    for command in (["generate", "a"], ["bench", "latency"]):
+        assert main([*command, "--model", str(tmp_path / "bert")]) != 0
+        assert "makes no tokens" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support.engines import greedy, open_engine, open_llm, preemptions
 from support.small_barts import (
+    FAMILIES,
     MAX_POSITIONS,
     START,
     assert_right,
@@ -25,6 +27,7 @@ from transformers import BartModel
 
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 from tpengine.errors import CacheSizeError, ConfigError, InvalidPromptError
+from tpengine.server.http.write import AnswerWriter, Style, usage
 
 LENGTHS = [1, 60, 2, 17, 33, 5, 48, 16, 60, 9, 32, 1]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -42,8 +45,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "encoder_attention_heads": 8,
         "decoder_attention_heads": 8,
         "encoder_layers": 3,
+        "forced_bos_token_id": START,
     },
-}
+} | {family: {"family": family} for family in FAMILIES if family != "Bart"}
 TINY: dict[str, Any] = {"block_size": 8, "num_device_blocks_override": 24, "max_model_len": 64}
 """Room for the longest request, and for few beside it."""
 
@@ -74,10 +78,18 @@ def serve(
     return [last[str(number)] for number in range(len(prompts))]
 
 
+def start_of(model: Any) -> list[int]:
+    """The ids before each output."""
+    files = model.generation_config
+    forced = files.forced_bos_token_id
+    return [files.decoder_start_token_id] + ([] if forced is None else [forced])
+
+
 def as_transformers(model: Any, prompt: Sequence[int], **options: Any) -> list[list[int]]:
-    """Outputs of its `generate` without the first id and what pads them."""
-    options |= {"do_sample": False, "pad_token_id": 1, "max_new_tokens": 12}
-    rows = model.generate(torch.tensor([list(prompt)]), **options)[:, 1:].tolist()
+    """Outputs of its `generate` without the first ids and what pads them."""
+    count = len(start_of(model))
+    options |= {"do_sample": False, "pad_token_id": 1, "max_new_tokens": 11 + count}
+    rows = model.generate(torch.tensor([list(prompt)]), **options)[:, count:].tolist()
     return [row[: row.index(START) + 1] if START in row else row for row in rows]
 
 
@@ -88,11 +100,12 @@ def test_a_ragged_crowd(tmp_path: Path, name: str) -> None:
     write_bart(tmp_path, **VARIANTS[name])
     model, prompts = transformers_bart(tmp_path), encoder_prompts(LENGTHS, seed=1)
     begins = encoder_prompts([30, 3, 50, 12], seed=2)
-    start = [START, 7] if "forced_bos_token_id" in VARIANTS[name] else [START]
     for options in ({}, {"max_num_batched_tokens": MAX_POSITIONS + 1, "block_size": 8}):
         with open_llm(tmp_path, **options) as llm:
             outputs = llm.generate([of_ids(p) for p in prompts], greedy(16), use_tqdm=False)
-            assert [output.prompt_token_ids for output in outputs] == [start] * len(prompts)
+            assert [output.prompt_token_ids for output in outputs] == [start_of(model)] * len(
+                prompts
+            )
             assert [output.encoder_prompt_token_ids for output in outputs] == prompts
             assert_right(model, outputs)
             begun = [of_ids(*pair) for pair in zip(prompts, begins, strict=False)]
@@ -101,11 +114,13 @@ def test_a_ragged_crowd(tmp_path: Path, name: str) -> None:
             assert_right(model, outputs)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("num_beams", [2, 4])
-def test_beams_as_transformers(bart: Path, num_beams: int) -> None:
-    model, prompts = transformers_bart(bart), encoder_prompts([3, 20, 41, 60], seed=3)
+def test_beams_as_transformers(tmp_path: Path, family: str, num_beams: int) -> None:
+    write_bart(tmp_path, family)
+    model, prompts = transformers_bart(tmp_path), encoder_prompts([3, 20, 41, 60], seed=3)
     params = SamplingParams(n=num_beams, use_beam_search=True, temperature=0.0, max_tokens=12)
-    with open_llm(bart) as llm:
+    with open_llm(tmp_path) as llm:
         outputs = llm.generate([of_ids(p) for p in prompts], params, use_tqdm=False)
         plain = llm.generate([of_ids(p) for p in prompts], greedy(12), use_tqdm=False)
     beams = {"num_beams": num_beams, "num_return_sequences": num_beams, "early_stopping": False}
@@ -117,12 +132,15 @@ def test_beams_as_transformers(bart: Path, num_beams: int) -> None:
         )
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
-@pytest.mark.parametrize("chunked", [True, False])
-def test_ranks(bart: Path, tp_size: int, chunked: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "tp_size", "chunked"),
+    [("Bart", 2, False), ("Bart", 4, True), *((name, 2, True) for name in list(FAMILIES)[1:])],
+)
+def test_ranks(tmp_path: Path, family: str, tp_size: int, chunked: bool) -> None:
+    write_bart(tmp_path, family)
     prompts = [of_ids(p) for p in encoder_prompts(LENGTHS, seed=4)]
-    with open_engine(bart, tp_size, enable_chunked_prefill=chunked) as engine:
-        assert_right(transformers_bart(bart), serve(engine, prompts, greedy(12)))
+    with open_engine(tmp_path, tp_size, enable_chunked_prefill=chunked) as engine:
+        assert_right(transformers_bart(tmp_path), serve(engine, prompts, greedy(12)))
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -153,6 +171,27 @@ def test_preemption(bart: Path, mode: str, kind: str) -> None:
         ids = [completion.token_ids for completion in output.outputs]
         assert ids == [completion.token_ids for completion in other.outputs]
         assert len(ids) == params[0].n
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_steps(tmp_path: Path, family: str) -> None:
+    """The bits of steps that run op by op, with forks and rows that come and go."""
+    write_bart(tmp_path, family)
+    prompts = [of_ids(p) for p in encoder_prompts(LENGTHS, seed=8)]
+    params = [
+        SamplingParams(n=1 + seed % 2, seed=seed, max_tokens=4 + 2 * seed, ignore_eos=True)
+        for seed in range(len(prompts))
+    ]
+    answers = []
+    for enforce_eager in (True, False):
+        options: dict[str, Any] = {"enforce_eager": enforce_eager, "max_num_seqs": 6}
+        with open_llm(tmp_path, **options) as llm:
+            (ledger,) = llm.llm_engine.stats().ledgers
+            assert (ledger.graphs_bytes == 0) == enforce_eager
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        completions = [completion for output in outputs for completion in output.outputs]
+        answers.append([(c.token_ids, c.cumulative_logprob) for c in completions])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(("form", "most"), [("int8", 0.1), ("int4", 2.0)])
@@ -187,11 +226,18 @@ def test_texts(bart: Path, tmp_path: Path) -> None:
             {"encoder_prompt": "a cab", "decoder_prompt": "abba"},
         ]
         *alike, begun = llm.generate(prompts, greedy(8, logprobs=0), use_tqdm=False)
+        num_counted = llm.llm_engine.stats().prompt_tokens
     assert len({output.outputs[0].token_ids for output in alike}) == 1
     assert [output.encoder_prompt for output in alike] == ["a cab"] * 3 + [None]
     assert [(o.prompt, o.prompt_token_ids) for o in alike] == [(None, [START])] * 4
     own = tokenizer.encode("abba", add_special_tokens=False)
     assert (begun.prompt, begun.prompt_token_ids) == ("abba", [START, *own])
+    writer = AnswerWriter(Style(is_chat=False, streams=False, echo=True), {})
+    (choice,), _ = asyncio.run(writer.write_whole(alike[0]))
+    assert choice["text"] == "a cab" + alike[0].outputs[0].text
+    num_tokens = len(tokenizer.encode("a cab")) + 1
+    assert usage([writer])["prompt_tokens"] == alike[0].num_prompt_tokens == num_tokens
+    assert num_counted == 4 * num_tokens + begun.num_prompt_tokens
     bias = model.final_logits_bias[0]
     for output in (alike[0], begun):
         (completion,) = output.outputs
@@ -234,3 +280,5 @@ def test_refusals(bart: Path, tmp_path: Path) -> None:
                 llm.generate(prompt, use_tqdm=False)
     with pytest.raises(CacheSizeError, match=r"encoder, 96, do not fit .* at most 80, or raise"):
         open_llm(bart, num_device_blocks_override=11)
+    with pytest.raises(CacheSizeError, match="= 96 tokens; raise num_device_blocks_override to 12"):
+        open_llm(bart, num_device_blocks_override=6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -16,8 +16,9 @@ from tpengine import LLMEngine
 from tpengine.config import EngineConfig
 from tpengine.engine import recovery
 from tpengine.errors import EngineError, GroupLostError, RankLoss
+from tpengine.executor.batch_mirror import BatchMirror
 from tpengine.executor.executor import Executor
-from tpengine.messages import MemoryLedger, StepInput, StepOutput
+from tpengine.messages import MemoryLedger, NewSequence, StepInput, StepOutput
 
 BLOCK_BYTES = 1000
 TIMEOUT_S = 30.0
@@ -49,6 +50,26 @@ class FakeGroup:
         self.worker.apply(step)
         return [self.worker.compute(step)]
 
+    def begin(self, step: StepInput) -> None:
+        """Does a part of a step, or all of it."""
+        assert self.worker is not None
+        part = step.step % 4
+        if part == 3:
+            self.execute_model(step)
+        elif part:
+            self.worker.move_blocks(step, only_swaps=part == 1)
+
+    def begin_again(self, batch: list[NewSequence], unanswered: Iterable[StepInput]) -> None:
+        """Takes a batch in place of the one that it has, for steps that were sent before."""
+        worker = self.worker
+        assert worker is not None
+        # Not by a message, which is checked: these steps may have overwritten what they free.
+        worker.slots.clear()
+        for new in batch:
+            worker.enter(new)
+        worker.num_repeated = max((s.step for s in unanswered), default=0)
+        worker.last_step = min((s.step for s in unanswered), default=worker.last_step + 1) - 1
+
 
 class RealGroup:
     """One real worker with the model."""
@@ -75,6 +96,8 @@ class Fate:
         poison: by first token of a prompt: a step is not answered if the request has that many
             output tokens.
         is_lethal: whether a step is not answered, in addition to the above.
+        keeps_memory: whether a lost group is resumed over the blocks that it has left. How much of
+            the lost step it has done depends on the step's number.
     """
 
     kills: frozenset[int] = frozenset()
@@ -82,6 +105,7 @@ class Fate:
     blocks: list[tuple[int, int]] = field(default_factory=lambda: [(100, 0)])
     poison: dict[int, int] = field(default_factory=dict)
     is_lethal: Callable[[StepInput], bool] = lambda step: False
+    keeps_memory: bool = False
 
 
 class MortalExecutor(Executor):
@@ -114,8 +138,29 @@ class MortalExecutor(Executor):
         self.gate.set()
         self.steps: list[tuple[int, int]] = []
         self.losses: list[RankLoss] = []
+        self._mirror = BatchMirror()
+        self._unanswered: deque[StepInput] = deque()
+        self._lost_group: Any = None
         self.threads: set[str] = set()
         self.attempted_at: list[float] = []
+
+    def resume(self) -> str | None:
+        lost, self._lost_group = self._lost_group, None
+        if not self.fate.keeps_memory or lost is None or not self._mirror.num_steps:
+            return "it was not told to keep them"
+        self._mirror.num_steps = 0
+        self._epoch, self._loss, self._group = self._epoch + 1, None, lost
+        lost.begin_again(self._mirror.sequences(), self._unanswered)
+        for step in self._unanswered:
+            self._answers += lost.execute_model(step)
+        return None
+
+    def take_answer(self) -> StepOutput:
+        if self._loss is not None:
+            raise GroupLostError(self._loss)
+        answer = super().take_answer()
+        self._mirror.follow(self._unanswered.popleft(), answer)
+        return answer
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         assert method in ("load_vocabulary", "compile_grammars", "finish_steps")
@@ -164,13 +209,16 @@ class MortalExecutor(Executor):
 
     def send_step(self, step: StepInput) -> None:
         self._num_sent = step.step
+        self._unanswered.append(step)
+        self._follow_slots(step)
         if self._loss is not None:  # lost after the driver looked at `loss`
             raise GroupLostError(self._loss)
         assert self._group is not None
         self.steps.append((self._epoch, step.step))
-        self._follow_slots(step)
         is_lethal = step.step in self.fate.kills or self.fate.is_lethal(step)
         if is_lethal or self._is_poisonous(step):
+            if self.fate.keeps_memory and isinstance(self._group, FakeGroup):
+                self._group.begin(step)
             raise GroupLostError(self.lose("execute_model", step.step))
         self._answers += self._group.execute_model(step)
         for slot in step.sample_slots:
@@ -184,8 +232,7 @@ class MortalExecutor(Executor):
 
     def lose(self, phase: str = "idle", step: int | None = None) -> RankLoss:
         """Loses the group."""
-        self._group = None
-        self._slots.clear()
+        self._group, self._lost_group = None, self._group
         self._answers.clear()
         place, cause = "10.0.0.7 (host seven), pid 4711", "killed by signal 9 (SIGKILL)"
         words = "these were its last words", "File worker.py, line 1"
@@ -195,6 +242,9 @@ class MortalExecutor(Executor):
 
     def _start(self) -> None:
         self._epoch += 1
+        self._slots.clear()
+        self._unanswered.clear()
+        self._mirror.clear()
         self._group = self._make_group(self.config, self._num_sent + 1)
         self._loss = None
 

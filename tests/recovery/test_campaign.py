@@ -228,7 +228,7 @@ class Campaign:
         elif who == "no":
             pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[0])
             kind, at_most = {
-                "descriptors": (resource.RLIMIT_NOFILE, 16),  # all of these are open
+                "descriptors": (resource.RLIMIT_NOFILE, 8),  # most of these are open
                 "memory": (resource.RLIMIT_AS, pages * resource.getpagesize() + LEFT_MIB * MIB),
             }[what]
             before = resource.prlimit(self.pid, kind)

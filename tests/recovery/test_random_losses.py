@@ -113,9 +113,10 @@ def job_of(arrival: Arrival, number: int, policy: str) -> Job:
     return Job(shared + own, params, arrival.priority if policy == "priority" else 0)
 
 
-def play(trace: Trace, config: EngineConfig, events: Counter[str]) -> None:
+def play(trace: Trace, config: EngineConfig, events: Counter[str], keeps_memory: bool) -> None:
     config = with_steps_in_flight(config, trace.in_flight)
-    client = open_client(config, [], Fate(trace.kills, deque(trace.rebuilds), trace.blocks))
+    fate = Fate(trace.kills, deque(trace.rebuilds), trace.blocks, keeps_memory=keeps_memory)
+    client = open_client(config, [], fate)
     engine, executor = client.engine, client.executor
     arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.call)
     jobs = [job_of(a, i, config.scheduler.policy) for i, a in enumerate(arrivals)]
@@ -143,6 +144,7 @@ def play(trace: Trace, config: EngineConfig, events: Counter[str]) -> None:
         events[reason] += 1
     events.update(loss.phase for loss in executor.losses)
     events["shrunk"] += any(r.num_blocks[1] < r.num_blocks[0] for r in engine.recoveries)
+    events["resumed"] += sum(record.is_resumed for record in engine.recoveries)
     attempts = sum(record.num_attempts for record in engine.recoveries)
     assert attempts == len(executor.losses) == executor.epoch - 1
 
@@ -163,7 +165,10 @@ def compare(answer: Answer, undisturbed: Answer, job: Job) -> str:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keeps_memory", [False, True])
+def test_random_losses(
+    fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, keeps_memory: bool
+) -> None:
     events: Counter[str] = Counter()
     configs = {k: fake_config(max_num_seqs=6, max_model_len=64, **v) for k, v in ENGINES.items()}
     restart = Scheduler.restart
@@ -190,7 +195,7 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Scheduler, "schedule", counting_schedule)
 
     @settings(
-        max_examples=100,
+        max_examples=60 if keeps_memory else 140,
         derandomize=True,
         database=None,
         deadline=None,
@@ -199,7 +204,7 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
     )
     @given(trace=traces)
     def run(trace: Trace) -> None:
-        play(trace, configs[trace.engine], events)
+        play(trace, configs[trace.engine], events, keeps_memory)
 
     run()
     # The traces reach the cases that this test is for.
@@ -212,5 +217,7 @@ def test_random_losses(fake_config: MakeConfig, monkeypatch: pytest.MonkeyPatch)
         "abort",
         "outgrown",
     ]
+    if keeps_memory:
+        wanted = ["resumed", "preempted", "abort", "outgrown", "idle"]
     wanted += [f"{kind} completed" for kind in KINDS]
-    assert {what: events[what] for what in wanted if events[what] < 4} == {}, events
+    assert {what: events[what] for what in wanted if events[what] < 3} == {}, events

@@ -111,12 +111,17 @@ class FakeWorker:
     features: set[bytes] = field(default_factory=set)
     encoded: dict[int, list[int]] = field(default_factory=dict)
     """By seed of the request, the encoder prompt that was read."""
+    moves_done: int = 0
+    """As in the real cache: what a step that is sent again does not move again."""
+    num_repeated: int = 0
+    """Number of the last step that is sent again. Until then a later step that was done before may
+    have overwritten what it takes from a sequence that has no row."""
 
     def apply(self, step: StepInput) -> None:
         """Applies what a step says about slots and blocks."""
         assert step.step == self.last_step + 1
         self.last_step = step.step
-        self._move_blocks(step)
+        self.move_blocks(step)
         self._load_adapters(step)
         self._take_pictures(step)
         for slot in step.freed_slots:
@@ -125,9 +130,7 @@ class FakeWorker:
             assert new.slot not in self.slots
             assert 0 <= new.slot < self.max_num_seqs
             assert new.num_computed_tokens < len(new.token_ids)
-            self.slots[new.slot] = _Slot(
-                new, new.index, list(new.token_ids), new.num_computed_tokens, list(new.block_ids)
-            )
+            self.enter(new)
             if new.cross is not None and new.cross.token_ids:
                 assert len(new.cross.token_ids) == new.cross.num_tokens
                 self.encoded[new.seed] = new.cross.token_ids
@@ -141,7 +144,8 @@ class FakeWorker:
             self.slots[slot].block_ids[place] = block
         for slot, token_id in step.token_overrides:
             self.slots[slot].token_ids[-1] = token_id
-        for slot in self.slots.values():
+        checked = self.slots if step.step > self.num_repeated else dict.fromkeys(step.slots)
+        for slot in map(self.slots.__getitem__, checked):
             kept = self._kept(slot)
             block_ids = slot.block_ids[kept.start // self.block_size :]
             assert len(set(block_ids)) == len(block_ids), "a block twice in a table"
@@ -154,6 +158,12 @@ class FakeWorker:
                 places = self._cross_places(slot.new)
                 assert len(places) == cross.num_tokens, "too few blocks of an encoder prompt"
                 assert places.items() <= self.cache.items(), "what was read is no longer there"
+
+    def enter(self, new: NewSequence) -> None:
+        """Puts a sequence into its slot."""
+        self.slots[new.slot] = _Slot(
+            new, new.index, list(new.token_ids), new.num_computed_tokens, list(new.block_ids)
+        )
 
     def compute(self, step: StepInput) -> StepOutput:
         """Computes the rows of an applied step and samples."""
@@ -220,17 +230,21 @@ class FakeWorker:
                 output.token_ids.append(draft)
                 output.chosen_logprobs.append(0.0)
 
-    def _move_blocks(self, step: StepInput) -> None:
+    def move_blocks(self, step: StepInput, only_swaps: bool = False) -> None:
+        """Copies blocks, as the first part of a step."""
         moves, size = step.block_moves, self.block_size
         assert not (moves.swap_outs and moves.swap_ins), "swapped in and out in one step"
         targets = [target for _, target in moves.copies]
         assert len(set(targets)) == len(targets)
         assert not set(targets) & {source for source, _ in moves.copies}
-        for pairs, source_cache, target_cache in (
-            (moves.swap_outs, self.cache, self.host),
-            (moves.swap_ins, self.host, self.cache),
-            (moves.copies, self.cache, self.cache),
+        for number, pairs, source_cache, target_cache in (
+            (2 * step.step, moves.swap_outs, self.cache, self.host),
+            (2 * step.step, moves.swap_ins, self.host, self.cache),
+            (2 * step.step + 1, moves.copies, self.cache, self.cache),
         ):
+            if not pairs or number <= self.moves_done or (only_swaps and number % 2):
+                continue
+            self.moves_done = number
             for source, target in pairs:
                 for offset in range(size):
                     key = source_cache.get(source * size + offset)

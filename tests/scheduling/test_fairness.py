@@ -129,6 +129,15 @@ def test_tokens_are_charged_once() -> None:
         assert counted == OwnerStats(0, 0, sum(len(r.prompt_token_ids) + 12 for r in own))
 
 
+def test_encoder_prompts_are_charged() -> None:
+    """Also that of a decoder which begins with a single token."""
+    loop = Loop(Limits(tokens=16, num_blocks=40, fairness="owner"))
+    for index, size in enumerate((1, 1, 7)):
+        loop.add(make_request(index, size, plain(5), owner=OTHER, encoder=9))
+    loop.run()
+    assert list(stats(loop).values()) == [OwnerStats(0, 0, 3 * (9 + 5) + 1 + 1 + 7)]
+
+
 def test_owners_are_forgotten_and_labels_are_few() -> None:
     loop = Loop(Limits(tokens=64, num_blocks=200, fairness="owner"))
     for index in range(1300):

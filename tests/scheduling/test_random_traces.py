@@ -17,6 +17,7 @@ from tpengine.inputs import NO_OWNER, Owner
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.block_manager import AllocStatus
+from tpengine.scheduling.fairness import FairShares, OwnerStats
 from tpengine.scheduling.sequence import Request
 
 from .fake_worker import generate_undisturbed
@@ -278,6 +279,10 @@ OF_ENCODERS = [
     *("completed", "ignored", "encoder tokens", "forks", "beam forks", "swap ins", "copies"),
     *("group recomputed", "single recomputed", "joined later", "lost steps"),
 ]
+OF_ENCODERS_AND_OWNERS = [
+    *("completed", "encoder tokens", "charged once", "took room", "swap ins", "lost steps"),
+    "group recomputed",
+]
 OF_OWNERS = ["completed", "took room", "swap ins", "hits", "group recomputed", "lost steps"]
 
 
@@ -300,6 +305,7 @@ NO_FIELDS: st.SearchStrategy[dict[str, Any]] = st.just({})
 ADAPTERS = st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=7, max_size=7)
 ENCODERS = st.lists(st.sampled_from([0, 1, 4, 5, 9]), min_size=7, max_size=7)
 OWNER = st.builds(Owner, account=st.sampled_from("abc"), weight=st.sampled_from([0.5, 1, 3]))
+OWNERS = st.lists(OWNER, min_size=7, max_size=7)
 MIXES = {
     # name: traces, arguments of `play`, examples, events that are reached
     "singles": (traces(False, False), NO_FIELDS, 1000, [*COMMON, *OF_SINGLES]),
@@ -326,11 +332,38 @@ MIXES = {
     ),
     "owners": (
         DISTURBED.map(lambda trace: limited(trace, chunked=True, fairness="owner")),
-        st.fixed_dictionaries({"owners": st.lists(OWNER, min_size=7, max_size=7)}),
+        st.fixed_dictionaries({"owners": OWNERS}),
         200,
         OF_OWNERS,
     ),
+    "encoders of owners": (
+        DISTURBED.map(
+            lambda trace: limited(
+                trace, caching=False, drafts=0, stages=1, chunked=True, fairness="owner"
+            )
+        ),
+        st.fixed_dictionaries({"encoders": ENCODERS, "owners": OWNERS}),
+        400,
+        OF_ENCODERS_AND_OWNERS,
+    ),
 }
+
+
+def check_charges(loop: Loop, requests: Sequence[Request]) -> int:
+    """Owners whose requests have one sequence each, and were completed, have paid once for each
+    token of both prompts and of the outputs; returns how many owners these are."""
+    assert isinstance(loop.policy, FairShares)
+    num_checked = 0
+    for account, counted in loop.policy.stats().items():
+        own = [request for request in requests if request.owner.account == account]
+        alone = [r for r in own if r.sampling_params.num_sequences == 1 and r.error is None]
+        outputs = [loop.outputs[request.request_id].outputs[0] for request in alone]
+        if len(alone) == len(own) and {o.finish_reason for o in outputs} <= {"stop", "length"}:
+            num_tokens = sum(request.num_prompt_tokens for request in own)
+            num_tokens += sum(len(output.token_ids) for output in outputs)
+            assert counted == OwnerStats(0, 0, num_tokens)
+            num_checked += 1
+    return num_checked
 
 
 @pytest.mark.timeout(600)
@@ -360,6 +393,8 @@ def test_random_traces(name: str, share: int) -> None:
                 events["preempted and completed"] += request.request_id in loop.preemptions
                 events[loop.outputs[request.request_id].outputs[0].finish_reason or ""] += 1
         events.update(loop.events)
+        if name == "encoders of owners":
+            events["charged once"] += check_charges(loop, requests)
 
     run()
     assert share > 1 or {what: events[what] for what in wanted if events[what] < 5} == {}

@@ -56,7 +56,11 @@ _PRELOADED = (
     "pytest",
     "torch._dynamo",
 )
-_START_NONE = (["tpengine.executor.launch.rank_process"], ["tpengine.structured.check_program"])
+_START_NONE = (
+    ["tpengine.executor.launch.rank_process"],
+    ["tpengine.executor.launch.template_process"],
+    ["tpengine.structured.check_program"],
+)
 """Programs that start no other one."""
 _PYTEST_WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
 """How xdist starts a process for tests (`popen_bootstrapline` of execnet)."""
@@ -67,7 +71,8 @@ _FLAGS = ("-u", "-P")
 _PATIENCE_S = 120.0
 _MOST_BYTES = 1 << 17
 _MOST_FILES = 64
-_CLONE_PARENT = 0x8000  # linux/sched.h
+_CLONE_PARENT, _CLONE_TID = 0x8000, 0x1200000  # linux/sched.h: CHILD_SETTID and CHILD_CLEARTID
+_PR_GET_TID_ADDRESS = 40
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 
 _template: _Template | None = None
@@ -210,11 +215,12 @@ def _use(connection: socket.socket) -> None:
 
 def fork_sibling() -> int:
     """As `os.fork`, but the child's parent is the parent of this process, which must have a single
-    thread: the C library does not know of this fork."""
-    python = ctypes.pythonapi
+    thread: the C library does not know of this fork. See `host.fork_sibling`."""
+    python, thread = ctypes.pythonapi, ctypes.c_void_p()
+    python.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(thread), 0, 0, 0)
     python.PyOS_BeforeFork()
-    flags = _CLONE_PARENT | signal.SIGCHLD
-    pid = int(python.syscall(_SYS_CLONE[os.uname().machine], flags, 0, 0, 0, 0))
+    flags = _CLONE_PARENT | _CLONE_TID | signal.SIGCHLD
+    pid = int(python.syscall(_SYS_CLONE[os.uname().machine], flags, 0, 0, thread, thread))
     if pid == 0:
         python.PyOS_AfterFork_Child()
         return 0

@@ -17,6 +17,8 @@ START = 2
 """The id before each output, which is the end token too, as in BART's files."""
 MAX_POSITIONS = 96
 VOCAB_SIZE = 319
+PAD = VOCAB_SIZE - 1
+"""The last id, as in Marian's files: it begins each output there, and no output has it."""
 _CONFIG = {
     "vocab_size": VOCAB_SIZE,
     "d_model": 64,
@@ -33,12 +35,36 @@ _CONFIG = {
 }
 
 
-def write_bart(folder: Path, **config: Any) -> Path:
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Bart": {},
+    "MBart": {"scale_embedding": True, "forced_bos_token_id": 7},
+    "Marian": {
+        "scale_embedding": True,
+        "activation_function": "swish",
+        "init_std": 0.15,
+        "pad_token_id": PAD,
+        "decoder_start_token_id": PAD,
+        "eos_token_id": START,
+    },
+    "Pegasus": {
+        "scale_embedding": True,
+        "activation_function": "relu",
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
+        "eos_token_id": START,
+    },
+}
+"""Of each family what sets its files apart."""
+
+
+def write_bart(folder: Path, family: str = "Bart", **config: Any) -> Path:
     """Writes a model in which biases are not zero and norms are not one; returns its folder."""
-    fields = transformers.BartConfig(**{**_CONFIG, **config})
+    config = FAMILIES[family] | config
+    fields = getattr(transformers, f"{family}Config")(**{**_CONFIG, **config})
+    head = "MTModel" if family == "Marian" else "ForConditionalGeneration"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = transformers.BartForConditionalGeneration(fields)
+        model = getattr(transformers, f"{family}{head}")(fields)
         with torch.no_grad():
             model.final_logits_bias.normal_(0.0, 0.5)
             for name, parameter in model.named_parameters():
@@ -46,8 +72,16 @@ def write_bart(folder: Path, **config: Any) -> Path:
                     parameter.normal_(0.0, 0.1)
                 elif "norm" in name:
                     parameter.uniform_(0.5, 1.5)
+                elif "positions" in name and not parameter.requires_grad:
+                    pass  # sines
                 elif "positions" in name or "out_proj" in name or "fc2" in name:
                     parameter.mul_(3.0)  # so that not only the last token decides
+            if family in ("MBart", "Pegasus"):  # a norm before the head
+                model.model.shared.weight.mul_(0.1)
+                model.final_logits_bias.mul_(0.1)
+    if family == "Marian":
+        model.final_logits_bias[0, PAD] = 3.0
+        model.generation_config.bad_words_ids = [[PAD]]
     model.generation_config.forced_bos_token_id = config.get("forced_bos_token_id")
     model.save_pretrained(folder)
     return folder
@@ -56,14 +90,14 @@ def write_bart(folder: Path, **config: Any) -> Path:
 @functools.cache
 def transformers_bart(folder: Path) -> Any:
     """The model in a folder, in float32."""
-    kind = transformers.BartForConditionalGeneration
+    kind = transformers.AutoModelForSeq2SeqLM
     return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def encoder_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
     """Random ids of these lengths."""
     rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    return [[rng.randrange(3, PAD) for _ in range(length)] for length in lengths]
 
 
 def logits_after(
@@ -71,7 +105,7 @@ def logits_after(
 ) -> torch.Tensor:
     """Logits `[num_tokens, vocab_size]` from which each token of an output is chosen."""
     decoder = torch.tensor([[*decoder_ids, *output]])
-    with torch.inference_mode():
+    with torch.no_grad():
         encoder = torch.tensor([list(encoder_ids)])
         logits: torch.Tensor = model(input_ids=encoder, decoder_input_ids=decoder).logits[0]
     return logits[len(decoder_ids) - 1 : -1]
@@ -87,8 +121,10 @@ def assert_right(model: Any, outputs: Sequence[Any], is_greedy: bool = True) -> 
             both = output.encoder_prompt_token_ids, output.prompt_token_ids, ids
             logits = logits_after(model, *both)
             chosen = logits.gather(1, torch.tensor([ids]).t())[:, 0]
+            logprobs = chosen - logits.logsumexp(dim=1)
+            for (token_id,) in model.generation_config.bad_words_ids or []:
+                logits[:, token_id] = -torch.inf
             lead = float((logits.amax(dim=1) - chosen).max())
             assert lead < MIN_MARGIN or not is_greedy, ids
-            logprobs = chosen - logits.logsumexp(dim=1)
             assert abs(completion.cumulative_logprob - float(logprobs.sum())) < 1e-3 * len(ids)
     assert len({output.outputs[0].token_ids for output in outputs}) > len(outputs) // 3

@@ -25,7 +25,6 @@ from tpengine.config import EMBEDDED_MODEL
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.ops import fused_ops as fused
 from tpengine.ops import linear_ops as linear
-from tpengine.ops.library import cpu_isa
 from tpengine.ops.recording import has_recordings
 from tpengine.worker.decode_recording import DecodeRecording, NotRecordableError
 from tpengine.worker.input_batch import StepArrays
@@ -36,11 +35,6 @@ FAMILIES = {v.name: v for v in VARIANTS if v.model_type in ("opt", "bloom")}
 """Families that `ZOO` does not have: their layers differ from Llama's."""
 DIAGONAL = [(name, {}) for name in ("d96-7to1-llama3", "opt-before", "bloom-residual-after-norm")]
 SCARCE = {"block_size": 8, "num_device_blocks_override": 60, "max_model_len": 256}
-
-
-def skip_without_packed_layers(dtype: str = "float32") -> None:
-    if cpu_isa() not in {"float32": ("avx512", "avx512bf16"), "bfloat16": ("avx512bf16",)}[dtype]:
-        pytest.skip(f"linear layers of {dtype} are torch's own here")
 
 
 @pytest.fixture
@@ -106,8 +100,6 @@ def folder_of(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Ca
 )
 def test_same_bits(folder_of: Callable[[str], Path], name: str, args: dict[str, Any]) -> None:
     """Many requests at once, of all kinds, with swaps where the cache is small."""
-    if args.get("quantization") is None:
-        skip_without_packed_layers(args.get("dtype", "float32"))
     folder = folder_of(name)
     answers = []
     for enforce_eager in (True, False):
@@ -128,8 +120,6 @@ def test_same_bits(folder_of: Callable[[str], Path], name: str, args: dict[str, 
 def test_layers_share_their_memory(args: dict[str, Any]) -> None:
     """A model of the same sizes with more layers takes no more, by the ledger."""
     dtype = args["dtype"]
-    if "quantization" not in args:
-        skip_without_packed_layers(dtype)
     with LLM(EMBEDDED_MODEL, max_num_seqs=16, **args) as llm:
         num_bytes = recording_bytes(llm)
         config = llm.llm_engine.get_model_config()

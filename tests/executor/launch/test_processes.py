@@ -11,26 +11,30 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engines import greedy, ids, outputs_of, run
+from support.namespaces import children_of, process_table
 from support.waiting import PATIENCE_S, wait_until
 
 from executor import driver_process
-from executor.bare_ranks import bare_ranks
 from executor.driver_process import driver_process as running
 from executor.ray_engines import executor_of, limited, rank_engine
 from tpengine import EngineArgs, LLMEngine, envs
 from tpengine.errors import ConfigError, PlacementError
-from tpengine.executor.launch import processes
+from tpengine.executor.launch import children
+from tpengine.executor.launch.children import Starter
 from tpengine.executor.launch.functions import pickle_function
 from tpengine.executor.launch.node_agent import NodeAgent
-from tpengine.executor.launch.processes import OwnMachine, RankProcess, Starter, rank_devices
+from tpengine.executor.launch.processes import OwnMachine, RankProcess, rank_devices
+from tpengine.host import start_ticks
 from tpengine.worker import device
 
 SECRETS = ("TPENGINE_TOKENS", "TPENGINE_ADMIN_TOKEN", "TPENGINE_CLIENT_TOKEN")
+MEMORY = os.memfd_create("of a rank")
 
 
 def listening(pid: int) -> set[str]:
@@ -48,7 +52,8 @@ def test_a_driver_without_ray(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks become its children, and the log says so. Nothing listens, no rank has the
-    tokens, and when the driver is killed both end, also the one that is stopped."""
+    tokens, and when the driver is killed both end, and their template, also those that are
+    stopped."""
     for name in SECRETS:
         monkeypatch.setenv(name, "do-not-tell-anyone")
     log = tmp_path / "log"
@@ -63,29 +68,15 @@ def test_a_driver_without_ray(
             environment = Path(f"/proc/{pid}/environ").read_bytes()
             assert b"PYTHONPATH=" in environment
             assert b"do-not-tell-anyone" not in environment
-        os.kill(ranks[1][0], signal.SIGSTOP)
-        wait_until(lambda: NodeAgent.state(ranks[1]) == "T")
+        table = process_table()
+        names = {table[pid][0]: pid for pid in children_of(driver.process.pid)}
+        template = names["tpengine-templa"]
+        ours = [*ranks, (template, start_ticks(template))]
+        for pid, _ in ours[1:]:
+            os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: [NodeAgent.state(process) for process in ours[1:]] == ["T", "T"])
         driver.process.kill()
-        wait_until(lambda: not any(map(NodeAgent.state, ranks)))
-
-
-def test_spares(folder: Path) -> None:
-    """One becomes a rank; a frozen one is ended."""
-    with bare_ranks(folder, 2, spare_workers=2) as ranks:
-        expected = ranks.generate()
-        wait_until(lambda: len(ranks.spare_processes()) == 2)
-        good, frozen = ranks.spare_processes()
-        os.kill(frozen[0], signal.SIGSTOP)
-        ranks.lose(1)
-        ranks.rebuild()
-        now = [place.process for place in ranks.executor.places]
-        assert good in now
-        assert frozen not in now
-        wait_until(lambda: NodeAgent.state(frozen) == "")
-        assert ranks.generate() == expected
-        ranks.executor.home.spares.fill([""])
-        wait_until(lambda: len(ranks.executor.home.spares._spares) == 2)
-    wait_until(lambda: not any(map(NodeAgent.state, now)))
+        wait_until(lambda: not any(map(NodeAgent.state, ours)))
 
 
 def generate(engine: LLMEngine, after_five: Callable[[], None]) -> list[list[int]]:
@@ -159,8 +150,9 @@ def test_devices(
 def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller gets the error. The thread must not end by it: all processes would end with the
     thread."""
-    starter = Starter("executor.nowhere")
-    popen = processes.subprocess.Popen
+    starter = Starter()
+    start = partial(starter.start_process, "executor.nowhere")
+    popen = children.subprocess.Popen
     waiting, late = threading.Event(), list[Any]()
 
     def slow(command: Any, *, pass_fds: list[int], **options: Any) -> Any:
@@ -173,25 +165,25 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(processes.sys, "executable", "/no/such/python")
+        patch.setattr(children.sys, "executable", "/no/such/python")
         with pytest.raises(PlacementError, match=r"no process for a rank can.*No such file"):
-            RankProcess(starter)
+            RankProcess("rank 0", start, MEMORY)
         patch.setattr(starter, "_start", poor)
         with pytest.raises(MemoryError):
-            RankProcess(starter)
+            RankProcess("rank 0", start, MEMORY)
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "_START_S", 0.1)
-        patch.setattr(processes.subprocess, "Popen", slow)
+        patch.setattr(children, "_START_S", 0.1)
+        patch.setattr(children.subprocess, "Popen", slow)
         for _ in range(2):  # the first is being started, the second waits for its turn
             with pytest.raises(PlacementError, match=r"takes longer than 0\.1 s"):
-                RankProcess(starter)
+                RankProcess("rank 0", start, MEMORY)
         pairs = [os.pipe() for _ in range(4)]  # they would get closed descriptors' numbers
         waiting.set()
         wait_until(lambda: len(late) == 2 and late[1].returncode is not None)
     assert not {os.fstat(file).st_ino for pair in pairs for file in pair} & set(late[0])
     for file in (file for pair in pairs for file in pair):
         os.close(file)
-    assert RankProcess(starter).pid
+    assert RankProcess("rank 0", start, MEMORY).pid
     assert len(late) == 2
     starter.stop()
 
@@ -199,8 +191,9 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_program_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is soon found, and its end and its last words are known."""
     monkeypatch.syspath_prepend(Path(driver_process.__file__).parent.parent)
-    starter = Starter("executor.nowhere")
-    process = RankProcess(starter)
+    starter = Starter()
+    start = partial(starter.start_process, "executor.nowhere")
+    process = RankProcess("rank 0", start, MEMORY)
     wait_until(lambda: process.answer() is None)
     machine = OwnMachine()
     machine.children = {process.pid: process}

@@ -45,6 +45,7 @@ def server(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     if request.param == "ray":
         options += ["--ray-address", request.getfixturevalue("ray_address")]
     options += ["--dtype", "float32", "--device", "cpu", "--num-device-blocks-override", "256"]
+    options += ["--keep-kv", "never"]  # else a recovery is over before a request can meet it
     # By a shell, so that it is executed and not forked: new ranks import torch, and the requests of
     # this test come while they do.
     more: dict[str, Any] = {"log": tmp_path / "log", "max_files": 1024}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from support.costs import count_work
+from support.small_barts import write_bart
 
 from server.http.openai_door import Door, written
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
@@ -315,6 +316,22 @@ def test_long_lists_are_refused_cheaply(state: ServerState, field: str) -> None:
         count_work(lambda: read(state, path, body) if is_read else refused(state, path, **body))
         < 50_000
     )
+
+
+def test_echo_of_a_model_with_an_encoder(tmp_path: Path) -> None:
+    """Its prompt has no log probabilities."""
+    options: Any = {"skip_tokenizer_init": True, "num_device_blocks_override": 64}
+    args = AsyncEngineArgs(model=str(write_bart(tmp_path)), dtype="float32", **options)
+    engine = AsyncLLMEngine.from_engine_args(args)
+    try:
+        state = ServerState(["bart"], 0.0)
+        state.serve(engine)
+        body = {"prompt": [5], "logprobs": 1, "max_tokens": 1}
+        read(state, TEXT, body)
+        with pytest.raises(RequestError, match="echo does not fit logprobs"):
+            read(state, TEXT, body | {"echo": True})
+    finally:
+        asyncio.run(engine.shutdown())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])

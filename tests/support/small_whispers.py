@@ -1,0 +1,147 @@
+"""Small random models of the Whisper family, and what transformers makes of sounds."""
+
+from __future__ import annotations
+
+import functools
+import io
+import wave
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from tokenizers import AddedToken
+
+from support.tiny_llama import byte_level_tokenizer
+
+RATE = 16_000
+MAX_POSITIONS = 50
+"""Of the encoder: a second of sound."""
+VOCAB_SIZE = 319
+END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, BEFORE, NO_TIMES = range(311, 319)
+"""The last ids, because transformers takes what follows NO_TIMES for times."""
+BEGIN = [START, ENGLISH, TRANSCRIBE, NO_TIMES]
+SUPPRESSED = [*range(40, 120), START, BEFORE, NO_TIMES]
+NOT_FIRST = [END, *range(120, 200)]
+_CONFIG = {
+    "vocab_size": VOCAB_SIZE,
+    "num_mel_bins": 16,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 80,
+    "max_source_positions": MAX_POSITIONS,
+    "max_target_positions": 64,
+    "init_std": 0.3,
+    "decoder_start_token_id": START,
+    "eos_token_id": END,
+    "bos_token_id": END,
+    "pad_token_id": END,
+}
+_GENERATION = {
+    "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN},
+    "task_to_id": {"transcribe": TRANSCRIBE, "translate": TRANSLATE},
+    "no_timestamps_token_id": NO_TIMES,
+    "is_multilingual": True,
+    "language": "en",
+    "task": "transcribe",
+    "suppress_tokens": SUPPRESSED,
+    "begin_suppress_tokens": NOT_FIRST,
+}
+_SPECIALS = (
+    "<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>",
+    "<|transcribe|>", "<|startofprev|>", "<|notimestamps|>",
+)  # fmt: skip
+Samples = npt.NDArray[np.float32]
+
+
+def write_whisper(folder: Path, generation: dict[str, Any] | None = None, **config: Any) -> Path:
+    """Writes a model in which biases are not zero and norms are not one; returns its folder."""
+    sizes = transformers.WhisperConfig(**{**_CONFIG, **config})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.WhisperForConditionalGeneration(sizes)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):
+                    parameter.normal_(0.0, 0.1)
+                elif "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                elif "out_proj" in name or "fc2" in name:
+                    parameter.mul_(3.0)  # so that not only the last token decides
+    fields = _GENERATION if generation is None else generation
+    for name, value in {**fields, "_from_model_config": False}.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)
+    _features(sizes).save_pretrained(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer of bytes and words for a model's ids."""
+    words = [f"word{number}" for number in range(END - 259)]
+    added = [AddedToken(token, special=True) for token in _SPECIALS]
+    byte_level_tokenizer(words, added=added).save_pretrained(folder)
+
+
+def wav(samples: Samples, rate: int = RATE, width: int = 2, channels: int = 1) -> bytes:
+    """A file of this sound, in all channels."""
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        whole = np.round(samples.astype(np.float64) * (2 ** (8 * width - 1) - 1)).astype("<i4")
+        raw = whole[:, None].view(np.uint8)[:, :width] ^ (0x80 if width == 1 else 0)
+        file.writeframes(np.tile(raw, channels).tobytes())
+    return buffer.getvalue()
+
+
+def _features(config: Any) -> Any:
+    """transformers' code for features, for sounds as short as the model's."""
+    extractor = transformers.WhisperFeatureExtractor(feature_size=config.num_mel_bins)
+    extractor.n_samples = 2 * config.max_source_positions * extractor.hop_length
+    return extractor
+
+
+@functools.cache
+def transformers_whisper(folder: Path) -> Any:
+    """The model in a folder, in float32."""
+    kind = transformers.WhisperForConditionalGeneration
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def features_of(model: Any, samples: Samples) -> torch.Tensor:
+    """float32 `[1, num_mel_bins, num_frames]`."""
+    extract = _features(model.config)
+    features: torch.Tensor = extract(samples, sampling_rate=RATE, return_tensors="pt")[
+        "input_features"
+    ]
+    return features
+
+
+def sounds(lengths: Sequence[int], seed: int) -> list[Samples]:
+    """Noise of these numbers of samples, whose colour and loudness change."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in lengths:
+        noise = rng.standard_normal(length + 64)
+        echo = noise[64 - int(rng.integers(1, 64)) :][:length] * rng.uniform(-1, 1)
+        swell = 0.1 + np.sin(np.arange(length) * rng.uniform(0.0002, 0.002)) ** 2
+        made.append((0.1 * swell * (noise[64:] + echo)).astype(np.float32))
+    return made
+
+
+def logits_after(
+    model: Any, samples: Samples, decoder_ids: Sequence[int], output: Sequence[int]
+) -> torch.Tensor:
+    """Logits `[num_tokens, vocab_size]` from which each token of an output is chosen."""
+    decoder = torch.tensor([[*decoder_ids, *output]])
+    with torch.inference_mode():
+        features = features_of(model, samples)
+        logits: torch.Tensor = model(input_features=features, decoder_input_ids=decoder).logits[0]
+    return logits[len(decoder_ids) - 1 : -1]
