@@ -1,8 +1,8 @@
 """Draws the pictures of README and docs/. `python docs/draw.py` writes them anew.
 
 engine.svg shows driver, ranks and one step. recovery.svg shows what recovery.json holds, which
-`python tests/benchmarks recovery --executor ray --json docs/recovery.json` measured. blocks.svg
-shows what blocks.json holds, which `python docs/draw.py --record-blocks` noted in a real run;
+`python tests/benchmarks recovery --executor processes --json docs/recovery.json` measured.
+blocks.svg shows blocks.json, of `python docs/draw.py --record-blocks`, noted in a real run;
 steps.svg shows steps.json, of `--record-steps`; pipeline.svg shows pipeline.json, of
 `PYTHONPATH=tests python docs/draw.py --record-pipeline`.
 """
@@ -127,8 +127,14 @@ PHASES = {
     "ranks connected": ("rendezvous", "devices"),
     "weights": ("weights",),
     "memory, cache": ("profile", "cache"),
+    "batch": ("batch",),
 }
 """The bars of a rebuild, and the phases of `RecoveryRecord.phases_s` that each of them holds."""
+WAYS = {
+    "processes, keep_kv never": "all ranks start again (--keep-kv never)",
+    "processes, keep_kv safe": "the lost rank alone is replaced",
+}
+"""Titles, by the names in the report of the benchmark."""
 LEFT, RIGHT, ROW = 190, 770, 20
 BEFORE_S, AFTER_S = 0.6, 1.0
 """What a timeline shows before the signal, and after the next token."""
@@ -156,7 +162,7 @@ def bars(kill: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
     at = kill["found_s"]
     yield "death noticed, cause found", 0.0, at
     for name, phases in PHASES.items():
-        start, at = at, at + sum(spent.pop(phase) for phase in phases)
+        start, at = at, at + sum(spent.pop(phase, 0.0) for phase in phases)
         yield name, start, at
     assert not spent, f"PHASES has no bar for {list(spent)}"
     yield "tokens computed again", kill["found_s"] + kill["ready_s"], next_token_s(kill)
@@ -208,8 +214,8 @@ def timeline(kill: dict[str, Any], title: str, top: int, end_s: float) -> list[s
 
 
 def draw_recovery(data: dict[str, Any]) -> str:
-    """From a kill to the next token of a stream, without spares and with them, as SVG."""
-    kills = {name: median_kill(data[name]) for name in ("0 spares", "2 spares")}
+    """From a kill to the next token of a stream, the two ways that there are, as SVG."""
+    kills = {title: median_kill(data[name]) for name, title in WAYS.items()}
     end_s = max(map(next_token_s, kills.values())) + AFTER_S
     height = (len(PHASES) + 3) * ROW + 76
     shapes = []

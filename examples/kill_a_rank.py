@@ -13,6 +13,7 @@ from pathlib import Path
 from tpengine import LLM, SamplingParams
 
 PROMPT = "Once upon a time"
+RANK_NAME = "tpengine-rank"
 KILL_AFTER = 24  # pieces of text
 SETTINGS = {
     "dtype": "float32",
@@ -34,25 +35,23 @@ def is_mine(pid: int) -> bool:
 
 
 def rank_processes() -> list[int]:
-    """Process ids of this program's ranks: children that have loaded the kernels."""
+    """Process ids of this program's ranks: children with the name of one."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended since
-            has_kernels = "libtpengine_cpu.so" in (folder / "maps").read_text()
+            is_rank = (folder / "comm").read_text().startswith(RANK_NAME)
             pid = int(folder.name)
-            if has_kernels and pid != os.getpid() and is_mine(pid):
+            if is_rank and pid != os.getpid() and is_mine(pid):
                 found.append(pid)
     return sorted(found)
 
 
 def main() -> None:
     """Streams one answer, kills a rank in the middle, and compares with an answer of one rank."""
-    # Ray would print a paragraph of its own about the killed process into the text of the stream.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     with LLM(**SETTINGS) as llm:
         undisturbed = "".join(llm.stream(PROMPT, sampling_params))
     text, longest_s = "", 0.0
-    with LLM(tensor_parallel_size=2, **SETTINGS) as llm:
+    with LLM(tensor_parallel_size=2, executor="processes", **SETTINGS) as llm:
         ranks = rank_processes()
         print(f"--- two ranks: processes {ranks}\n{PROMPT}", end="", flush=True)
         last = time.monotonic()
