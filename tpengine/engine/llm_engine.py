@@ -431,7 +431,7 @@ class LLMEngine:
 
     def _step(self) -> None:
         """Schedule, execute, process, update; and report. If ranks are lost, the unanswered steps
-        have not happened."""
+        are sent again, or have not happened."""
         unanswered = self._scheduler.unanswered
         try:
             self._compile_grammars()

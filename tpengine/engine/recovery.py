@@ -177,7 +177,9 @@ class Recovery:
         self.state, self._loss = EngineState.RECOVERING, loss
         reason = self._executor.resume()
         if reason is not None:
-            logger.warning("no rank can go on with its memory: %s", reason)
+            logger.warning(
+                "the memory of rank %d, which was lost, is not used: %s", loss.rank, reason
+            )
             return False
         self._count_loss(loss, True, "went on with a new rank in its place")
         self._num_attempts = 1

@@ -91,8 +91,8 @@ class Executor(ABC):
         """Has every rank run a step, after those that were sent before; here, in `take_answer`.
 
         Raises:
-            GroupLostError: a rank was lost. All ranks of its group are ended; `rebuild` starts
-                the next group.
+            GroupLostError: a rank was lost. `resume` may replace it; else `rebuild` ends its group
+                and starts the next one.
         """
         self._sent.append(step)
 
