@@ -16,7 +16,7 @@ from support.zoo import ZOO
 from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from tpengine.executor.codec import encode
 from tpengine.executor.group_executor import GroupExecutor
-from tpengine.messages import StepOutput
+from tpengine.messages import StepInput, StepOutput
 
 THREE = ZOO["d256-2to1-3-layers"]
 FIELDS = {"dtype": "float32", "device": "cpu", "num_device_blocks_override": 64}
@@ -110,6 +110,7 @@ def test_an_adapter_that_one_stage_cannot_load(
     stages = [StepOutput(1, [], load_results={b"key": "rank 1: no"}), StepOutput(1, [7])]
     payloads = [encode(StepOutput(1, [])), *map(encode, stages)]
     monkeypatch.setattr(executor._group, "take_answers", lambda timeout_s: payloads)
-    executor._unanswered.append((1, 0))
+    monkeypatch.setattr(executor._mirror, "follow", lambda *_: None)
+    executor._unanswered.append(StepInput(1, [], []))
     answer = executor.take_answer()
     assert (answer.token_ids, answer.load_results) == ([7], {b"key": "rank 1: no"})
