@@ -22,7 +22,7 @@ from tpengine.proto import tpengine_pb2 as pb
 
 SMALL = ["--device", "cpu", "--dtype", "float32", "--num-device-blocks-override", "1024"]
 TWO = ["--tensor-parallel-size", "2"]
-CHILDREN = [*TWO, "--executor", "processes"]
+CHILDREN = [*TWO, "--executor", "processes", "--keep-kv", "never"]  # so that it takes a while
 NUM_TOKENS, MAX_TOKENS = 400, 200
 RAY_S = 120.0
 """Time for Ray and two ranks to start on a loaded machine."""
@@ -40,7 +40,7 @@ def _own_ray() -> Iterator[None]:
     ("options", "size", "count"),
     [
         (CHILDREN, 2, 12),
-        pytest.param(["--isolate"], 1, 12, marks=pytest.mark.soak),
+        pytest.param(["--isolate", "--keep-kv", "never"], 1, 12, marks=pytest.mark.soak),
         pytest.param([*TWO, "--executor", "ray"], 2, 200, marks=pytest.mark.soak),
     ],
 )

@@ -39,6 +39,7 @@ SETTINGS = {"temperature": "0.7", "top_p": "0.9", "seed": "0"}
 TAGS = '<img src=x onerror="alert(1)"><script>alert(2)</script> & <b>é東🙂</b>\n</li> &lt;'
 THOUGHTS = "<i>Hm</i>, 東京 …"
 RANKS = ["--executor", "processes", "-tp", "2", "--device", "cpu", "--dtype", "float32"]
+RANKS += ["--keep-kv", "never"]  # else a recovery is over before the page shows it
 RANKS += ["--num-device-blocks-override", "256", "--http-port", "0", "--api-key", KEY]
 RECORD = """window.shown = new Set();
 new MutationObserver(() => {
