@@ -38,6 +38,7 @@ class Clock:
     Attributes:
         beating: ends of the other side that send a heartbeat every half second, till `silent_at`.
         num_waits: how often the watch has looked.
+        on_wait: called before it looks.
     """
 
     POLLIN, POLLRDHUP = select.POLLIN, select.POLLRDHUP
@@ -47,6 +48,7 @@ class Clock:
         self.beating: Sequence[wire.Channel] = ()
         self.silent_at = float("inf")
         self.num_waits = 0
+        self.on_wait: Callable[[], None] = lambda: None
         self._next_beat = 0.0
 
     def monotonic(self) -> float:
@@ -56,6 +58,7 @@ class Clock:
         real = select.poll()
 
         def wait(timeout_ms: float) -> list[tuple[int, int]]:
+            self.on_wait()
             self.num_waits += 1
             assert self.num_waits < 10_000, "it looks again and again without a rest"
             if self.beating and self._next_beat <= self.now < self.silent_at:
@@ -112,8 +115,26 @@ def test_silent_rank_is_lost_and_the_other_is_not(pair: Pair, clock: Clock) -> N
     assert isinstance(error, wire.ChannelTimeoutError)
     assert watched.phases == ["idle", "execute_model, step 5"]
     assert watched.asked == [1]
-    with pytest.raises(wire.ChannelClosedError):
-        [receive(ranks[0], TIMEOUT_S) for _ in range(100)]
+
+
+def test_survivors_get_heartbeats_until_the_watch_is_stopped(pair: Pair, clock: Clock) -> None:
+    """Rank 1 is gone; the other is silent for longer than the driver's patience."""
+    driver, ranks = pair
+    ranks[1].close()
+    lost: list[int] = []
+
+    def on_loss(rank: int, _: wire.ChannelError) -> bool:
+        lost.append(rank)
+        return True
+
+    watched = RankWatch(driver, lambda rank, silent_s: True, on_loss)
+    clock.on_wait = lambda: watched.stop() if clock.now > 2 * watch.FENCE_S else None
+    watched.run()
+    assert lost == [1]
+    num_heartbeats = 0
+    while ranks[0].take() is not None:
+        num_heartbeats += 1
+    assert num_heartbeats >= 2 * watch.FENCE_S / watch.HEARTBEAT_S
 
 
 def test_silent_rank_that_runs_is_given_time(pair: Pair, clock: Clock) -> None:
