@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 from pathlib import Path
 
@@ -92,3 +94,23 @@ def test_populating_ends_with_its_bytes() -> None:
     assert done == 3 << 20
     assert done <= min(resident_bytes(x) for x in tensors)
     assert sum(resident_bytes(x) for x in tensors) <= 12 << 20, "two large pages each, and a border"
+
+
+def test_what_lies_in_a_file_is_mapped_at_once_and_nothing_else() -> None:
+    if not huge_pages.populate([huge_pages.empty((100,), torch.int8)], 1 << 20, seconds=30.0):
+        pytest.skip("this kernel populates no memory when asked")
+    fd = os.memfd_create("memory")
+    try:
+        os.ftruncate(fd, 16 << 20)
+        first = huge_pages.map_file(fd, 0, 16 << 20)
+        first[1 << 20 : 3 << 20] = 7
+        first[-1] = 5
+        taken = os.fstat(fd).st_blocks
+        second = huge_pages.map_file(fd, 0, 16 << 20)
+        assert resident_bytes(second) >= (2 << 20) + mmap.PAGESIZE
+        assert os.fstat(fd).st_blocks == taken, "memory for what was never written"
+        assert torch.equal(first, second)
+        behind = huge_pages.map_file(fd, 2 << 20, 4 << 20)
+        assert resident_bytes(behind) >= 1 << 20
+    finally:
+        os.close(fd)

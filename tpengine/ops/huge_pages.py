@@ -11,8 +11,9 @@ import contextlib
 import ctypes
 import math
 import mmap
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -21,7 +22,7 @@ _PIECE_BYTES = 64 << 20
 PAGE_BYTES = 2 << 20
 _ALIGNMENT = 64
 """Bytes of a cache line, and of the widest vector register."""
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
 _libc = ctypes.CDLL(None)  # mmap's own madvise would hold Python's lock during the call
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -96,10 +97,26 @@ class HugePageArena:
 def map_file(fd: int, start: int, num_bytes: int) -> torch.Tensor:
     """Maps a part of a file, uint8 `[num_bytes]`, shared with every process that does so.
 
+    What has been written into it is mapped at once (0.1 s for a GiB). Page by page in the middle of
+    a step it takes far longer: a prefetch of a page that is not mapped is lost, but only after a
+    walk through the page tables.
+
     Raises:
         MemoryError: the kernel refuses a mapping of this size.
     """
-    return _mapping(num_bytes, fd, start)
+    memory = _mapping(num_bytes, fd, start)
+    for first, end in _written(fd, start, start + num_bytes):
+        _libc.madvise(memory.data_ptr() + first - start, end - first, _MADV_POPULATE_READ)
+    return memory
+
+
+def _written(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of a file, from a first byte to an end, that have been written, page by page."""
+    with contextlib.suppress(OSError):  # nothing is written behind `start`
+        while (start := os.lseek(fd, start, os.SEEK_DATA)) < end:
+            hole = os.lseek(fd, start, os.SEEK_HOLE)
+            yield start, min(hole, end)
+            start = hole
 
 
 def _mapping(num_bytes: int, fd: int = -1, start: int = 0) -> torch.Tensor:
