@@ -22,10 +22,15 @@ _PIECE_BYTES = 64 << 20
 PAGE_BYTES = 2 << 20
 _ALIGNMENT = 64
 """Bytes of a cache line, and of the widest vector register."""
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 22, 23, 25
+_MAP_FIXED = 0x10
+_CANNOT_MAP = "{} bytes of host memory cannot be mapped: {}"
 
-_libc = ctypes.CDLL(None)  # mmap's own madvise would hold Python's lock during the call
+# mmap's own madvise would hold Python's lock during the call.
+_libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -45,7 +50,7 @@ def populate(tensors: Sequence[torch.Tensor], num_bytes: int, seconds: float) ->
     a virtual machine it may also have to request it from the host. Contents do not change.
 
     Args:
-        tensors: made by `empty`.
+        tensors: made by `empty` or `map_file`.
         num_bytes: limit for all tensors together.
         seconds: limit of time; allocation stops after the page that crosses it.
 
@@ -71,6 +76,10 @@ def populate(tensors: Sequence[torch.Tensor], num_bytes: int, seconds: float) ->
 
 def _populate_range(place: tuple[int, int]) -> bool:
     address, num_bytes = place
+    if num_bytes == PAGE_BYTES:
+        # A file has large pages only on this request (Linux 6.1), and where it has one small page.
+        _libc.madvise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+        _libc.madvise(address, num_bytes, _MADV_COLLAPSE)
     return bool(_libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0)
 
 
@@ -95,7 +104,8 @@ class HugePageArena:
 
 
 def map_file(fd: int, start: int, num_bytes: int) -> torch.Tensor:
-    """Maps a part of a file, uint8 `[num_bytes]`, shared with every process that does so.
+    """Maps a part of a file, uint8 `[num_bytes]`, shared with every process that does so. With a
+    `start` that is a multiple of `PAGE_BYTES`, `populate` gives it large pages.
 
     What has been written into it is mapped at once (0.1 s for a GiB). Page by page in the middle of
     a step it takes far longer: a prefetch of a page that is not mapped is lost, but only after a
@@ -104,9 +114,18 @@ def map_file(fd: int, start: int, num_bytes: int) -> torch.Tensor:
     Raises:
         MemoryError: the kernel refuses a mapping of this size.
     """
-    memory = _mapping(num_bytes, fd, start)
+    if num_bytes == 0:  # a mapping cannot be empty
+        return torch.empty(0, dtype=torch.uint8)
+    room = _anonymous(num_bytes + PAGE_BYTES)
+    offset = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % PAGE_BYTES
+    memory = torch.frombuffer(room, dtype=torch.uint8, count=num_bytes, offset=offset)
+    address, protection = memory.data_ptr(), mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_SHARED | _MAP_FIXED  # in place of that room, and unmapped with it
+    if _libc.mmap(address, num_bytes, protection, flags, fd, start) != address:
+        raise MemoryError(_CANNOT_MAP.format(num_bytes, os.strerror(ctypes.get_errno())))
+    _libc.madvise(address, num_bytes, mmap.MADV_HUGEPAGE)
     for first, end in _written(fd, start, start + num_bytes):
-        _libc.madvise(memory.data_ptr() + first - start, end - first, _MADV_POPULATE_READ)
+        _libc.madvise(address + first - start, end - first, _MADV_POPULATE_READ)
     return memory
 
 
@@ -119,14 +138,17 @@ def _written(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
             start = hole
 
 
-def _mapping(num_bytes: int, fd: int = -1, start: int = 0) -> torch.Tensor:
+def _mapping(num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:  # a mapping cannot be empty
         return torch.empty(0, dtype=torch.uint8)
-    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(_anonymous(num_bytes), dtype=torch.uint8)
+
+
+def _anonymous(num_bytes: int) -> mmap.mmap:
     try:
-        memory = mmap.mmap(fd, num_bytes, flags=flags, offset=start)
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"{num_bytes} bytes of host memory cannot be mapped: {error}") from error
+        raise MemoryError(_CANNOT_MAP.format(num_bytes, error)) from error
     with contextlib.suppress(OSError):  # this kernel has no large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory

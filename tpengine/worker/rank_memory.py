@@ -34,6 +34,8 @@ _HEAD = struct.Struct("<8s32sQI")  # magic, digest of configuration and rank, mo
 _MAGIC = b"tpemem01"
 _MOVES_AT = 40
 _ALIGNMENT = 64
+_POPULATE_S = 30.0
+"""Limit of the time in which weights get large pages, about 1 s for a GiB."""
 _STATE, _WEIGHTS = "state", "weights"
 
 
@@ -149,6 +151,7 @@ class RankMemory:
             extent[2] = -(-total // _ALIGNMENT) * _ALIGNMENT + extent[0] % _ALIGNMENT
             total = extent[2] + extent[1] - extent[0]
         weights = self.section(_WEIGHTS, total)
+        huge_pages.populate([weights], total, _POPULATE_S)
         records: list[_Record] = [((), (), torch.uint8, 0)] * len(tensors)
         left = iter(extents)
         start, end, place = -1, -1, 0
