@@ -139,7 +139,7 @@ def test_streams_go_on_when_a_rank_is_lost(servers: Servers, offline: Outputs) -
         info = server.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=END_S)
         os.kill(rank_pid(info.ranks[1]), signal.SIGKILL)
         assert text + "".join(part.choices[0].text for part in stream) == offline[0].text
-    assert "1 request will wait for a new group" in server.log.read_text()
+    assert "1 request went on with a new rank" in server.log.read_text()
 
 
 def test_requests_go_elsewhere_when_a_server_is_lost(client: OpenAI, servers: Servers) -> None:

