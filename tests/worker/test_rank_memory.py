@@ -41,7 +41,7 @@ def test_tensors_are_found_again(file: int, config: EngineConfig) -> None:
         "same": whole,
         "empty": torch.empty(0, 7, dtype=torch.int8),
         "bits": torch.arange(5, dtype=torch.bfloat16)[1:],
-        "elsewhere": torch.empty(3, device="meta"),
+        "elsewhere": torch.empty(4, 3, device="meta")[1:, 1],
         "op": torch.ops.aten.relu.default,
         "shared": shared,
     }
@@ -57,7 +57,9 @@ def test_tensors_are_found_again(file: int, config: EngineConfig) -> None:
     assert again["same"] is again["views"][2]
     assert again["empty"].shape == (0, 7)
     assert again["bits"].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert again["elsewhere"].is_meta
+    elsewhere = again["elsewhere"]
+    assert elsewhere.is_meta
+    assert (elsewhere.shape, elsewhere.stride(), elsewhere.storage_offset()) == ((3,), (3,), 4)
     assert (again["op"], again["shared"]) == (torch.ops.aten.relu.default, 5)
     again["views"][0][0, 0] = -1.0  # one memory for the process that saved, and for the other one
     assert whole[1, 0] == again["same"][1, 0] == -1.0

@@ -191,8 +191,6 @@ class GroupExecutor(Executor):
             return "no step was completed since the start, or since the last loss"
         if not self._outlive:
             return "not all that the ranks know is kept, see the log of their start"
-        if self._config.lora is not None:
-            return "adapters end with their rank"
         if self._config.model.pooling is not None:
             return "sums over a prompt end with their rank"
         samples = self._config.parallel.sampling_rank in survivors

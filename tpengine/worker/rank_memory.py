@@ -199,6 +199,11 @@ def _op(name: str, overload: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
+def _outline(dtype: torch.dtype, length: int, *form: Any) -> torch.Tensor:
+    """A tensor without memory: of this shape, these strides and this offset."""
+    return torch.empty(form[-1] + length, dtype=dtype, device="meta").as_strided(*form)
+
+
 class _Pickler(pickle.Pickler):
     """Notes tensors by their number, shared objects by their name, and ops of torch by theirs."""
 
@@ -221,6 +226,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch._ops.OpOverload):
             return _op, (value._schema.name, value._overloadname)
+        if isinstance(value, torch.Tensor):  # on no device: torch would forget where it begins
+            form = tuple(value.shape), value.stride(), value.storage_offset()
+            return _outline, (value.dtype, _span_bytes(value) // value.itemsize, *form)
         return NotImplemented
 
 
