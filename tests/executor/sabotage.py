@@ -32,8 +32,8 @@ def harm(target: Rank, rank: int | None, sabotage: Sabotage) -> None:
 class SabotagedProcess(Rank):
     """A rank that is not Ray's."""
 
-    def create(self, config: Any) -> None:
-        super().create(config)
+    def create(self, *args: Any) -> None:
+        super().create(*args)
         harm(self, *read(os.environ[VARIABLE]))
 
 

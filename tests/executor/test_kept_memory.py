@@ -16,7 +16,7 @@ from support.models import ModelShop
 from support.waiting import wait_until
 from support.zoo import PLAIN, ZOO
 
-from executor.ray_engines import sabotaged_rank
+from executor.ray_engines import executor_of, sabotaged_rank
 from executor.sabotage import in_step, kill_self
 from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from tpengine.executor.group_executor import GroupExecutor
@@ -195,6 +195,33 @@ def test_memory_that_is_not_trusted(
         tokens = [[ids for ids, *_ in outputs] for outputs in serve(engine, prompts, {8: kill})]
         assert tokens == [[ids for ids, *_ in outputs] for outputs in expected]
         assert is_resumed is None or resumed(engine) == [is_resumed]
+
+
+def test_memory_of_others_is_not_used(
+    folder: Path, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new rank finds that what it was given is not its own; then all ranks start again."""
+    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
+    with LLMEngine.from_engine_args(args) as engine:
+        expected, executor = serve(engine, prompts, {}), executor_of(engine)
+        memory: list[int] = executor.home._memory  # type: ignore[attr-defined]
+        changes: dict[str, Callable[[], None]] = {
+            "engine is": lambda: setattr(executor, "_engine_id", "another"),
+            "epoch is": lambda: setattr(executor, "_first_epoch", 9),
+            "rank is 0, and not 1": memory.reverse,
+            "number of bytes of blocks": lambda: setattr(executor, "_num_blocks", (17, 0)),
+        }
+        for change in changes.values():
+
+            def kill(pids: list[int], change: Callable[[], None] = change) -> None:
+                change()
+                os.kill(pids[1], signal.SIGKILL)
+
+            assert serve(engine, prompts, {8: kill}) == expected
+        assert resumed(engine) == [False] * len(changes)
+    refusals = [x.getMessage() for x in caplog.records if "which was lost, is not" in x.msg]
+    for what, refusal in zip(changes, refusals, strict=True):
+        assert f"has left is not used: its {what}" in refusal
 
 
 def test_a_step_that_is_lost_again_is_not_sent_a_third_time(

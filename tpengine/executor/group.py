@@ -130,10 +130,14 @@ class Group:
         }
         exchange.call(payloads, timeout_s)
 
-    def create_workers(self) -> None:
-        """Has every new rank make its worker, which imports torch."""
-        configs = {rank: (self._config.for_rank(rank),) for rank in self._new}
-        self.call_each("create", configs)
+    def create_workers(self, engine_id: str, first_epoch: int) -> None:
+        """Has every new rank make its worker, which imports torch.
+
+        Args:
+            first_epoch: in which the ranks' memory began.
+        """
+        args = {rank: (self._config.for_rank(rank), engine_id, first_epoch) for rank in self._new}
+        self.call_each("create", args)
 
     def rendezvous(self, engine_id: str) -> None:
         """Connects the ranks with each other.

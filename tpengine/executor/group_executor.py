@@ -346,7 +346,7 @@ class GroupExecutor(Executor):
         with self._times.phase("channels"):
             group.join(self._times.appear_s)
         with self._times.phase("imports"):
-            group.create_workers()
+            group.create_workers(self._engine_id, self._first_epoch)
         if len(group.places) > 1:
             with self._times.phase("rendezvous"):
                 group.rendezvous(self._engine_id)

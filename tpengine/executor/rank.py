@@ -155,9 +155,10 @@ class Rank:
             envs.set_visible_gpus(self.place.devices)
         self._heartbeat.start()
 
-    def create(self, config: EngineConfig) -> None:
+    def create(self, config: EngineConfig, engine_id: str, first_epoch: int) -> None:
         """Makes the worker, which imports torch."""
-        self._worker = _import_worker()(config, rank=self._rank, memory_file=self.memory_file)
+        owner = self.memory_file, engine_id, first_epoch
+        self._worker = _import_worker()(config, None, self._rank, *owner)
         self._samples = self._rank == config.parallel.sampling_rank
 
     def failure(self, error: BaseException, phase: str) -> RankFailure:

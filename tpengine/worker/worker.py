@@ -17,7 +17,7 @@ from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import make_store
 from tpengine.distributed.shared_memory import SharedMemoryCollectives
-from tpengine.errors import CacheSizeError, ConfigError, counted, is_device_fault
+from tpengine.errors import CacheSizeError, ConfigError, TemporaryError, counted, is_device_fault
 from tpengine.layers.adapter_parts import Targets
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.lora import AdapterLayers
@@ -70,6 +70,10 @@ class Worker:
     Args:
         parallel: of a rank that is already connected with the others; replaces `rank`.
         memory_file: descriptor of a file for what outlives the process; None: nothing does.
+        engine_id, first_epoch: whose file it is.
+
+    Raises:
+        TemporaryError: it is the file of others.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class Worker:
         parallel: ParallelState | None = None,
         rank: int = 0,
         memory_file: int | None = None,
+        engine_id: str = "",
+        first_epoch: int = 1,
     ) -> None:
         self._config = config
         self._memory: RankMemory | None = None
@@ -85,7 +91,7 @@ class Worker:
         ranks = config.parallel.ranks
         wanted = config.device == "cpu" and (ranks is None or ranks.keep_kv != "never")
         if memory_file is not None and wanted:
-            self._memory = RankMemory(memory_file, config, rank)
+            self._memory = RankMemory(memory_file, config, rank, engine_id, first_epoch)
         self._rank = rank
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
         self._num_local_ranks = config.parallel.world_size
@@ -347,6 +353,7 @@ class Worker:
         try:
             if self._memory is not None and not goes_on:
                 self._memory.moves_done = 0
+                self._memory.drop("blocks")
             runner = self._open_cache(num_blocks, num_host_blocks)
             if not goes_on:
                 with self._forward():
@@ -406,7 +413,7 @@ class Worker:
             if draft_model is not None:
                 draft_cache = self._make_cache(draft_model, num_blocks)
         except (MemoryError, RuntimeError) as error:
-            if is_device_fault(error):
+            if is_device_fault(error) or isinstance(error, TemporaryError):
                 raise
             own_block = self._cache_shape(model).block_bytes / device.GIB
             size = num_blocks * (own_block + self._draft_block_bytes / device.GIB)
