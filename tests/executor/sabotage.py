@@ -19,6 +19,8 @@ Sabotage = Callable[[Any], None]
 """Changes the module `tpengine.worker.worker` in the process of one rank."""
 VARIABLE = "TPENGINE_TEST_SABOTAGE"
 """(rank, or None for all; sabotage), pickled, for processes without Ray."""
+RANK_VARIABLE = "TPENGINE_TEST_RANK"
+"""The rank of such a process."""
 
 
 def harm(target: Rank, rank: int | None, sabotage: Sabotage) -> None:
@@ -34,6 +36,7 @@ class SabotagedProcess(Rank):
 
     def create(self, *args: Any) -> None:
         super().create(*args)
+        os.environ[RANK_VARIABLE] = str(self._rank)
         harm(self, *read(os.environ[VARIABLE]))
 
 

@@ -185,6 +185,7 @@ class Worker:
             kept = None if self._memory is None else self._memory.load(shared)
             if kept is not None:
                 vars(self).update(kept)
+                gc.collect()  # those that a survivor had hold links and memory of the epoch before
                 return self._digest
             self._load_model()
             if self._memory is not None and self._pictures is None:
