@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.models import ModelShop
+from support.namespaces import children_of
 from support.waiting import wait_until
 from support.zoo import PLAIN, ZOO
 
@@ -22,11 +24,13 @@ from executor.moments import Orders, install
 from executor.ray_engines import executor_of, sabotaged_rank
 from executor.sabotage import in_step, kill_self
 from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from tpengine.errors import EngineDeadError
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch import processes
 from tpengine.executor.launch.processes import ProcessHome
 from tpengine.executor.launch.template import Template
+from tpengine.executor.watch import FENCE_S, HEARTBEAT_S
 
 FIELDS = {
     "dtype": "float32",
@@ -259,6 +263,41 @@ def test_a_stopped_rank_is_replaced(folder: Path, prompts: list[list[int]]) -> N
         assert serve(engine, prompts, {12: send(signal.SIGKILL, 1)}) == expected
         assert resumed(engine) == [True, True]
         assert held(engine) == before
+
+
+def test_a_loss_while_idle(folder: Path, prompts: list[list[int]]) -> None:
+    """The next request comes after a time in which ranks without heartbeats end themselves."""
+    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
+    with LLMEngine.from_engine_args(args) as engine:
+        expected, executor = serve(engine, prompts, {}), executor_of(engine)
+        os.kill(executor.places[1].pid, signal.SIGKILL)
+        wait_until(lambda: executor.loss is not None, what="no loss is found")
+        time.sleep(FENCE_S + HEARTBEAT_S)
+        assert serve(engine, prompts, {}) == expected
+        assert resumed(engine) == [True]
+
+
+@pytest.mark.parametrize("phase", ["start", "load_model"])
+def test_a_second_ctrl_c_while_a_rank_is_replaced(
+    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """It raises at once, and the engine is dead; nothing is left of it."""
+
+    def press(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def kill(pids: list[int]) -> None:
+        monkeypatch.setattr(Group, phase, press)
+        os.kill(pids[0], signal.SIGKILL)
+
+    def own() -> tuple[list[int], int]:
+        return children_of(os.getpid()), len(os.listdir("/proc/self/fd"))
+
+    before = own()
+    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
+    with LLMEngine.from_engine_args(args) as engine, pytest.raises(EngineDeadError):
+        serve(engine, prompts, {9: kill})
+    wait_until(lambda: own() == before, what="something is left")
 
 
 def test_a_loss_before_a_step_is_sent(

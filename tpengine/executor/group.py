@@ -330,14 +330,12 @@ class Group:
         elif self._keep_kv == "never":
             self.why_given_up = "keep_kv is never"
         elif raised or doing.phase not in ("execute_model", diagnosis.IDLE.phase):
-            self.why_given_up = (
-                f"it failed in {doing.phase}" if not raised else "it raised an error"
-            )
+            self.why_given_up = "it raised an error" if raised else f"it failed in {doing.phase}"
         if self.why_given_up:
             self._kill()
             return
         assert self._watch is not None, "a step before the ranks have joined"
-        self._watch.stop()
+        self._watch.keep_alive()  # the others end themselves if they hear nothing
         lost = self._diagnosis.kill_lost(loss.rank)
         broken = [rank for rank in lost if self._diagnosis.has_broken_code(rank)]
         if broken and self._keep_kv == "safe":

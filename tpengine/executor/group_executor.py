@@ -181,7 +181,7 @@ class GroupExecutor(Executor):
                     self._replace_lost(lost, lost.survivors)
                 finally:
                     self._hold_reserve()
-        except EngineError as error:
+        except Exception as error:  # a new group may have what was missing
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -193,8 +193,7 @@ class GroupExecutor(Executor):
             return "not all that the ranks know is kept, see the log of their start"
         if self._config.model.pooling is not None:
             return "sums over a prompt end with their rank"
-        samples = self._config.parallel.sampling_rank in survivors
-        if self._has_grammars and not samples:
+        if self._has_grammars and self._config.parallel.sampling_rank not in survivors:
             return "compiled grammars end with their rank"
         return None
 

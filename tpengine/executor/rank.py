@@ -59,7 +59,7 @@ class Rank:
         self._rank = 0
         self._samples = False
         self._begun: deque[int] = deque()  # steps without an answer
-        self._failed_step: int | None = None  # none runs after it until the ranks connect again
+        self._has_failed = False  # in a step; none runs after it until the ranks connect again
         self._waited_s = self._idle_since = 0.0
         self._log = LastLines()
         init_logger("tpengine").addHandler(self._log)
@@ -93,7 +93,7 @@ class Rank:
         """Runs a step or a call; returns the answers that are there now, which may be those of
         earlier steps."""
         if frame.kind is FrameKind.STEP:
-            if self._failed_step is not None:
+            if self._has_failed:
                 return []
             self._waited_s = time.perf_counter() - self._idle_since
             self._begun.append(frame.number)
@@ -103,7 +103,7 @@ class Rank:
         try:
             phase, args, kwargs = decode_call(frame.payload)
             if phase == "connect":
-                self._failed_step = None
+                self._has_failed = False
             with self._heartbeat.during(Doing(phase)):
                 target = self if phase in ("join", "create") else self._worker
                 payload = encode_call(getattr(target, phase)(*args, **kwargs))
@@ -125,7 +125,7 @@ class Rank:
                 outputs = run()
         except BaseException as error:  # after which no step is answered
             self._begun.clear()
-            self._failed_step = number
+            self._has_failed = True
             return [self._failed(error, f"step {number}", number)]
         self._idle_since = time.perf_counter()
         answers = []

@@ -44,15 +44,10 @@ from tpengine.worker.picture_store import PictureStore
 from tpengine.worker.rank_memory import RankMemory
 from tpengine.worker.stage_ends import StageEnds
 
-_KEPT = (
-    "_model",
-    "_draft_model",
-    "_adapters",
-    "_digest",
-    "_weights_bytes",
-    "_looked_up_bytes",
-    "_weights_form",
-)
+_KEPT = [
+    *("_model", "_draft_model", "_adapters", "_digest"),
+    *("_weights_bytes", "_looked_up_bytes", "_weights_form"),
+]
 """What a rank that replaces a lost one takes over from it."""
 
 
@@ -606,10 +601,8 @@ class Worker:
         num_host_blocks: int = 0,
         memory: RankMemory | None = None,
     ) -> CacheEngine:
-        sizes, kept = (self._cache_shape(model), num_blocks, num_host_blocks), None
-        if memory is not None:
-            kept = KeptBlocks(memory, *sizes)
-        cache = CacheEngine(*sizes, kept)
+        sizes = self._cache_shape(model), num_blocks, num_host_blocks
+        cache = CacheEngine(*sizes, None if memory is None else KeptBlocks(memory, *sizes))
         if self._config.model.is_encoder:
             cache.share(len(list(attention_layers(model))))
         return cache

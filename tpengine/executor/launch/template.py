@@ -112,7 +112,7 @@ class Template(Child):
                 self._send(order, files)
                 answer = self._receive(_ANSWER_S)
             except BaseException:  # the next order would get this one's answer
-                self._process.kill()
+                self._end_all()
                 raise
         if "error" in answer:
             raise OSError(answer["errno"], answer["error"])
@@ -132,8 +132,13 @@ class Template(Child):
 
     def end(self) -> None:
         """Kills it, and a process that it has forked without its driver's knowledge."""
+        super().end()  # at once, so that an order ends its wait
+        with self._lock:
+            self._end_all()
+
+    def _end_all(self) -> None:
         super().end()
-        with self._lock, self._orders, contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with self._orders, contextlib.suppress(OSError, subprocess.TimeoutExpired):
             while True:  # until it has ended
                 answer = self._receive(REAP_S)
                 if "pid" in answer:
