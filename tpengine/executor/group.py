@@ -341,10 +341,9 @@ class Group:
         if broken and self._keep_kv == "safe":
             ranks = ", ".join(map(str, broken))
             self.why_given_up = f"the code of rank {ranks} was broken (keep_kv is safe)"
-        if self.why_given_up:
             self._kill()
-            return
-        self.survivors = frozenset(range(self._size)) - lost
+        else:
+            self.survivors = frozenset(range(self._size)) - lost
 
     def release(self) -> None:
         """Lets go of the ranks that another group keeps; the lost ones are dead."""

@@ -60,14 +60,13 @@ class RankMemory:
         self._owner["configuration"] = configuration
         self._sections: dict[str, tuple[int, int]] = {}  # by name: first byte, number of bytes
         self._mapped: dict[str, torch.Tensor] = {}
-        is_new = not os.fstat(fd).st_size
-        if is_new:
-            os.ftruncate(fd, _HEADER_BYTES)
-        self._header = mmap.mmap(fd, _HEADER_BYTES)
-        if is_new:
-            self._write_index()
-        else:
+        if os.fstat(fd).st_size:
+            self._header = mmap.mmap(fd, _HEADER_BYTES)
             self._read_index()
+        else:
+            os.ftruncate(fd, _HEADER_BYTES)
+            self._header = mmap.mmap(fd, _HEADER_BYTES)
+            self._write_index()
 
     @property
     def moves_done(self) -> int:
@@ -146,10 +145,8 @@ class RankMemory:
             logger.info("the weights of a lost rank will be read again: %s", error)
             return False
         records = self._move(pickler.tensors)
-        whole = pickle.dumps((records, notes.getvalue()))
-        self.section(_STATE, len(whole)).copy_(
-            torch.frombuffer(bytearray(whole), dtype=torch.uint8)
-        )
+        whole = bytearray(pickle.dumps((records, notes.getvalue())))
+        self.section(_STATE, len(whole)).copy_(torch.frombuffer(whole, dtype=torch.uint8))
         return True
 
     def _move(self, tensors: list[torch.Tensor]) -> list[_Record]:
