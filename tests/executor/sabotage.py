@@ -19,6 +19,8 @@ Sabotage = Callable[[Any], None]
 """Changes the module `tpengine.worker.worker` in the process of one rank."""
 VARIABLE = "TPENGINE_TEST_SABOTAGE"
 """(rank, or None for all; sabotage), pickled, for processes without Ray."""
+RANK_VARIABLE = "TPENGINE_TEST_RANK"
+"""The rank of such a process."""
 
 
 def harm(target: Rank, rank: int | None, sabotage: Sabotage) -> None:
@@ -32,8 +34,9 @@ def harm(target: Rank, rank: int | None, sabotage: Sabotage) -> None:
 class SabotagedProcess(Rank):
     """A rank that is not Ray's."""
 
-    def create(self, config: Any) -> None:
-        super().create(config)
+    def create(self, *args: Any) -> None:
+        super().create(*args)
+        os.environ[RANK_VARIABLE] = str(self._rank)
         harm(self, *read(os.environ[VARIABLE]))
 
 

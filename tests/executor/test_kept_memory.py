@@ -6,26 +6,37 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models import ModelShop
+from support.namespaces import children_of
 from support.waiting import wait_until
 from support.zoo import PLAIN, ZOO
 
-from executor.ray_engines import sabotaged_rank
+from executor.moments import Orders, install
+from executor.ray_engines import executor_of, sabotaged_rank
 from executor.sabotage import in_step, kill_self
 from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from tpengine.errors import EngineDeadError
+from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
+from tpengine.executor.launch import processes
+from tpengine.executor.launch.processes import ProcessHome
+from tpengine.executor.launch.template import Template
+from tpengine.executor.watch import FENCE_S, HEARTBEAT_S
 
 FIELDS = {
     "dtype": "float32",
     "device": "cpu",
     "executor": "processes",
-    "max_recoveries": 100,
+    "max_recoveries": 10_000,
     "max_num_batched_tokens": 32,
     "max_num_seqs": 8,
     "max_model_len": 128,
@@ -60,7 +71,8 @@ def serve(engine: LLMEngine, prompts: list[list[int]], kills: dict[int, Kill]) -
         is_running = engine.health().state.value == "running"
         if due and is_running and engine.counters.num_steps - first_step >= min(due):
             due.pop(min(due))([place.pid for place in executor.places])
-        last |= {output.request_id: output for output in engine.step()}
+        with suppress(KeyboardInterrupt):
+            last |= {output.request_id: output for output in engine.step()}
     assert not due, "the requests have ended before"
     assert engine.num_free_blocks == engine.num_total_blocks
     return [
@@ -79,10 +91,6 @@ def send(number: int, *ranks: int) -> Kill:
     return kill
 
 
-def at_random(pids: list[int], rng: random.Random) -> None:
-    os.kill(rng.choice(pids), signal.SIGKILL)
-
-
 def resumed(engine: LLMEngine) -> list[bool]:
     """Of each recovery, whether only the lost rank was replaced."""
     return [record.is_resumed for record in engine.recoveries]
@@ -98,39 +106,152 @@ def prompts(models: ModelShop, folder: Path) -> list[list[int]]:
     return models.oracle(folder).prompts(LENGTHS, seed=3)
 
 
-@pytest.mark.parametrize(
-    ("model", "args"),
-    [
-        (PLAIN, {"tensor_parallel_size": 2}),
-        (PLAIN, {"tensor_parallel_size": 1}),
-        (ZOO["d256-2to1-3-layers"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-        pytest.param(
-            PLAIN,
-            {"tensor_parallel_size": 4, "kv_cache_dtype": "int8", "quantization": "int4"},
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            PLAIN,
-            {"tensor_parallel_size": 2, "speculative_model": "[ngram]"}
-            | {"num_speculative_tokens": 3, "ngram_prompt_lookup_max": 3},
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            ZOO["d256-2to1-3-layers"], {"pipeline_parallel_size": 3}, marks=pytest.mark.soak
-        ),
-    ],
-    ids=["2", "1", "2x2", "4-int8", "drafts", "1x3"],
-)
-def test_outputs_are_as_without_losses(models: ModelShop, model: Any, args: dict[str, Any]) -> None:
-    """Ranks are killed in prompts, swaps, copies of blocks, beams and decode steps."""
-    folder, rng = models.folder(model), random.Random(11)
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "2": (PLAIN, {"tensor_parallel_size": 2}),
+    "1": (PLAIN, {}),
+    "2x2": (ZOO["d256-2to1-3-layers"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "4-int8": (
+        PLAIN,
+        {"tensor_parallel_size": 4, "kv_cache_dtype": "int8", "quantization": "int4"},
+    ),
+    "drafts": (
+        PLAIN,
+        {"tensor_parallel_size": 2, "speculative_model": "[ngram]"}
+        | {"num_speculative_tokens": 3, "ngram_prompt_lookup_max": 3},
+    ),
+    "1x3": (ZOO["d256-2to1-3-layers"], {"pipeline_parallel_size": 3}),
+}
+SERVING = ("swap", "copy", "write", "recorded", "answer", "step")
+"""Moments of steps, see `moments.install`."""
+OF_SEVERAL = ("between", "collective")
+"""Moments of steps of ranks that share layers."""
+RESUMING = ("init_device", "load_model", "write", "init_cache_engine", "batch", "step")
+"""Moments while a lost rank is replaced, for a second loss; `write`: while a step is recorded."""
+BESIDE = ("template", "fork", "interrupt")
+"""What happens to others than ranks while a lost one is replaced."""
+
+
+Moments = tuple[str, ...]
+"""One, or a second one while a lost rank is replaced."""
+
+
+class Campaign:
+    """Losses, one after another, while an engine serves.
+
+    Args:
+        moments: of the losses, in this order.
+        orders: that the ranks obey.
+    """
+
+    def __init__(
+        self, engine: LLMEngine, moments: Iterable[Moments], orders: Orders, seed: int
+    ) -> None:
+        self._engine, self._executor = engine, executor_of(engine)
+        self.left = deque(moments)
+        self._orders = orders
+        self._rng = random.Random(seed)
+        self._now: Moments = ()
+        self._num_before = -1
+        self._beside = ""
+
+    def strike(self, pids: list[int]) -> None:
+        """Between two steps: names the next moment, if the one before has come, and its ranks are
+        replaced."""
+        is_ready = self._executor._mirror.num_steps and not self._engine._recovery._poison.suspects
+        if self.left and is_ready and not self._is_awaited:
+            self._now, self._num_before = self.left.popleft(), len(self._engine.recoveries)
+            of_ranks = [moment for moment in self._now if moment not in BESIDE]
+            self._beside = "".join(self._now[len(of_ranks) :])
+            passes = self._rng.choices(range(4), k=len(of_ranks)) if len(self._now) == 1 else [0, 0]
+            ranks = self._rng.choices(range(len(pids)), k=len(of_ranks))
+            self._orders.give(list(zip(ranks, of_ranks, passes, strict=False)))
+
+    @property
+    def _is_awaited(self) -> bool:
+        is_over = len(self._engine.recoveries) > self._num_before
+        return bool(self._orders.num_left or self._beside or not is_over)
+
+    def end_round(self) -> None:
+        """When no request is left: a moment that has not come is for the next round."""
+        if self._is_awaited:
+            self.left.append(self._now)
+            self._num_before, self._beside = -1, ""
+            self._orders.give([])
+
+    def _happens(self, what: str) -> bool:
+        if self._beside != what:
+            return False
+        self._beside = ""
+        return True
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        """Has happen in the driver's own code what happens beside the ranks."""
+        make_launcher, send, join = ProcessHome.make_launcher, Template._send, Group.join
+
+        def losing_launcher(home: ProcessHome, kept: frozenset[int] | None = None) -> Any:
+            if kept is not None and self._happens("template"):
+                for template in home.spares.usable():
+                    os.kill(template.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            return make_launcher(home, kept)
+
+        def losing_send(template: Template, order: Any, files: Any = ()) -> None:
+            send(template, order, files)
+            if order["order"] == "fork" and self._happens("fork"):
+                os.kill(template.pid, signal.SIGKILL)
+
+        def interrupted(group: Group, timeout_s: float) -> None:
+            if self._happens("interrupt"):
+                signal.raise_signal(signal.SIGINT)
+            join(group, timeout_s)
+
+        patch.setattr(ProcessHome, "make_launcher", losing_launcher)
+        patch.setattr(Template, "_send", losing_send)
+        patch.setattr(Group, "join", interrupted)
+        patch.setattr(processes, "_RENEW_S", 0.0)
+
+
+def cases() -> Iterator[Any]:
+    """Forms, and how often each pair of moments comes; 0: each moment once, without a second."""
+    for form in FORMS:
+        if form in ("2", "1", "2x2"):
+            yield pytest.param(form, 0, id=form)
+            yield pytest.param(form, 1, id=f"{form}-twice", marks=pytest.mark.check)
+        yield pytest.param(form, 8, id=f"{form}-long", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("form", "num_cycles"), [*cases()])
+def test_losses_at_any_moment(
+    models: ModelShop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    num_cycles: int,
+) -> None:
+    """No request is lost, no output changes, and nothing is left over."""
+    model, args = FORMS[form]
+    folder, orders = models.folder(model), Orders.make(tmp_path / "orders")
     prompts = models.oracle(folder).prompts(LENGTHS, seed=3)
-    with LLMEngine.from_engine_args(EngineArgs(str(folder), **FIELDS, **args)) as engine:
+    several = OF_SEVERAL if args.get("tensor_parallel_size", 1) > 1 else ()
+    moments: list[Moments] = [(moment,) for moment in (*SERVING, *several)]
+    if num_cycles:
+        moments += [("step", second) for second in (*RESUMING, *BESIDE)]
+        moments *= num_cycles
+    obedient = sabotaged_rank(None, partial(install, str(tmp_path / "orders")))
+    engine_args = EngineArgs(str(folder), **FIELDS, **args)
+    with obedient, LLMEngine.from_engine_args(engine_args) as engine:
         expected = serve(engine, prompts, {})
         assert engine.counters.num_preemptions, "no block was swapped"
-        kills = dict.fromkeys(range(2, 40, 3), partial(at_random, rng=rng))
-        assert serve(engine, prompts, kills) == expected
-        assert resumed(engine) == [True] * len(kills)
+        before, campaign = held(engine), Campaign(engine, moments, orders, seed=11)
+        campaign.watch(monkeypatch)
+        for _ in range(len(moments) + 5):
+            assert serve(engine, prompts, dict.fromkeys(range(1, 39), campaign.strike)) == expected
+            campaign.end_round()
+            wait_until(lambda: held(engine) == before, what="something is left")
+            if not campaign.left:
+                break
+        assert not campaign.left, "these moments do not come"
+        others = sum(moment[-1] in RESUMING for moment in moments if len(moment) > 1)
+        assert resumed(engine).count(True) >= len(moments) - others
 
 
 def test_a_stopped_rank_is_replaced(folder: Path, prompts: list[list[int]]) -> None:
@@ -142,6 +263,41 @@ def test_a_stopped_rank_is_replaced(folder: Path, prompts: list[list[int]]) -> N
         assert serve(engine, prompts, {12: send(signal.SIGKILL, 1)}) == expected
         assert resumed(engine) == [True, True]
         assert held(engine) == before
+
+
+def test_a_loss_while_idle(folder: Path, prompts: list[list[int]]) -> None:
+    """The next request comes after a time in which ranks without heartbeats end themselves."""
+    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
+    with LLMEngine.from_engine_args(args) as engine:
+        expected, executor = serve(engine, prompts, {}), executor_of(engine)
+        os.kill(executor.places[1].pid, signal.SIGKILL)
+        wait_until(lambda: executor.loss is not None, what="no loss is found")
+        time.sleep(FENCE_S + HEARTBEAT_S)
+        assert serve(engine, prompts, {}) == expected
+        assert resumed(engine) == [True]
+
+
+@pytest.mark.parametrize("phase", ["start", "load_model"])
+def test_a_second_ctrl_c_while_a_rank_is_replaced(
+    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """It raises at once, and the engine is dead; nothing is left of it."""
+
+    def press(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def kill(pids: list[int]) -> None:
+        monkeypatch.setattr(Group, phase, press)
+        os.kill(pids[0], signal.SIGKILL)
+
+    def own() -> tuple[list[int], int]:
+        return children_of(os.getpid()), len(os.listdir("/proc/self/fd"))
+
+    before = own()
+    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
+    with LLMEngine.from_engine_args(args) as engine, pytest.raises(EngineDeadError):
+        serve(engine, prompts, {9: kill})
+    wait_until(lambda: own() == before, what="something is left")
 
 
 def test_a_loss_before_a_step_is_sent(
@@ -195,6 +351,33 @@ def test_memory_that_is_not_trusted(
         tokens = [[ids for ids, *_ in outputs] for outputs in serve(engine, prompts, {8: kill})]
         assert tokens == [[ids for ids, *_ in outputs] for outputs in expected]
         assert is_resumed is None or resumed(engine) == [is_resumed]
+
+
+def test_memory_of_others_is_not_used(
+    folder: Path, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new rank finds that what it was given is not its own; then all ranks start again."""
+    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
+    with LLMEngine.from_engine_args(args) as engine:
+        expected, executor = serve(engine, prompts, {}), executor_of(engine)
+        memory: list[int] = executor.home._memory  # type: ignore[attr-defined]
+        changes: dict[str, Callable[[], None]] = {
+            "engine is": lambda: setattr(executor, "_engine_id", "another"),
+            "epoch is": lambda: setattr(executor, "_first_epoch", 9),
+            "rank is 0, and not 1": memory.reverse,
+            "number of bytes of blocks": lambda: setattr(executor, "_num_blocks", (17, 0)),
+        }
+        for change in changes.values():
+
+            def kill(pids: list[int], change: Callable[[], None] = change) -> None:
+                change()
+                os.kill(pids[1], signal.SIGKILL)
+
+            assert serve(engine, prompts, {8: kill}) == expected
+        assert resumed(engine) == [False] * len(changes)
+    refusals = [x.getMessage() for x in caplog.records if "which was lost, is not" in x.msg]
+    for what, refusal in zip(changes, refusals, strict=True):
+        assert f"has left is not used: its {what}" in refusal
 
 
 def test_a_step_that_is_lost_again_is_not_sent_a_third_time(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from typing import Any
 
+import pytest
 from executor.ray_engines import executor_of, rank_engine
 from support.adapters import NUM_TOKENS, Adapters, assert_peft
 from support.engines import greedy, serve
@@ -13,25 +15,28 @@ from support.engines import greedy, serve
 from lora.conftest import EIGHT
 
 
-def test_a_rank_is_killed(eight: Adapters) -> None:
-    """Eight adapters and none share three slots and few blocks; the next group gets the adapters
-    that the lost one had, and every request ends as in PEFT."""
+@pytest.mark.parametrize(("keep_kv", "is_resumed"), [("safe", True), ("never", False)])
+def test_a_rank_is_killed(eight: Adapters, keep_kv: str, is_resumed: bool) -> None:
+    """Eight adapters and none share three slots and few blocks, so that most are loaded after the
+    loss. Every request ends as in PEFT, and, to the bit, as without the loss."""
     jobs = eight.jobs([None, *EIGHT], [70, 9])
-    args = {"max_loras": 3, "max_lora_rank": 64, "max_num_batched_tokens": 32}
-    with rank_engine(
-        eight.base, 2, enable_lora=True, num_device_blocks_override=24, max_model_len=256, **args
-    ) as engine:
+    names, prompts = zip(*jobs, strict=True)
+    requests = list(map(eight.request, names))
+    args: Any = {"max_loras": 3, "max_lora_rank": 64, "max_num_batched_tokens": 32}
+    args |= {"num_device_blocks_override": 24, "max_model_len": 256, "keep_kv": keep_kv}
+    with rank_engine(eight.base, 2, enable_lora=True, **args) as engine:
         num_steps = itertools.count(1)
 
         def kill_a_rank() -> None:
             if next(num_steps) == 30:
                 os.kill(executor_of(engine).places[1].pid, signal.SIGKILL)
 
-        names, prompts = zip(*jobs, strict=True)
-        requests = list(map(eight.request, names))
-        outputs = serve(engine, prompts, greedy(NUM_TOKENS), requests, after_step=kill_a_rank)
-        assert engine.health().num_recoveries == 1
+        params = greedy(NUM_TOKENS, logprobs=1)
+        undisturbed = serve(engine, prompts, params, requests)
+        outputs = serve(engine, prompts, params, requests, after_step=kill_a_rank)
+        assert [record.is_resumed for record in engine.recoveries] == [is_resumed]
         ledgers = engine.stats().ledgers
         assert all(0 < ledger.adapters_bytes < ledger.weights_bytes for ledger in ledgers)
         assert all(ledger.graphs_bytes > 0 for ledger in ledgers), "decode steps are not recorded"
     assert_peft(eight, jobs, outputs)
+    assert [output.outputs for output in outputs] == [output.outputs for output in undisturbed]

@@ -13,6 +13,7 @@ from support.zoo import PLAIN
 
 from tpengine import EngineArgs
 from tpengine.config import EngineConfig
+from tpengine.errors import TemporaryError
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.messages import BlockMoves
 from tpengine.worker.cache_engine import CacheEngine, CacheShape, KeptBlocks
@@ -41,7 +42,7 @@ def test_tensors_are_found_again(file: int, config: EngineConfig) -> None:
         "same": whole,
         "empty": torch.empty(0, 7, dtype=torch.int8),
         "bits": torch.arange(5, dtype=torch.bfloat16)[1:],
-        "elsewhere": torch.empty(3, device="meta"),
+        "elsewhere": torch.empty(4, 3, device="meta")[1:, 1],
         "op": torch.ops.aten.relu.default,
         "shared": shared,
     }
@@ -57,7 +58,9 @@ def test_tensors_are_found_again(file: int, config: EngineConfig) -> None:
     assert again["same"] is again["views"][2]
     assert again["empty"].shape == (0, 7)
     assert again["bits"].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert again["elsewhere"].is_meta
+    elsewhere = again["elsewhere"]
+    assert elsewhere.is_meta
+    assert (elsewhere.shape, elsewhere.stride(), elsewhere.storage_offset()) == ((3,), (3,), 4)
     assert (again["op"], again["shared"]) == (torch.ops.aten.relu.default, 5)
     again["views"][0][0, 0] = -1.0  # one memory for the process that saved, and for the other one
     assert whole[1, 0] == again["same"][1, 0] == -1.0
@@ -80,19 +83,31 @@ def test_sections_keep_their_content(file: int, config: EngineConfig) -> None:
     other = RankMemory(file, config, 0)
     assert other.moves_done == 1 << 40
     assert set(other.section("a", 5000).tolist()) == {7}
-    assert set(other.section("a", 6000).tolist()) == {0}, "a section of another size is new"
     assert other.section("b", 3).tolist() == [8, 8, 8]
     assert other.section("none", 0).numel() == 0
+    with pytest.raises(TemporaryError, match="number of bytes of a is 5000, and not 6000"):
+        other.section("a", 6000)
+    other.drop("a")
+    assert set(other.section("a", 6000).tolist()) == {0}
 
 
-@pytest.mark.parametrize(("rank", "seed"), [(1, 0), (0, 5)])
-def test_memory_of_another_rank_or_engine_is_not_used(
-    file: int, config: EngineConfig, models: ModelShop, rank: int, seed: int
+@pytest.mark.parametrize(
+    ("seed", "owner", "what"),
+    [
+        (0, (1, "e", 3), "rank is 0, and not 1"),
+        (0, (0, "f", 3), "engine is 'e', and not 'f'"),
+        (0, (0, "e", 4), "epoch is 3, and not 4"),
+        (5, (0, "e", 3), "configuration"),
+    ],
+)
+def test_memory_of_others_is_not_used(
+    file: int, config: EngineConfig, models: ModelShop, seed: int, owner: Any, what: str
 ) -> None:
-    RankMemory(file, config, 0).section("a", 100).fill_(7)
+    RankMemory(file, config, 0, "e", 3).section("a", 100).fill_(7)
     other = EngineArgs(str(models.folder(PLAIN)), device="cpu", seed=seed)
-    memory = RankMemory(file, other.create_engine_config("cpu"), rank)
-    assert set(memory.section("a", 100).tolist()) == {0}
+    with pytest.raises(TemporaryError, match=f"not used: its {what}"):
+        RankMemory(file, other.create_engine_config("cpu"), *owner)
+    assert set(RankMemory(file, config, 0, "e", 3).section("a", 100).tolist()) == {7}
 
 
 def test_moves_of_a_step_are_not_repeated(file: int, config: EngineConfig) -> None:

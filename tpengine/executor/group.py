@@ -130,10 +130,14 @@ class Group:
         }
         exchange.call(payloads, timeout_s)
 
-    def create_workers(self) -> None:
-        """Has every new rank make its worker, which imports torch."""
-        configs = {rank: (self._config.for_rank(rank),) for rank in self._new}
-        self.call_each("create", configs)
+    def create_workers(self, engine_id: str, first_epoch: int) -> None:
+        """Has every new rank make its worker, which imports torch.
+
+        Args:
+            first_epoch: in which the ranks' memory began.
+        """
+        args = {rank: (self._config.for_rank(rank), engine_id, first_epoch) for rank in self._new}
+        self.call_each("create", args)
 
     def rendezvous(self, engine_id: str) -> None:
         """Connects the ranks with each other.
@@ -326,23 +330,20 @@ class Group:
         elif self._keep_kv == "never":
             self.why_given_up = "keep_kv is never"
         elif raised or doing.phase not in ("execute_model", diagnosis.IDLE.phase):
-            self.why_given_up = (
-                f"it failed in {doing.phase}" if not raised else "it raised an error"
-            )
+            self.why_given_up = "it raised an error" if raised else f"it failed in {doing.phase}"
         if self.why_given_up:
             self._kill()
             return
         assert self._watch is not None, "a step before the ranks have joined"
-        self._watch.stop()
+        self._watch.keep_alive()  # the others end themselves if they hear nothing
         lost = self._diagnosis.kill_lost(loss.rank)
         broken = [rank for rank in lost if self._diagnosis.has_broken_code(rank)]
         if broken and self._keep_kv == "safe":
             ranks = ", ".join(map(str, broken))
             self.why_given_up = f"the code of rank {ranks} was broken (keep_kv is safe)"
-        if self.why_given_up:
             self._kill()
-            return
-        self.survivors = frozenset(range(self._size)) - lost
+        else:
+            self.survivors = frozenset(range(self._size)) - lost
 
     def release(self) -> None:
         """Lets go of the ranks that another group keeps; the lost ones are dead."""

@@ -181,7 +181,7 @@ class GroupExecutor(Executor):
                     self._replace_lost(lost, lost.survivors)
                 finally:
                     self._hold_reserve()
-        except EngineError as error:
+        except Exception as error:  # a new group may have what was missing
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -191,12 +191,9 @@ class GroupExecutor(Executor):
             return "no step was completed since the start, or since the last loss"
         if not self._outlive:
             return "not all that the ranks know is kept, see the log of their start"
-        if self._config.lora is not None:
-            return "adapters end with their rank"
         if self._config.model.pooling is not None:
             return "sums over a prompt end with their rank"
-        samples = self._config.parallel.sampling_rank in survivors
-        if self._has_grammars and not samples:
+        if self._has_grammars and self._config.parallel.sampling_rank not in survivors:
             return "compiled grammars end with their rank"
         return None
 
@@ -348,7 +345,7 @@ class GroupExecutor(Executor):
         with self._times.phase("channels"):
             group.join(self._times.appear_s)
         with self._times.phase("imports"):
-            group.create_workers()
+            group.create_workers(self._engine_id, self._first_epoch)
         if len(group.places) > 1:
             with self._times.phase("rendezvous"):
                 group.rendezvous(self._engine_id)

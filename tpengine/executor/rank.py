@@ -59,7 +59,7 @@ class Rank:
         self._rank = 0
         self._samples = False
         self._begun: deque[int] = deque()  # steps without an answer
-        self._failed_step: int | None = None  # none runs after it until the ranks connect again
+        self._has_failed = False  # in a step; none runs after it until the ranks connect again
         self._waited_s = self._idle_since = 0.0
         self._log = LastLines()
         init_logger("tpengine").addHandler(self._log)
@@ -93,7 +93,7 @@ class Rank:
         """Runs a step or a call; returns the answers that are there now, which may be those of
         earlier steps."""
         if frame.kind is FrameKind.STEP:
-            if self._failed_step is not None:
+            if self._has_failed:
                 return []
             self._waited_s = time.perf_counter() - self._idle_since
             self._begun.append(frame.number)
@@ -103,7 +103,7 @@ class Rank:
         try:
             phase, args, kwargs = decode_call(frame.payload)
             if phase == "connect":
-                self._failed_step = None
+                self._has_failed = False
             with self._heartbeat.during(Doing(phase)):
                 target = self if phase in ("join", "create") else self._worker
                 payload = encode_call(getattr(target, phase)(*args, **kwargs))
@@ -125,7 +125,7 @@ class Rank:
                 outputs = run()
         except BaseException as error:  # after which no step is answered
             self._begun.clear()
-            self._failed_step = number
+            self._has_failed = True
             return [self._failed(error, f"step {number}", number)]
         self._idle_since = time.perf_counter()
         answers = []
@@ -155,9 +155,10 @@ class Rank:
             envs.set_visible_gpus(self.place.devices)
         self._heartbeat.start()
 
-    def create(self, config: EngineConfig) -> None:
+    def create(self, config: EngineConfig, engine_id: str, first_epoch: int) -> None:
         """Makes the worker, which imports torch."""
-        self._worker = _import_worker()(config, rank=self._rank, memory_file=self.memory_file)
+        owner = self.memory_file, engine_id, first_epoch
+        self._worker = _import_worker()(config, None, self._rank, *owner)
         self._samples = self._rank == config.parallel.sampling_rank
 
     def failure(self, error: BaseException, phase: str) -> RankFailure:
@@ -181,6 +182,8 @@ class Rank:
 
 def import_all(model_code: Sequence[Any]) -> None:
     """Imports all that a rank of a model with such code needs, for a spare or a template."""
+    import numpy.ma  # noqa: F401 (`numpy.unique` imports it at its first call: half a second)
+
     _import_worker().import_model_code(*model_code)
 
 

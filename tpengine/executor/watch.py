@@ -323,7 +323,7 @@ class RankWatch(threading.Thread):
         self._stopping = WakeUp()
         self._heard_at = [time.monotonic()] * len(channels)
         self.phases = [""] * len(channels)
-        self._tells, self._is_over = True, False
+        self._tells = True
 
     def keep_alive(self) -> None:
         """From now on only sends heartbeats: a loss is known."""
@@ -368,8 +368,6 @@ class RankWatch(threading.Thread):
                 if fileno not in rank_of:
                     return
                 if not self._hear(rank_of[fileno]):
-                    if self._is_over:
-                        return
                     poll.unregister(fileno)
                     del rank_of[fileno]
             now = time.monotonic()
@@ -380,8 +378,6 @@ class RankWatch(threading.Thread):
             if now >= due:
                 self._send_heartbeats(rank_of.values())
                 due = now + HEARTBEAT_S
-            if self._is_over:
-                return
 
     def _frozen_at(self, rank: int) -> float:
         """The time at which a silent rank is examined; infinity if it has passed: then the rank is
@@ -417,7 +413,8 @@ class RankWatch(threading.Thread):
     def _tell(self, rank: int, error: ChannelError) -> None:
         if self._tells:
             self._tells = False
-            self._is_over = not self._on_loss(rank, error)
+            if not self._on_loss(rank, error):
+                self.stop()
 
 
 class Heartbeat(threading.Thread):

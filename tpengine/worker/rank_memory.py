@@ -4,8 +4,9 @@ All of it lies in a file without a name (a memfd). The process that starts the r
 and keeps its descriptor. A rank that replaces a lost one inherits the descriptor: it maps what the
 lost rank has left, and neither reads nor computes it.
 
-The file is a header of one page, then sections. The header names the engine's configuration, the
-rank and the sections; if it names another configuration or rank, nothing in the file is used.
+The file is a header of one page, then sections. The header names the engine, the epoch in which the
+memory began, the rank, its configuration, and the sections with their sizes. If a process expects
+others, it uses nothing of the file.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from typing import Any
 import torch
 
 from tpengine.config import EngineConfig
+from tpengine.errors import TemporaryError
 from tpengine.logger import init_logger
 from tpengine.ops import huge_pages
 
 logger = init_logger(__name__)
 
 _HEADER_BYTES = 4096
-_HEAD = struct.Struct("<8s32sQI")  # magic, digest of configuration and rank, moves, bytes of index
-_MAGIC = b"tpemem01"
-_MOVES_AT = 40
+_HEAD = struct.Struct("<8sQQ")  # magic, moves, bytes of the index
+_MAGIC = b"tpemem02"
+_MOVES_AT = 8
 _ALIGNMENT = 64
 _POPULATE_S = 30.0
 """Limit of the time in which weights get large pages, about 1 s for a GiB."""
@@ -43,23 +45,29 @@ class RankMemory:
     """The memory of one rank, on CPU.
 
     Args:
-        fd: of the file, which may be empty; stays open.
+        fd: of the file, which stays open; an empty one gets its header.
+        config: of this rank.
+        epoch: in which the memory began.
+
+    Raises:
+        TemporaryError: the header names others.
     """
 
-    def __init__(self, fd: int, config: EngineConfig, rank: int) -> None:
+    def __init__(
+        self, fd: int, config: EngineConfig, rank: int, engine_id: str = "", epoch: int = 1
+    ) -> None:
         self._fd = fd
-        self._digest = hashlib.sha256(f"{rank} {config!r}".encode()).digest()
-        if os.fstat(fd).st_size < _HEADER_BYTES:
-            os.ftruncate(fd, _HEADER_BYTES)
-        self._header = mmap.mmap(fd, _HEADER_BYTES)
-        self._index: dict[str, tuple[int, int]] = {}  # by name: first byte, number of bytes
+        configuration = hashlib.sha256(repr(config).encode()).hexdigest()
+        self._owner: dict[str, Any] = {"engine": engine_id, "epoch": epoch, "rank": rank}
+        self._owner["configuration"] = configuration
+        self._sections: dict[str, tuple[int, int]] = {}  # by name: first byte, number of bytes
         self._mapped: dict[str, torch.Tensor] = {}
-        magic, digest, _, length = _HEAD.unpack_from(self._header)
-        if (magic, digest) == (_MAGIC, self._digest):
-            index = bytes(self._header[_HEAD.size : _HEAD.size + length])
-            self._index = {name: tuple(place) for name, place in json.loads(index).items()}
+        if os.fstat(fd).st_size:
+            self._header = mmap.mmap(fd, _HEADER_BYTES)
+            self._read_index()
         else:
-            self._header[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
+            os.ftruncate(fd, _HEADER_BYTES)
+            self._header = mmap.mmap(fd, _HEADER_BYTES)
             self._write_index()
 
     @property
@@ -72,16 +80,14 @@ class RankMemory:
         self._header[_MOVES_AT : _MOVES_AT + 8] = number.to_bytes(8, "little")
 
     def section(self, name: str, num_bytes: int) -> torch.Tensor:
-        """Returns a part of the memory, uint8 `[num_bytes]`: the one that has this name and size
-        already, or a new one, whose bytes are 0 and take no memory until they are written.
+        """Returns a part of the memory, uint8 `[num_bytes]`: the one that has this name already, or
+        a new one, whose bytes are 0 and take no memory until they are written.
 
         Raises:
             MemoryError: it cannot be mapped.
+            TemporaryError: it is there with another size.
         """
-        if name in self._mapped and len(self._mapped[name]) == num_bytes:
-            return self._mapped[name]
-        if self._index.get(name, (0, -1))[1] != num_bytes:
-            self._drop(name)
+        if name not in self._sections:
             start = os.fstat(self._fd).st_size
             # A whole number of large pages, so that each section begins with one.
             start = -(-start // huge_pages.PAGE_BYTES) * huge_pages.PAGE_BYTES
@@ -89,27 +95,39 @@ class RankMemory:
                 os.ftruncate(self._fd, start + max(1, num_bytes))
             except OSError as error:
                 raise MemoryError(f"{num_bytes} bytes cannot be kept: {error}") from error
-            self._index[name] = (start, num_bytes)
+            self._sections[name] = (start, num_bytes)
             self._write_index()
-        start, _ = self._index[name]
-        self._mapped[name] = huge_pages.map_file(self._fd, start, num_bytes)
+        start, found = self._sections[name]
+        if found != num_bytes:
+            raise _refusal(f"number of bytes of {name}", found, num_bytes)
+        if name not in self._mapped:
+            self._mapped[name] = huge_pages.map_file(self._fd, start, num_bytes)
         return self._mapped[name]
 
-    def _drop(self, name: str) -> None:
-        """Gives the memory of a section back."""
+    def drop(self, name: str) -> None:
+        """Gives the memory of a section back, if it is there."""
         self._mapped.pop(name, None)
-        if name in self._index:
-            start, num_bytes = self._index.pop(name)
+        if name in self._sections:
+            start, num_bytes = self._sections.pop(name)
             if num_bytes:
                 with mmap.mmap(self._fd, num_bytes, offset=start) as old:
                     old.madvise(mmap.MADV_REMOVE)
 
     def _write_index(self) -> None:
-        index = json.dumps(self._index).encode()
+        index = json.dumps(self._owner | {"sections": self._sections}).encode()
         assert _HEAD.size + len(index) <= _HEADER_BYTES, "too many sections"
         self._header[_HEAD.size : _HEAD.size + len(index)] = index
-        moves = self.moves_done
-        _HEAD.pack_into(self._header, 0, _MAGIC, self._digest, moves, len(index))
+        _HEAD.pack_into(self._header, 0, _MAGIC, self.moves_done, len(index))
+
+    def _read_index(self) -> None:
+        magic, _, length = _HEAD.unpack_from(self._header)
+        if magic != _MAGIC:
+            raise _refusal("layout", magic, _MAGIC)
+        found = json.loads(self._header[_HEAD.size : _HEAD.size + length])
+        for field, expected in self._owner.items():
+            if found[field] != expected:
+                raise _refusal(field, found[field], expected)
+        self._sections = {name: tuple(place) for name, place in found["sections"].items()}
 
     def save(self, state: Any, shared: dict[str, Any]) -> bool:
         """Moves all tensors of `state`, any objects, into this memory, and notes the objects, so
@@ -129,10 +147,8 @@ class RankMemory:
             logger.info("the weights of a lost rank will be read again: %s", error)
             return False
         records = self._move(pickler.tensors)
-        whole = pickle.dumps((records, notes.getvalue()))
-        self.section(_STATE, len(whole)).copy_(
-            torch.frombuffer(bytearray(whole), dtype=torch.uint8)
-        )
+        whole = bytearray(pickle.dumps((records, notes.getvalue())))
+        self.section(_STATE, len(whole)).copy_(torch.frombuffer(whole, dtype=torch.uint8))
         return True
 
     def _move(self, tensors: list[torch.Tensor]) -> list[_Record]:
@@ -168,10 +184,10 @@ class RankMemory:
 
     def load(self, shared: dict[str, Any]) -> Any:
         """Returns what was saved, its tensors in this memory; None: nothing was saved."""
-        if _STATE not in self._index:
+        if _STATE not in self._sections:
             return None
-        state = self.section(_STATE, self._index[_STATE][1])
-        weights = self.section(_WEIGHTS, self._index[_WEIGHTS][1])
+        state = self.section(_STATE, self._sections[_STATE][1])
+        weights = self.section(_WEIGHTS, self._sections[_WEIGHTS][1])
         records, notes = pickle.loads(state.numpy().tobytes())
         tensors = [_place(torch.empty(0, dtype=r[2]), weights, r) for r in records]
         return _Unpickler(io.BytesIO(notes), tensors, shared).load()
@@ -179,6 +195,12 @@ class RankMemory:
 
 _Record = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
 """Shape, strides, dtype, first byte in the section of weights."""
+
+
+def _refusal(what: str, found: object, expected: object) -> TemporaryError:
+    return TemporaryError(
+        f"what a lost rank has left is not used: its {what} is {found!r}, and not {expected!r}"
+    )
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
@@ -200,6 +222,11 @@ def _place(tensor: torch.Tensor, memory: torch.Tensor, record: _Record) -> torch
 def _op(name: str, overload: str) -> Any:
     namespace, name = name.split("::")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _outline(dtype: torch.dtype, length: int, *form: Any) -> torch.Tensor:
+    """A tensor without memory: of this shape, these strides and this offset."""
+    return torch.empty(form[-1] + length, dtype=dtype, device="meta").as_strided(*form)
 
 
 class _Pickler(pickle.Pickler):
@@ -224,6 +251,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch._ops.OpOverload):
             return _op, (value._schema.name, value._overloadname)
+        if isinstance(value, torch.Tensor):  # on no device: torch would forget where it begins
+            form = tuple(value.shape), value.stride(), value.storage_offset()
+            return _outline, (value.dtype, _span_bytes(value) // value.itemsize, *form)
         return NotImplemented
 
 

@@ -17,7 +17,7 @@ from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import make_store
 from tpengine.distributed.shared_memory import SharedMemoryCollectives
-from tpengine.errors import CacheSizeError, ConfigError, counted, is_device_fault
+from tpengine.errors import CacheSizeError, ConfigError, TemporaryError, counted, is_device_fault
 from tpengine.layers.adapter_parts import Targets
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.lora import AdapterLayers
@@ -44,15 +44,10 @@ from tpengine.worker.picture_store import PictureStore
 from tpengine.worker.rank_memory import RankMemory
 from tpengine.worker.stage_ends import StageEnds
 
-_KEPT = (
-    "_model",
-    "_draft_model",
-    "_adapters",
-    "_digest",
-    "_weights_bytes",
-    "_looked_up_bytes",
-    "_weights_form",
-)
+_KEPT = [
+    *("_model", "_draft_model", "_adapters", "_digest"),
+    *("_weights_bytes", "_looked_up_bytes", "_weights_form"),
+]
 """What a rank that replaces a lost one takes over from it."""
 
 
@@ -70,6 +65,10 @@ class Worker:
     Args:
         parallel: of a rank that is already connected with the others; replaces `rank`.
         memory_file: descriptor of a file for what outlives the process; None: nothing does.
+        engine_id, first_epoch: whose file it is.
+
+    Raises:
+        TemporaryError: it is the file of others.
     """
 
     def __init__(
@@ -78,6 +77,8 @@ class Worker:
         parallel: ParallelState | None = None,
         rank: int = 0,
         memory_file: int | None = None,
+        engine_id: str = "",
+        first_epoch: int = 1,
     ) -> None:
         self._config = config
         self._memory: RankMemory | None = None
@@ -85,7 +86,7 @@ class Worker:
         ranks = config.parallel.ranks
         wanted = config.device == "cpu" and (ranks is None or ranks.keep_kv != "never")
         if memory_file is not None and wanted:
-            self._memory = RankMemory(memory_file, config, rank)
+            self._memory = RankMemory(memory_file, config, rank, engine_id, first_epoch)
         self._rank = rank
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
         self._num_local_ranks = config.parallel.world_size
@@ -179,6 +180,7 @@ class Worker:
             kept = None if self._memory is None else self._memory.load(shared)
             if kept is not None:
                 vars(self).update(kept)
+                gc.collect()  # those that a survivor had hold links and memory of the epoch before
                 return self._digest
             self._load_model()
             if self._memory is not None and self._pictures is None:
@@ -347,6 +349,7 @@ class Worker:
         try:
             if self._memory is not None and not goes_on:
                 self._memory.moves_done = 0
+                self._memory.drop("blocks")
             runner = self._open_cache(num_blocks, num_host_blocks)
             if not goes_on:
                 with self._forward():
@@ -406,7 +409,7 @@ class Worker:
             if draft_model is not None:
                 draft_cache = self._make_cache(draft_model, num_blocks)
         except (MemoryError, RuntimeError) as error:
-            if is_device_fault(error):
+            if is_device_fault(error) or isinstance(error, TemporaryError):
                 raise
             own_block = self._cache_shape(model).block_bytes / device.GIB
             size = num_blocks * (own_block + self._draft_block_bytes / device.GIB)
@@ -598,10 +601,8 @@ class Worker:
         num_host_blocks: int = 0,
         memory: RankMemory | None = None,
     ) -> CacheEngine:
-        sizes, kept = (self._cache_shape(model), num_blocks, num_host_blocks), None
-        if memory is not None:
-            kept = KeptBlocks(memory, *sizes)
-        cache = CacheEngine(*sizes, kept)
+        sizes = self._cache_shape(model), num_blocks, num_host_blocks
+        cache = CacheEngine(*sizes, None if memory is None else KeptBlocks(memory, *sizes))
         if self._config.model.is_encoder:
             cache.share(len(list(attention_layers(model))))
         return cache

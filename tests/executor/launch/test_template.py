@@ -175,6 +175,27 @@ def test_a_template_that_is_killed_while_it_forks(starter: Starter) -> None:
         wait_until(lambda: children_of(os.getpid()) == children)
 
 
+def test_a_fork_that_answers_late(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended before another process gets the same channels."""
+    source, receive = ready_template(starter), Template._receive
+    children = children_of(os.getpid())
+
+    def late(_: Template, timeout_s: float) -> Any:
+        wait_until(lambda: len(children_of(os.getpid())) > len(children))
+        monkeypatch.setattr(Template, "_receive", receive)
+        raise TimeoutError
+
+    def start(ends: Any) -> Any:
+        with pytest.raises(TimeoutError):
+            source.fork(PROGRAM, ends)
+        assert set(children_of(os.getpid())) <= set(children)
+        raise OSError("no other way")
+
+    monkeypatch.setattr(Template, "_receive", late)
+    with pytest.raises(PlacementError, match="no other way"):
+        RankProcess("rank 0", start, MEMORY)
+
+
 def test_a_rank_is_reaped(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is stopped; and a template that is stopped does not hold its caller up."""
     source = ready_template(starter)

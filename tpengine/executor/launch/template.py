@@ -15,15 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpengine import envs
-from tpengine.executor.launch import template_process
-from tpengine.executor.launch.children import (
-    REAP_S,
-    Child,
-    End,
-    ForkedProcess,
-    Starter,
-    end_process,
-)
+from tpengine.executor.launch import children, template_process
 
 _PROGRAM = template_process.__name__
 _ANSWER_S = 5.0
@@ -31,7 +23,7 @@ _ANSWER_S = 5.0
 _Answer = Mapping[str, Any]
 
 
-class Template(Child):
+class Template(children.Child):
     """A process that imports what a rank needs, and from which ranks are forked; see also
     `spares.Spare`.
 
@@ -44,7 +36,10 @@ class Template(Child):
     """
 
     def __init__(
-        self, starter: Starter, model_code: Sequence[str | None], on_end: Callable[[Template], None]
+        self,
+        starter: children.Starter,
+        model_code: Sequence[str | None],
+        on_end: Callable[[Template], None],
     ) -> None:
         self._on_end = on_end
         self._prepared: _Answer | None = None  # None: it still imports
@@ -85,7 +80,7 @@ class Template(Child):
         """Why no template of this engine can fork; None: it can, or it still imports."""
         return None if self._prepared is None else self._prepared.get("refusal")
 
-    def fork(self, program: str, ends: Sequence[End]) -> ForkedProcess:
+    def fork(self, program: str, ends: Sequence[children.End]) -> children.ForkedProcess:
         """Forks a process; see `Starter.start_process`. The ends are closed if it succeeds.
 
         Raises:
@@ -95,7 +90,7 @@ class Template(Child):
         source, sink = os.pipe2(os.O_CLOEXEC)
         try:
             answer = self._ask(order, [sink, *(end.fileno() for end in ends)])
-            process = ForkedProcess(answer["pid"], source)
+            process = children.ForkedProcess(answer["pid"], source)
         except BaseException:
             os.close(source)
             raise
@@ -112,7 +107,7 @@ class Template(Child):
                 self._send(order, files)
                 answer = self._receive(_ANSWER_S)
             except BaseException:  # the next order would get this one's answer
-                self._process.kill()
+                self._end_all()
                 raise
         if "error" in answer:
             raise OSError(answer["errno"], answer["error"])
@@ -132,10 +127,15 @@ class Template(Child):
 
     def end(self) -> None:
         """Kills it, and a process that it has forked without its driver's knowledge."""
+        super().end()  # at once, so that an order ends its wait
+        with self._lock:
+            self._end_all()
+
+    def _end_all(self) -> None:
         super().end()
-        with self._lock, self._orders, contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with self._orders, contextlib.suppress(OSError, subprocess.TimeoutExpired):
             while True:  # until it has ended
-                answer = self._receive(REAP_S)
+                answer = self._receive(children.REAP_S)
                 if "pid" in answer:
                     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-                    end_process(ForkedProcess(answer["pid"], nothing))
+                    children.end_process(children.ForkedProcess(answer["pid"], nothing))
