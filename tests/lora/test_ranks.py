@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
+from functools import partial
 
-from executor.ray_engines import executor_of, rank_engine
+from executor.ray_engines import at_step, executor_of, rank_engine
 from support.adapters import NUM_TOKENS, Adapters, assert_peft
 from support.engines import greedy, serve
 
@@ -21,15 +21,11 @@ def test_a_rank_is_killed(eight: Adapters) -> None:
     with rank_engine(
         eight.base, 2, enable_lora=True, num_device_blocks_override=24, max_model_len=256, **args
     ) as engine:
-        num_steps = itertools.count(1)
-
-        def kill_a_rank() -> None:
-            if next(num_steps) == 30:
-                os.kill(executor_of(engine).places[1].pid, signal.SIGKILL)
-
         names, prompts = zip(*jobs, strict=True)
         requests = list(map(eight.request, names))
-        outputs = serve(engine, prompts, greedy(NUM_TOKENS), requests, after_step=kill_a_rank)
+        kill = partial(os.kill, executor_of(engine).places[1].pid, signal.SIGKILL)
+        params, after_step = greedy(NUM_TOKENS), at_step(30, kill)
+        outputs = serve(engine, prompts, params, requests, after_step)
         assert engine.health().num_recoveries == 1
         ledgers = engine.stats().ledgers
         assert all(0 < ledger.adapters_bytes < ledger.weights_bytes for ledger in ledgers)

@@ -110,34 +110,6 @@ def test_idle_time_gives_no_credit_and_costs_nothing() -> None:
     assert 3 <= since[:20].count("b") <= 5, "a fifth, by its weight: it does not catch up"
 
 
-def test_tokens_are_charged_once() -> None:
-    """Not again after a preemption, a lost step or a lost worker."""
-    loop = Loop(Limits(tokens=16, num_blocks=14, mode="recompute", fairness="owner"))
-    requests = [
-        add(loop, index, owner, 10 + index, 12)
-        for index, owner in enumerate((FLOOD, OTHER, FLOOD, HEAVY, OTHER))
-    ]
-    for number in range(200):
-        loop.step(lost_to=14 if number in (3, 9) else None)
-        if number == 15:
-            loop.lose(14)
-    loop.run()
-    assert sum(loop.preemptions.values()) > 0
-    assert loop.events["losses"] == 3
-    for account, counted in stats(loop).items():
-        own = [r for r in requests if r.owner.account == account]
-        assert counted == OwnerStats(0, 0, sum(len(r.prompt_token_ids) + 12 for r in own))
-
-
-def test_encoder_prompts_are_charged() -> None:
-    """Also that of a decoder which begins with a single token."""
-    loop = Loop(Limits(tokens=16, num_blocks=40, fairness="owner"))
-    for index, size in enumerate((1, 1, 7)):
-        loop.add(make_request(index, size, plain(5), owner=OTHER, encoder=9))
-    loop.run()
-    assert list(stats(loop).values()) == [OwnerStats(0, 0, 3 * (9 + 5) + 1 + 1 + 7)]
-
-
 def test_owners_are_forgotten_and_labels_are_few() -> None:
     loop = Loop(Limits(tokens=64, num_blocks=200, fairness="owner"))
     for index in range(1300):
