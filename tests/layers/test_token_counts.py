@@ -1,4 +1,4 @@
-"""Counts of each sequence's tokens against `collections.Counter`."""
+"""Counts of each sequence's tokens: their memory, and what a fork takes with it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def test_nothing_is_allocated_before_it_is_needed() -> None:
     assert counts.num_bytes == 0
     counts.write(7, np.arange(1000, dtype=np.int32), np.empty(0, np.int32))
     assert 0 < counts.num_bytes <= 8 * 12 * 1000
+
+
+def test_a_fork_alone_reads_what_its_parent_reads() -> None:
+    counts = TokenCounts(4, CPU)
+    counts.write(0, np.arange(40, dtype=np.int32), np.arange(9, dtype=np.int32))
+    counts.fork(0, 2)
+    parent, child = counts.gather(np.array([0])), counts.gather(np.array([2]))
+    assert child.ids.tolist() == parent.ids.tolist() == [list(range(40))]
+    assert child.counts.tolist() == parent.counts.tolist() == [[1] * 9 + [0] * 31]
 
 
 def test_repeated_tokens_take_no_room_next_to_rows_of_other_ages() -> None:
