@@ -110,6 +110,28 @@ def test_idle_time_gives_no_credit_and_costs_nothing() -> None:
     assert 3 <= since[:20].count("b") <= 5, "a fifth, by its weight: it does not catch up"
 
 
+def test_tokens_are_charged_once() -> None:
+    """Not again after a preemption, a lost step or a lost worker. Those of encoder prompts count,
+    also before a prompt of a single token."""
+    loop = Loop(Limits(tokens=16, num_blocks=14, mode="recompute", fairness="owner"))
+    requests = [
+        loop.add(make_request(index, size, plain(12), owner=owner, encoder=encoder))
+        for index, (owner, size, encoder) in enumerate(
+            [(FLOOD, 10, 0), (OTHER, 1, 9), (FLOOD, 12, 0), (HEAVY, 13, 0), (OTHER, 14, 9)]
+        )
+    ]
+    for number in range(200):
+        loop.step(lost_to=14 if number in (3, 9) else None)
+        if number == 15:
+            loop.lose(14)
+    loop.run()
+    assert sum(loop.preemptions.values()) > 0
+    assert loop.events["losses"] == 3
+    for account, counted in stats(loop).items():
+        own = [r for r in requests if r.owner.account == account]
+        assert counted == OwnerStats(0, 0, sum(r.num_prompt_tokens + 12 for r in own))
+
+
 def test_owners_are_forgotten_and_labels_are_few() -> None:
     loop = Loop(Limits(tokens=64, num_blocks=200, fairness="owner"))
     for index in range(1300):

@@ -46,6 +46,50 @@ def answer(pictures: PictureCache, *names: str, number: int = 1) -> None:
     pictures.note_answer(number, [name.encode() for name in names], [])
 
 
+def test_a_request_waits_for_the_answer_with_its_features() -> None:
+    pictures, request, message = cache(8), ask("a", "b"), step()
+    for number in (1, 2):
+        assert pictures.reach(request, 11, message, [request]) == 1
+        assert (names(message.picture_loads), pictures.num_awaited_rows) == (["a"], 4), number
+    answer(pictures, "a")
+    assert (pictures.reach(request, 11, message, [request]), pictures.num_awaited_rows) == (
+        6,
+        4,
+    )
+    pictures.tell_changes(message)
+    assert (names(message.picture_loads), message.computed_pictures) == (["a", "b"], [b"a"])
+    again = step()
+    pictures.tell_changes(again)
+    assert not again.computed_pictures
+
+
+def test_what_a_step_uses_or_awaits_is_not_given_away() -> None:
+    pictures, first, second = cache(4), ask("a"), ask("b")
+    message = step()
+    assert pictures.reach(first, 6, message, [first]) == 1
+    assert pictures.reach(second, 6, message, [first, second]) == 1
+    answer(pictures, "a")
+    assert pictures.reach(first, 6, message, [first]) == 6
+    assert pictures.reach(second, 6, message, [second]) == 1
+    assert names(message.picture_loads) == ["a"]
+    message = step()
+    assert pictures.reach(second, 6, message, [second]) == 1
+    pictures.tell_changes(message)
+    assert (names(message.picture_loads), message.dropped_pictures) == (["b"], [b"a"])
+
+
+def test_a_picture_may_come_again_behind_another() -> None:
+    """There is room for one: the first one gives way, and is computed again."""
+    pictures, request = cache(4), ask("a", "b", "a")
+    for name, num_computed, reached in (("a", 0, 6), ("b", 6, 5), ("a", 11, 5)):
+        request.sequences[0].num_computed_tokens = num_computed
+        message = step()
+        pictures.reach(request, 16 - num_computed, message, [request])
+        assert names(message.picture_loads) == [name]
+        answer(pictures, name)
+        assert pictures.reach(request, 16 - num_computed, message, [request]) == reached
+
+
 @pytest.mark.parametrize("place", [1, 3])
 def test_what_a_running_request_needs_next_is_kept(place: int) -> None:
     """The picture that it waits for, or has begun."""
@@ -73,6 +117,17 @@ def test_few_are_awaited_at_once(most: int, asked: list[str]) -> None:
 def test_a_whole_picture_is_not_divided(num_tokens: int, tokens_left: int, size: int) -> None:
     assert cache(4, are_whole=True).undivided(ask("a"), num_tokens, tokens_left) == size
     assert cache(4).undivided(ask("a"), num_tokens, tokens_left) == num_tokens
+
+
+def test_features_that_failed_are_computed_again() -> None:
+    pictures, request, message = cache(8), ask("a"), step()
+    pictures.reach(request, 6, message, [request])
+    pictures.note_answer(1, [], [b"a", b"other"])
+    assert pictures.num_awaited_rows == 0
+    again = step()
+    pictures.reach(request, 6, again, [request])
+    pictures.tell_changes(again)
+    assert (names(again.picture_loads), again.dropped_pictures) == (["a"], [b"a"])
 
 
 @pytest.mark.parametrize(("most", "num_rows"), [(7, 100), (100, 7)])
