@@ -104,3 +104,20 @@ async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
     outputs = [output for message in connection.messages for output in message.outputs]
     assert "".join(output.text for output in outputs) == "".join(f"{token} " for token in range(60))
     assert [message.finished for message in connection.messages].index(True) + 1 == len(outputs)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+async def test_a_stream_that_is_left_leaves_nothing(num_tokens: int) -> None:
+    box, connection, sending = begin(is_fast=False)
+    await _turns()
+    for token in range(num_tokens):
+        box.put(delta({0: [token]}, has_logprobs=False))
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    assert box.listener is None
+    assert connection.num_left == min(num_tokens, 1)
+    box.put(delta({0: [7]}, has_logprobs=False))  # no reader is left
+    box.put(delta({0: [8]}, True, has_logprobs=False))
+    await _turns()
+    assert connection.token_ids == [[0]][:num_tokens]
