@@ -25,18 +25,10 @@ from tpengine.errors import (
     GroupLostError,
     ModelLoadError,
     RankLoss,
-    RequestFailedError,
     RequestIgnoredError,
 )
 from tpengine.executor.local_executor import LocalExecutor
 from tpengine.worker.worker import Worker
-
-
-def refuse_long(token_ids: list[int], logits: Any) -> Any:
-    """A logits processor that fails at the third token."""
-    if len(token_ids) == 2:
-        raise ZeroDivisionError("on purpose")
-    return logits
 
 
 def test_failing_step_reaches_each_once(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,17 +97,6 @@ async def test_the_reason_is_known_while_the_ranks_end(
         assert word in reason
     with pytest.raises(EngineDeadError, match="max_recoveries = 0"):
         await request
-
-
-async def test_a_request_fails_alone(make: MakeEngine) -> None:
-    engine = make()
-    params = tools.stream(20, logits_processors=[f"{__name__}:refuse_long"])
-    bad = asyncio.create_task(tools.read_ids(engine, [5] * 9, params))
-    good = asyncio.create_task(tools.read_ids(engine, [6] * 9, tools.stream(20)))
-    with pytest.raises(RequestFailedError, match="on purpose"):
-        await bad
-    assert len(await good) == 20
-    assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
 
 
 OUTGROWN = SamplingParams(n=2, max_tokens=300, ignore_eos=True, seed=1)

@@ -34,25 +34,6 @@ from tpengine.scheduling.sequence import CheckedRequest, PromptPictures
 LONG = "long " * 20_000
 
 
-async def test_full_queue_refuses_then_serves_again(make_held: MakeHeld) -> None:
-    engine, held = make_held(QueueLimits(max_requests=4), max_num_seqs=2)
-    running = [asyncio.create_task(read_ids(engine, [i + 4], stream(4))) for i in range(2)]
-    await held.reached(1)
-    held.let(1)
-    await held.reached(2)
-    assert engine.stats().queues.num_queued <= 1, "a request in its first step does not wait"
-    waiting = [asyncio.create_task(read_ids(engine, [i + 9], stream(4))) for i in range(4)]
-    await until(lambda: engine.stats().queues.num_queued == 4)
-    for _ in range(500):  # while a step is held: a refusal does not wait for it
-        with pytest.raises(errors.QueueFullError, match="4 requests wait") as caught:
-            await read_ids(engine, [7], stream(4))
-        assert 0 < caught.value.retry_after_s < 60
-    assert engine.stats().refused == {"QueueFullError": 500}
-    held.open()
-    assert [len(ids) for ids in await asyncio.gather(*running, *waiting)] == [4] * 6
-    assert len(await read_ids(engine, [7], stream(4))) == 4
-
-
 async def test_pixels_of_live_requests_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_table, "_MAX_PICTURE_BYTES", 100)
     table = RequestTable(Admission(QueueLimits()), lambda _: None, False)
@@ -102,12 +83,6 @@ async def test_a_refused_prompt_frees_its_place(make: MakeEngine) -> None:
             await read_ids(engine, [100_000], stream(4))
     assert engine.stats().queues.num_queued == 0
     assert len(await read_ids(engine, [7], stream(4))) == 4
-
-
-@pytest.mark.parametrize("name", ["max_requests", "max_tokens"])
-def test_limits_are_positive(name: str) -> None:
-    with pytest.raises(errors.ConfigError, match=f"{name} must be at least 1, got 0"):
-        QueueLimits(**{name: 0})
 
 
 async def test_texts_wait_in_a_bounded_queue_behind_requests(

@@ -10,8 +10,7 @@ import torch
 from ops.cases import GPU
 
 from distributed.ranks import ADDRESS, Ranks
-from distributed.test_worker_ranks import run_alone
-from distributed.worker_tasks import new_worker, run_steps, shut_down, start_worker
+from distributed.worker_tasks import new_worker, run_alone, run_steps, shut_down, start_worker
 from tpengine.config import EngineConfig
 from tpengine.distributed.collectives import NcclCollectives
 from tpengine.distributed.parallel_state import ParallelState
@@ -79,7 +78,7 @@ def answers_of(answers: list[StepOutput]) -> list[list[int]]:
 
 def test_two_ranks_share_the_card(on_a_gpu: EngineConfig, two: Ranks) -> None:
     """Sharded weights and caches on one GPU; exchanges go through the host."""
-    _, expected = run_alone(on_a_gpu)
+    expected = run_alone(on_a_gpu)
     port = two.run(new_worker, on_a_gpu)[0]
     started = two.run(start_worker, Rendezvous("test", 1, [ADDRESS] * 2, port, 60.0, 30.0))
     assert all(how.endswith("by gloo through the host") for how, _ in started)

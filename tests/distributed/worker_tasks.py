@@ -1,21 +1,18 @@
-"""The work of the ranks in `test_worker_ranks`.
+"""The work of the ranks in `test_gpu_ranks`.
 
 A file of its own, for a rank imports it with all that it needs.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
 import torch
 
 from distributed.ranks import ADDRESS, Rank
 from tpengine import messages
 from tpengine.config import EngineConfig
-from tpengine.worker import device
 from tpengine.worker.worker import Worker
 
 VOCAB_SIZE = 101
@@ -66,20 +63,21 @@ def run_steps(state: Rank) -> list[messages.StepOutput]:
     return [output for step in steps() for output in worker.execute_model(step)]
 
 
-def ledger_with_free_memory(state: Rank, free_bytes: int) -> messages.MemoryLedger:
-    """The rank's memory ledger if the machine has this much free memory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "cpu_free_bytes", lambda: free_bytes)
-        ledger: messages.MemoryLedger = state.kept["worker"].profile_num_available_blocks()
-    return ledger
-
-
-def imported_as_an_actor(state: Rank, module: str) -> bool:
-    """Whether a process that a cluster runs as a rank has imported this module."""
-    import tpengine.executor.launch.actors  # noqa: F401
-
-    return module in sys.modules
-
-
 def shut_down(state: Rank) -> None:
     state.kept.pop("worker").shutdown()
+
+
+def run_alone(config: EngineConfig) -> list[messages.StepOutput]:
+    """Answers of a group of one rank."""
+    state = Rank(0, 1)
+    worker = state.kept["worker"] = Worker(config)
+    before = torch.get_num_threads()
+    worker.init_device()
+    torch.set_num_threads(1)
+    worker.load_model()
+    worker.init_cache_engine(32)
+    answers = run_steps(state)
+    worker.shutdown()
+    torch.set_num_threads(before)
+    assert len({token for answer in answers for token in answer.token_ids}) > 20
+    return answers

@@ -7,10 +7,12 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from executor.ray_engines import at_step
 from support.engines import open_engine
 from support.messages import refused
 from support.whole_models import IMAGE, PICTURES, PROMPTS, WORDS, picture, serve_prompts, write
@@ -138,13 +140,9 @@ def test_lost_ranks(folder: Path) -> None:
         assert isinstance(executor, GroupExecutor)
         expected = summaries(serve_prompts(engine, REQUESTS, PARAMS))
         for rank in range(2):
-            steps = itertools.count()
-
-            def kill(rank: int = rank, steps: Iterator[int] = steps) -> None:
-                if next(steps) == 3:
-                    os.kill(executor.places[rank].pid, signal.SIGKILL)
-
-            assert summaries(serve_prompts(engine, REQUESTS, PARAMS, kill)) == expected
+            kill = partial(os.kill, executor.places[rank].pid, signal.SIGKILL)
+            outputs = serve_prompts(engine, REQUESTS, PARAMS, at_step(4, kill))
+            assert summaries(outputs) == expected
             assert len(engine.recoveries) == rank + 1
 
 
@@ -178,15 +176,6 @@ def test_a_picture_is_computed_once(engine: LLMEngine, monkeypatch: pytest.Monke
     assert sizes == [40]
     serve_prompts(engine, [([1, IMAGE, 5], [picture(9, 41, 60)])])
     assert sizes == [40, 41]
-
-
-def test_pictures_matter(engine: LLMEngine) -> None:
-    """The prefix cache tells them apart."""
-    prompts = [([1, IMAGE, *WORDS], [image]) for image in PICTURES[:3]]
-    alone = [serve_prompts(engine, [prompt])[0].outputs[0].token_ids for prompt in prompts]
-    again = [output.outputs[0].token_ids for output in serve_prompts(engine, prompts)]
-    assert again == alone
-    assert len({tuple(ids) for ids in alone}) == 3
 
 
 @pytest.mark.parametrize(

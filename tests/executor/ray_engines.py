@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,17 @@ def executor_of(engine: LLMEngine) -> GroupExecutor:
     executor = engine._executor
     assert isinstance(executor, GroupExecutor)
     return executor
+
+
+def at_step(number: int, act: Callable[[], object]) -> Callable[[], None]:
+    """For `after_step` of `serve`: acts once, after this many steps."""
+    num_steps = itertools.count(1)
+
+    def after_step() -> None:
+        if next(num_steps) == number:
+            act()
+
+    return after_step
 
 
 def is_alive(engine_places: list[Any]) -> list[bool]:

@@ -1,50 +1,56 @@
-"""Models with an encoder and a decoder by ranks in processes: a lost rank changes no output."""
+"""Models with an encoder, of text or of sound, by ranks in processes: a lost rank changes no
+output."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engines import serve
 from support.small_barts import encoder_prompts, write_bart
+from support.small_whispers import RATE, sounds, write_whisper
 
-from executor.ray_engines import executor_of, rank_engine
-from tpengine import LLMEngine, RequestOutput, SamplingParams
+from executor.ray_engines import at_step, executor_of, rank_engine
+from tpengine import SamplingParams
 
-PROMPTS = encoder_prompts([60, 3, 41, 17, 9, 33, 1, 28], seed=7)
+TEXTS = encoder_prompts([60, 3, 41, 17, 9, 33, 1, 28], seed=7)
+SOUNDS = sounds([16_000, 200, 7_001, 12_000, 3_000], seed=9)
+PROMPTS: dict[Callable[[Path], Path], list[Any]] = {
+    write_bart: [{"encoder_prompt": {"prompt_token_ids": ids}} for ids in TEXTS],
+    write_whisper: [
+        {"prompt": None, "multi_modal_data": {"audio": (samples, RATE)}} for samples in SOUNDS
+    ],
+}
 PARAMS = [
     SamplingParams(max_tokens=30, ignore_eos=True, seed=1, n=2, top_p=0.9),
     SamplingParams(max_tokens=30, n=2, use_beam_search=True, temperature=0.0),
 ]
 
 
-def serve(engine: LLMEngine, kill: Any = None) -> list[list[tuple[int, ...]]]:
-    """The output ids of each request; `kill` is called after some steps."""
-    last: dict[str, RequestOutput] = {}
-    for number, token_ids in enumerate(PROMPTS):
-        prompt: Any = {"encoder_prompt": {"prompt_token_ids": token_ids}}
-        engine.add_request(str(number), prompt, PARAMS[number % 2])
-    num_steps = 0
-    while engine.has_unfinished_requests():
-        last |= {output.request_id: output for output in engine.step()}
-        num_steps += 1
-        if kill is not None and num_steps == 12:
-            kill()
-    assert engine.num_free_blocks == engine.num_total_blocks
-    outputs = [last[str(number)] for number in range(len(PROMPTS))]
-    assert [output.error for output in outputs] == [None] * len(PROMPTS)
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_a_lost_rank(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("write", "mode", "num_blocks"),
+    [(write_bart, "swap", 40), (write_bart, "recompute", 40), (write_whisper, "recompute", 30)],
+)
+def test_a_lost_rank(
+    tmp_path: Path, write: Callable[[Path], Path], mode: str, num_blocks: int
+) -> None:
     """Requests of several sequences, in a cache for some of them; with two steps in flight."""
-    options = {"block_size": 8, "num_device_blocks_override": 40, "preemption_mode": mode}
-    with rank_engine(write_bart(tmp_path), 2, **options) as engine:
-        expected = serve(engine)
-        assert engine.stats().num_preemptions > 0
+    options = {"num_device_blocks_override": num_blocks, "preemption_mode": mode}
+    prompts = PROMPTS[write]
+    params = [PARAMS[number % 2] for number in range(len(prompts))]
+    with rank_engine(write(tmp_path), 2, block_size=8, **options) as engine:
         places = executor_of(engine).places
-        assert serve(engine, lambda: os.kill(places[-1].pid, signal.SIGKILL)) == expected
+        kill = partial(os.kill, places[-1].pid, signal.SIGKILL)
+        answers = []
+        for after_step in (lambda: None, at_step(12, kill)):
+            outputs = serve(engine, prompts, params, after_step=after_step)
+            assert [output.error for output in outputs] == [None] * len(prompts)
+            answers.append([[o.token_ids for o in output.outputs] for output in outputs])
+        assert engine.stats().num_preemptions > 0
+        assert answers[0] == answers[1]
         assert [record.loss.rank for record in engine.recoveries] == [1]

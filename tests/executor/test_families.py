@@ -197,31 +197,6 @@ def test_greedy(
         log.assert_only(MODES[mode]["preemption_mode"])
 
 
-@pytest.mark.parametrize(
-    ("ranks", "family"), matrix(RANKS, ["llama", "opt", *OTHERS]), indirect=["ranks"], ids=str
-)
-def test_several_sequences_and_a_beam(
-    family: str, ranks: GroupExecutor, family_folders: dict[str, Path], models: ModelShop
-) -> None:
-    """Equal to the same requests in one process; sampled ones, too, as their noise is the same."""
-    folder = family_folders[family]
-    prompts = models.oracle(folder.with_suffix("")).prompts(LENGTHS[1:], seed=4)
-    params = [
-        SamplingParams(n=3, temperature=0.8, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
-        SamplingParams(
-            use_beam_search=True, best_of=3, n=2, temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2
-        ),
-        SamplingParams(temperature=1.0, top_k=20, seed=6, max_tokens=NUM_TOKENS, prompt_logprobs=1),
-    ]
-    args = {"num_device_blocks_override": JUST_THREE, "max_num_batched_tokens": 32}
-    with make_engine(folder, **SIZES, **args) as local:
-        expected, _ = generate(local, prompts, params)
-    answers, log = generate(taken_over(ranks, folder, **args), prompts, params)
-    assert [len(ids) for ids in answers] == [3, 2, 1]
-    assert answers == expected
-    assert log.num_preemptions > 0, "the cache was to be too small"
-
-
 @pytest.mark.parametrize("ranks", RANKS[1:], indirect=True, ids=str)
 def test_functions_of_the_user(
     ranks: GroupExecutor,

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import open_engine
+from support.engines import open_engine, serve
 from support.models import ModelShop
 from support.zoo import ZOO
 
-from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from executor.ray_engines import at_step
+from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.executor.codec import encode
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.messages import StepInput, StepOutput
@@ -29,20 +30,12 @@ PARAMS = [
 LENGTHS = (40, 7, 19, 3)
 
 
-def serve(engine: LLMEngine, prompts: list[list[int]], kill: Any = None) -> list[Any]:
+def answers(engine: LLMEngine, prompts: list[list[int]], kill: Any = lambda: None) -> list[Any]:
     """What each request gets; `kill` is called when the first one has some tokens."""
-    last: dict[str, RequestOutput] = {}
-    for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
-        engine.add_request(str(number), None, params, prompt_token_ids=prompt)
-    while engine.has_unfinished_requests():
-        last |= {output.request_id: output for output in engine.step()}
-        if kill is not None and "0" in last and len(last["0"].outputs[0].token_ids) > 5:
-            kill()
-            kill = None
-    assert engine.num_free_blocks == engine.num_total_blocks
+    outputs = serve(engine, prompts, PARAMS, after_step=at_step(20, kill))
     return [
-        [(o.token_ids, o.cumulative_logprob, o.logprobs) for o in last[str(i)].outputs]
-        for i in range(len(prompts))
+        [(o.token_ids, o.cumulative_logprob, o.logprobs) for o in output.outputs]
+        for output in outputs
     ]
 
 
@@ -60,7 +53,7 @@ def prompts(models: ModelShop, folder: Path) -> list[list[int]]:
 def expected(folder: Path, prompts: list[list[int]]) -> list[Any]:
     """By one process."""
     with open_engine(folder, num_device_blocks_override=64) as engine:
-        return serve(engine, prompts)
+        return answers(engine, prompts)
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +86,9 @@ def test_a_lost_rank_of_any_stage(
     """Tokens and log probabilities are those of one process, with and without the loss."""
     executor = engine._executor
     assert isinstance(executor, GroupExecutor)
-    assert serve(engine, prompts) == expected
+    assert answers(engine, prompts) == expected
     count = len(engine.recoveries)
-    outputs = serve(engine, prompts, lambda: os.kill(executor.places[rank].pid, number))
+    outputs = answers(engine, prompts, lambda: os.kill(executor.places[rank].pid, number))
     assert outputs == expected
     assert len(engine.recoveries) == count + 1
     assert engine.recoveries[-1].loss.rank == rank

@@ -121,33 +121,6 @@ def test_a_rank_that_goes_with_steps_in_flight() -> None:
         assert isinstance(caught.value.failures[1], wire.ChannelClosedError)
 
 
-def test_closed_channel_and_deadline() -> None:
-    with open_channels(2) as (driver, ranks):
-        exchange = Exchange(driver)
-        with pytest.raises(RanksFailedError) as caught:
-            step(exchange, 1, b"p", 0.3)
-        assert {r: type(e) for r, e in caught.value.failures.items()} == {
-            0: wire.ChannelTimeoutError,
-            1: wire.ChannelTimeoutError,
-        }
-        ranks[1].close()
-        with pytest.raises(RanksFailedError) as caught:
-            step(exchange, 2, b"p", TIMEOUT_S)
-        [(rank, error)] = caught.value.failures.items()  # the deadline would name both
-        assert (rank, type(error)) == (1, wire.ChannelClosedError)
-
-
-def test_step_whose_channels_another_thread_closes() -> None:
-    with open_channels(2) as (driver, _):
-        exchange = Exchange(driver)
-        closing = threading.Timer(0.2, exchange.close)
-        closing.start()
-        with pytest.raises(RanksFailedError) as caught:
-            step(exchange, 1, b"p", TIMEOUT_S)
-        closing.join(TIMEOUT_S)
-        assert all(isinstance(e, wire.ChannelClosedError) for e in caught.value.failures.values())
-
-
 def test_wake_up_ends_a_step_whose_channels_are_open() -> None:
     """As when the watch finds a rank frozen: before the step's deadline nothing else would."""
     with open_channels(2) as (driver, ranks):

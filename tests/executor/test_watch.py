@@ -155,16 +155,6 @@ def test_watching_costs_almost_nothing(pair: Pair, clock: Clock) -> None:
     assert clock.num_waits < 3 * clock.now / watch.HEARTBEAT_S
 
 
-def test_closed_channel_is_a_loss_at_once(pair: Pair, clock: Clock) -> None:
-    driver, ranks = pair
-    ranks[0].close()
-    clock.beating = ranks[1:]
-    watched = Found(driver, lambda silent_s: False)
-    watched.run()
-    [(rank, error)] = watched.losses
-    assert (rank, type(error)) == (0, wire.ChannelClosedError)
-
-
 def test_time_that_an_agent_takes_is_silence_too(pair: Pair, clock: Clock) -> None:
     """The agent needs nearly two seconds to say that the process runs."""
 

@@ -159,25 +159,6 @@ def test_xformers_is_asked_for_the_right_mask(monkeypatch: pytest.MonkeyPatch) -
     assert shapes[1] == ((1, 9, 2, 2, 8), 0)
 
 
-@pytest.mark.parametrize(
-    ("query_lens", "seq_lens", "limit", "expected"),
-    [
-        ([3, 4], [3, 4], 4, [(slice(0, 2), False)]),
-        ([3, 4], [3, 9], 12, [(slice(0, 2), True)]),
-        (
-            [3, 4, 2],
-            [3, 9, 5],
-            11,
-            [(slice(0, 1), False), (slice(1, 2), True), (slice(2, 3), True)],
-        ),
-        ([3, 4, 2], [3, 9, 5], 14, [(slice(0, 2), True), (slice(2, 3), True)]),
-        ([], [], 4, []),
-    ],
-)
-def test_groups(query_lens: Any, seq_lens: Any, limit: int, expected: Any) -> None:
-    assert gpu_attention.group_rows(query_lens, seq_lens, limit) == expected
-
-
 def test_a_plan_is_made_once_a_step_and_window() -> None:
     def plan() -> DecodePlan:
         return DecodePlan(

@@ -3,7 +3,6 @@ inputs."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.bare_model import BareModel, logits_in_transformers
-from support.engines import generate, greedy, ids, open_llm, outputs_of
 from support.models import ModelShop
 from support.ranks import run_ranks
 from support.rounded_rows import quantize_weight, round_rows
-from support.step_log import log_steps
 from support.tiny_llama import TinyLlama
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -113,43 +110,6 @@ def test_two_ranks(models: ModelShop, name: str, kind: str) -> None:
     to_one_rank = difference(answers[0], logits_in_transformers(rounded_model(folder, kind)))
     assert to_rounded < BOUND
     assert to_one_rank > 2 * to_rounded, "each rank rounds its own part of the inputs"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_head_and_embedding_have_eight_bits(models: ModelShop, name: str, kind: str) -> None:
-    folder = models.folder(SPECS[name])
-    gen = torch.Generator().manual_seed(0)
-    hidden = torch.randn(7, SPECS[name].hidden_size, generator=gen)
-    oracle = models.oracle(folder).model
-    head = oracle.lm_head.weight.detach()
-    with torch.inference_mode():
-        model = BareModel(folder, quantization=kind).model
-        logits = model.compute_logits(hidden)
-        rows = model.embed_tokens.forward(torch.arange(256, dtype=torch.int32))
-    expected = round_rows(hidden) @ round_weight(head, "int8").t()
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    assert torch.equal(rows, round_weight(oracle.model.embed_tokens.weight.detach()[:256], "int8"))
-    assert model.embed_tokens.weight is None
-    assert (model.lm_head._form is model.embed_tokens.form) == (name == "tied")
-
-
-@pytest.mark.parametrize(("name", "kind"), [("tied", "int8"), ("biases", "int8"), ("tied", "int4")])
-def test_same_tokens_alone_and_in_a_crowd(models: ModelShop, name: str, kind: str) -> None:
-    folder = models.folder(SPECS[name])
-    rng = random.Random(4)
-    prompts = [[rng.randrange(3, 512) for _ in range(n)] for n in (1, 5, 16, 33, 64, 121, 200) * 4]
-    args = {"max_num_batched_tokens": 96, "enable_prefix_caching": False}
-    with log_steps() as log, open_llm(folder, quantization=kind, **args) as llm:
-        together = ids(generate(llm, prompts, greedy(24)))
-        assert log.max_rows >= 16
-        assert log.num_partial_chunks > 0
-        alone = [ids(generate(llm, [prompt], greedy(24)))[0] for prompt in prompts[:14]]
-    assert alone == together[:14]
-    exact = ids(outputs_of(folder, prompts, greedy(24)))
-    assert exact != together, "nothing was rounded"
-    num_same = sum(ours[0] == theirs[0] for ours, theirs in zip(together, exact, strict=True))
-    assert num_same > (0.7 if kind == "int8" else 0.15) * len(prompts)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "int4-g128"])

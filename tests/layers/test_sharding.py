@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from support.bare_model import CPU, PROMPTS, BareModel, logits_in_transformers
+from support.bare_model import PROMPTS, BareModel, logits_in_transformers
 from support.models import ModelShop
-from support.ranks import OwnPart, run_ranks
+from support.ranks import run_ranks
 from support.tiny_llama import TinyLlama
 
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.layers.linear import RowParallelLinear
-from tpengine.layers.weights import LoadedTensor, Weights
 
 SHARDED = {
     "tied": TinyLlama(64, 8, 4, tied=True),
@@ -51,26 +48,3 @@ def test_logits_of_ranks_equal_the_whole(models: ModelShop, name: str, tp_size: 
     for rank, (logits, num_bytes) in enumerate(answers):
         assert rank == 0 or len(logits) == 0, "only rank 0 samples"
         assert num_bytes - table_bytes < (one_rank.num_bytes - table_bytes) / tp_size * 1.4
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("bias", [False, True])
-def test_row_parallel_parts_add_up(tp_size: int, bias: bool) -> None:
-    """Each rank adds the product of its own columns, and only one rank adds the bias."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(24, 32, generator=generator)
-    bias_vector = torch.randn(24, generator=generator)
-    x = torch.randn(5, 32, generator=generator)
-    parts = []
-    for rank in range(tp_size):
-        weights = Weights(torch.float32, CPU, ParallelState(rank, tp_size, OwnPart()))
-        layer = RowParallelLinear(weights, "down", 32, 24, bias)
-        for name, (shard,) in weights.shards.items():
-            full = weight if name == "down.weight" else bias_vector
-            assert shard.full_shape == tuple(full.shape)
-            weights.read(name, LoadedTensor(full))
-        weights.finish()
-        width = 32 // tp_size
-        parts.append(layer.forward(x[:, rank * width : (rank + 1) * width]))
-    whole = F.linear(x, weight, bias_vector if bias else None)
-    torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=1e-5)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
-from executor.ray_engines import executor_of, rank_engine
+from executor.ray_engines import at_step, executor_of, rank_engine
 from support.adapters import NUM_TOKENS, Adapters, assert_peft
 from support.engines import greedy, serve
 
@@ -25,15 +25,10 @@ def test_a_rank_is_killed(eight: Adapters, keep_kv: str, is_resumed: bool) -> No
     args: Any = {"max_loras": 3, "max_lora_rank": 64, "max_num_batched_tokens": 32}
     args |= {"num_device_blocks_override": 24, "max_model_len": 256, "keep_kv": keep_kv}
     with rank_engine(eight.base, 2, enable_lora=True, **args) as engine:
-        num_steps = itertools.count(1)
-
-        def kill_a_rank() -> None:
-            if next(num_steps) == 30:
-                os.kill(executor_of(engine).places[1].pid, signal.SIGKILL)
-
         params = greedy(NUM_TOKENS, logprobs=1)
         undisturbed = serve(engine, prompts, params, requests)
-        outputs = serve(engine, prompts, params, requests, after_step=kill_a_rank)
+        kill = partial(os.kill, executor_of(engine).places[1].pid, signal.SIGKILL)
+        outputs = serve(engine, prompts, params, requests, at_step(30, kill))
         assert [record.is_resumed for record in engine.recoveries] == [is_resumed]
         ledgers = engine.stats().ledgers
         assert all(0 < ledger.adapters_bytes < ledger.weights_bytes for ledger in ledgers)

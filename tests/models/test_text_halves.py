@@ -52,11 +52,6 @@ def ids_of(folder: Path, **args: Any) -> list[list[int]]:
         return [list(output.outputs[0].token_ids) for output in serve(engine, PROMPTS, greedy(12))]
 
 
-@pytest.mark.parametrize("places", [{"tp_size": 2}, {"pipeline_parallel_size": 3}], ids=str)
-def test_ranks_and_stages(llava: Path, places: dict[str, int]) -> None:
-    assert ids_of(llava, **places) == ids_of(llava)
-
-
 def test_a_head_of_its_own_counts_where_config_json_ties_nothing(tmp_path: Path) -> None:
     """The class of the whole model would tie it."""
     write_whole(tmp_path, "mistral3", tie_word_embeddings=False)

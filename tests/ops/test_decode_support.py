@@ -61,16 +61,6 @@ def test_a_plan_where_cuda_fails_says_what_it_needs(monkeypatch: pytest.MonkeyPa
         attention.make_decode_plan(torch.device("cuda", 0), 4, 8, 2, 128, BF16)
 
 
-def test_the_memory_of_a_plan_serves_smaller_batches() -> None:
-    plan = attention.DecodePlan(
-        torch.zeros(9, dtype=torch.int32), torch.zeros(8 + 20, 4), torch.zeros(28, 2, 68)
-    )
-    part = plan.for_rows(3)
-    assert [len(tensor) for tensor in part] == [4, 23, 23]
-    assert part.items.data_ptr() == plan.items.data_ptr()
-    assert plan.num_bytes == 4 * (9 + 28 * 4 + 28 * 2 * 68)
-
-
 @pytest.mark.parametrize(("head_dim", "dtype", "tokens"), [(128, BF16, 256), (128, FP8, 512)])
 def test_no_short_parts(head_dim: int, dtype: torch.dtype, tokens: int) -> None:
     assert attention.min_item_tokens(head_dim, dtype) == tokens

@@ -54,15 +54,3 @@ def test_greedy_as_transformers(
         outputs = generate(llm, [answer.prompt for answer in clear], greedy())
     assert ids(outputs) == [answer.token_ids for answer in clear]
     assert (preemptions(outputs) > 0) == (switch == "preempted")
-
-
-def test_text_is_the_tokenizers(embedded_oracle: Oracle, prompts: list[list[int]]) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    with open_llm(EMBEDDED_MODEL) as llm:
-        outputs = llm.generate(list(PROMPTS), greedy(), use_tqdm=False)
-    for output, answer in zip(outputs, embedded_oracle.answers(prompts), strict=False):
-        assert output.prompt_token_ids == list(answer.prompt)
-        text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        assert output.outputs[0].text == text

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.engines import greedy, open_engine, open_llm, preemptions, run
+from support.engines import greedy, open_engine, open_llm, preemptions, serve
+from support.small_barts import logits_after
 from support.small_whispers import (
     BEFORE,
     BEGIN,
@@ -26,7 +27,6 @@ from support.small_whispers import (
     TRANSLATE,
     Samples,
     features_of,
-    logits_after,
     sounds,
     transformers_whisper,
     wav,
@@ -136,10 +136,10 @@ def test_beams(whisper: Path, num_beams: int) -> None:
 
 def distance(model: Any, samples: Samples, output: Any) -> float:
     """Of the log probabilities of an output's tokens from those of transformers, the largest."""
-    distances = []
+    distances, features = [], features_of(model, samples)
     for completion in output.outputs:
         ids = completion.token_ids
-        logits = logits_after(model, samples, output.prompt_token_ids, ids)
+        logits = logits_after(model, output.prompt_token_ids, ids, input_features=features)
         chosen = logits.log_softmax(1).gather(1, torch.tensor([ids]).t())
         distances.append(abs(completion.cumulative_logprob - float(chosen.sum())) / len(ids))
     return max(distances)
@@ -149,10 +149,7 @@ def distance(model: Any, samples: Samples, output: Any) -> float:
 def test_ranks(whisper: Path, tp_size: int) -> None:
     model, prompts = transformers_whisper(whisper), sounds(LENGTHS, seed=3)
     with open_engine(whisper, tp_size) as engine:
-        for number, samples in enumerate(prompts):
-            engine.add_request(str(number), of_sound(samples), SamplingParams(temperature=0.0))
-        last = {output.request_id: output for output in run(engine)}
-    outputs = [last[str(number)] for number in range(len(prompts))]
+        outputs = serve(engine, [of_sound(s) for s in prompts], SamplingParams(temperature=0.0))
     assert ids_of(outputs) == [as_transformers(model, samples) for samples in prompts]
 
 
@@ -178,17 +175,6 @@ def test_preemption(whisper: Path, mode: str) -> None:
         ids = [completion.token_ids for completion in output.outputs]
         assert ids == [completion.token_ids for completion in other.outputs]
         assert distance(model, samples, output) < 1e-3
-
-
-def test_rounded_weights(tmp_path: Path) -> None:
-    """Close to those that are not rounded, and not equal."""
-    whisper = write_whisper(tmp_path, init_std=0.1)
-    model, prompts = transformers_whisper(whisper), sounds(LENGTHS, seed=5)
-    with open_llm(whisper, quantization="int8") as llm:
-        outputs = llm.generate([of_sound(s) for s in prompts], greedy(4), use_tqdm=False)
-    pairs = zip(prompts, outputs, strict=True)
-    distances = [distance(model, samples, output) for samples, output in pairs]
-    assert 0.0 < sum(distances) / len(distances) < 0.03
 
 
 def test_forms_of_a_prompt(whisper: Path, tmp_path: Path) -> None:

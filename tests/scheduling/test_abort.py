@@ -12,25 +12,6 @@ from tpengine.scheduling.step import StepDecisions
 from .loop import Limits, Loop, make_request, statuses
 
 
-def test_abort_in_every_state() -> None:
-    loop = Loop(Limits(seqs=2, num_blocks=8, tokens=8))
-    decoding, chunk, waiting = loop.add_plain(5, 12, 4)
-    loop.step()
-    assert chunk.sequences[0].num_computed_tokens == 3
-    assert loop.scheduler.abort_request("unknown") is None
-    for request in (waiting, chunk, decoding):
-        assert loop.scheduler.get_request(request.request_id) is request
-        loop.end(request)
-        loop.scheduler.check_invariants()
-        assert statuses(request) == ["FINISHED_ABORTED"]
-        assert loop.scheduler.abort_request(request.request_id) is None
-    assert not loop.scheduler.has_unfinished_requests()
-    loop.add_plain(3, first=3)
-    output = loop.step()  # slots 0 and 1 are freed and one of them is taken, in one message
-    assert sorted(output.step_input.freed_slots) == [0, 1]
-    assert output.step_input.new_sequences[0].slot in (0, 1)
-
-
 def test_abort_of_a_preempted_request() -> None:
     loop = Loop(Limits(num_blocks=4))
     _, second = loop.add_plain(8, 8)

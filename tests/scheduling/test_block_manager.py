@@ -25,24 +25,6 @@ def allocated(num_blocks: int, num_tokens: int) -> tuple[BlockManager, Request, 
     return blocks, request, only(request)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)]
-)
-def test_allocate_covers_all_tokens(num_tokens: int, num_blocks: int) -> None:
-    blocks = BlockManager(10, 4)
-    request = make_request(0, num_tokens)
-    sequence = only(request)
-    table = blocks.allocate(request)
-    assert len(set(table)) == len(table) == num_blocks
-    assert blocks.block_ids(sequence) == table
-    assert blocks.num_free_blocks == 10 - num_blocks
-    blocks.check_invariants([sequence])
-    blocks.free(sequence)
-    assert blocks.num_free_blocks == 10
-    assert blocks.block_ids(sequence) == []
-    blocks.check_invariants([])
-
-
 def test_ok_later_never() -> None:
     blocks = BlockManager(10, 4, watermark=0.2)
     assert blocks.can_allocate(make_request(0, 41)) is AllocStatus.NEVER
@@ -102,26 +84,3 @@ def test_invariants_see_damage(damage: Callable[..., None], words: str) -> None:
     damage(blocks, sequences, blocks.device._blank)
     with pytest.raises(EngineError, match=words):
         blocks.check_invariants(sequences)
-
-
-@pytest.mark.parametrize("num_tokens", [8, 7])
-def test_fork_counts_a_reference_for_every_shared_block(num_tokens: int) -> None:
-    """Each of the parent's blocks then has two holders, which may read it and not write it; it is
-    free when both have given it back."""
-    blocks, _, parent = allocated(8, num_tokens)
-    child = Sequence(2000, 1, list(parent.token_ids), num_tokens)
-    table = blocks.block_ids(parent)
-    blocks.fork(parent, child, num_tokens)
-    with pytest.raises(EngineError, match="alone writes"):
-        blocks.check_invariants([parent, child])
-    parent.num_computed_tokens = child.num_computed_tokens = num_tokens
-    assert blocks.block_ids(child) == table
-    assert [blocks.device.ref_count(block) for block in table] == [2, 2]
-    blocks.check_invariants([parent, child])
-    blocks.free(parent)
-    assert [blocks.device.ref_count(block) for block in table] == [1, 1]
-    assert blocks.num_free_blocks == 6
-    blocks.check_invariants([child])
-    blocks.free(child)
-    assert blocks.num_free_blocks == 8
-    blocks.check_invariants([])

@@ -111,11 +111,14 @@ def test_idle_time_gives_no_credit_and_costs_nothing() -> None:
 
 
 def test_tokens_are_charged_once() -> None:
-    """Not again after a preemption, a lost step or a lost worker."""
+    """Not again after a preemption, a lost step or a lost worker. Those of encoder prompts count,
+    also before a prompt of a single token."""
     loop = Loop(Limits(tokens=16, num_blocks=14, mode="recompute", fairness="owner"))
     requests = [
-        add(loop, index, owner, 10 + index, 12)
-        for index, owner in enumerate((FLOOD, OTHER, FLOOD, HEAVY, OTHER))
+        loop.add(make_request(index, size, plain(12), owner=owner, encoder=encoder))
+        for index, (owner, size, encoder) in enumerate(
+            [(FLOOD, 10, 0), (OTHER, 1, 9), (FLOOD, 12, 0), (HEAVY, 13, 0), (OTHER, 14, 9)]
+        )
     ]
     for number in range(200):
         loop.step(lost_to=14 if number in (3, 9) else None)
@@ -126,16 +129,7 @@ def test_tokens_are_charged_once() -> None:
     assert loop.events["losses"] == 3
     for account, counted in stats(loop).items():
         own = [r for r in requests if r.owner.account == account]
-        assert counted == OwnerStats(0, 0, sum(len(r.prompt_token_ids) + 12 for r in own))
-
-
-def test_encoder_prompts_are_charged() -> None:
-    """Also that of a decoder which begins with a single token."""
-    loop = Loop(Limits(tokens=16, num_blocks=40, fairness="owner"))
-    for index, size in enumerate((1, 1, 7)):
-        loop.add(make_request(index, size, plain(5), owner=OTHER, encoder=9))
-    loop.run()
-    assert list(stats(loop).values()) == [OwnerStats(0, 0, 3 * (9 + 5) + 1 + 1 + 7)]
+        assert counted == OwnerStats(0, 0, sum(r.num_prompt_tokens + 12 for r in own))
 
 
 def test_owners_are_forgotten_and_labels_are_few() -> None:

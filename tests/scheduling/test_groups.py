@@ -19,28 +19,6 @@ def ids_of(output: RequestOutput) -> list[list[int]]:
     return [list(completion.token_ids) for completion in output.outputs]
 
 
-@pytest.mark.parametrize(
-    "prompt_length",
-    [16, 21, *(pytest.param(length, marks=pytest.mark.soak) for length in (1, 8, 37))],
-)
-def test_sequences_are_as_of_separate_requests(make_engine: MakeEngine, prompt_length: int) -> None:
-    """Sharing blocks changes nothing: the first is what a request of one gets, and all are the same
-    in another crowd and with other block sizes. (`tests/oracle` draws them itself.)"""
-    prompt = PROMPT[:prompt_length]
-    engine = make_engine(enable_prefix_caching=False)
-    four = run(engine, [("four", prompt, FREE)])["four"]
-    single = run(engine, [("one", prompt, replace(FREE, n=1, best_of=None))])["one"]
-    assert ids_of(single) == ids_of(four)[:1]
-    assert len({tuple(ids) for ids in ids_of(four)}) == 4, "all draw the same noise"
-    assert [o.index for o in four.outputs] == [0, 1, 2, 3]
-    other = make_engine(block_size=16, max_num_batched_tokens=5)
-    crowd = [(str(i), PROMPT[i:], replace(FREE, seed=i)) for i in range(5)]
-    again = run(other, [*crowd, ("four", prompt, FREE)])["four"]
-    assert ids_of(again) == ids_of(four)
-    for mine, theirs in zip(again.outputs, four.outputs, strict=True):
-        assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
-
-
 @pytest.mark.parametrize(("num_prompt_tokens", "num_shared"), [(96, 12), (90, 11)])
 def test_prompt_held_once(make_engine: MakeEngine, num_prompt_tokens: int, num_shared: int) -> None:
     """Eight sequences share its full blocks, and after the first token each has one more. A partly

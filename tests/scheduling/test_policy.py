@@ -11,7 +11,7 @@ from tpengine.config import MAX_PRIORITY
 from tpengine.errors import InvalidPriorityError
 from tpengine.scheduling.policy import Priority
 
-from .loop import Limits, Loop, make_request, plain, run_alone
+from .loop import Limits, Loop, make_request, plain
 
 SHORT = plain(2)
 
@@ -77,21 +77,3 @@ def test_priorities_out_of_range(make_engine: MakeEngine, priority: Any) -> None
     run(engine, [("r", [5], SHORT)])
     with pytest.raises(InvalidPriorityError, match="scheduling_policy='priority'"):
         make_engine().add_request("r", None, SHORT, prompt_token_ids=[5], priority=1)
-
-
-def test_preemption_in_a_step_in_which_a_group_forks() -> None:
-    """The group is first, and its second sequence has no blocks before the update of the step."""
-    loop = Loop(Limits(tokens=16, num_blocks=10, policy="priority", mode="recompute"))
-    older, newer = loop.add_plain(7, 7, max_tokens=12)
-    loop.step()
-    group = loop.add(make_request(2, 20, plain(3, n=2), priority=-1))
-    loop.step()
-    assert group.sequences[0].num_computed_tokens == 14
-    output = loop.step()
-    assert [child for _, child in output.forks] == group.sequences[1:]
-    assert output.preempted == [newer]
-    assert output.rows == [*older.sequences, *group.sequences[:1]]
-    loop.run()
-    for request in (older, newer, group):
-        outputs, alone = (o.outputs for o in (loop.outputs[request.request_id], run_alone(request)))
-        assert [a.token_ids for a in outputs] == [a.token_ids for a in alone]

@@ -38,23 +38,6 @@ def num_hit(blocks: BlockManager, request: Request) -> int:
     return request.sequences[0].num_computed_tokens
 
 
-def test_full_blocks_are_shared_while_held_and_found_after() -> None:
-    blocks = pool()
-    first = compute(blocks, make_request(0, list(range(10))))
-    second = compute(blocks, make_request(1, list(range(10))))
-    assert blocks.block_ids(second)[:2] == blocks.block_ids(first)[:2]
-    assert blocks.block_ids(second)[2] != blocks.block_ids(first)[2]
-    assert blocks.num_free_blocks == 10 - 4
-    table = blocks.block_ids(first)
-    blocks.free(first)
-    blocks.free(second)
-    assert blocks.num_free_blocks == 10
-    third = make_request(2, list(range(10)))
-    assert blocks.allocate(third)[:2] == table[:2]
-    assert third.sequences[0].num_computed_tokens == 8
-    assert blocks.device.num_hits == 4
-
-
 def test_what_precedes_a_block_counts() -> None:
     blocks = pool()
     compute(blocks, make_request(0, [1, 2, 3, 4, 5, 6, 7, 8, 9]))

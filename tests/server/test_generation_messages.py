@@ -11,7 +11,7 @@ import pytest
 from tpengine import RequestOutputKind, SamplingParams, errors
 from tpengine.client.client_messages import RequestFields, to_request
 from tpengine.options import parameters
-from tpengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tpengine.outputs import CompletionOutput, Logprob, RequestOutput
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.server.error_texts import text_for_client
 from tpengine.server.grpc.generation_messages import (
@@ -241,37 +241,6 @@ def test_inputs() -> None:
 def output(**fields: Any) -> RequestOutput:
     usual = {"prompt_token_ids": [1, 2], "prompt_logprobs": None, "outputs": [], "finished": True}
     return RequestOutput(request_id="r", prompt=None, **usual | fields)
-
-
-def test_answers() -> None:
-    likely = {9: Logprob(-2.0, 3, "x"), 4: Logprob(-0.5, 1, "y"), 6: Logprob(-1.0, 2, "z")}
-    full = CompletionOutput(0, "x", (9,), -2.0, [likely], finish_reason="stop", stop_reason=9)
-    two = CompletionOutput(1, "", (), None, None, finish_reason="stop", stop_reason="é")
-    times = (10.0, 12.0, 10.5, 11.0, 0.5, 12.0)
-    metrics = RequestMetrics(*times, num_preemptions=1, num_cached_tokens=2)
-    counts = {"num_cached_tokens": 2, "num_output_tokens": 5}
-    last = output(outputs=[full, two], metrics=metrics, prompt_logprobs=[None, likely], **counts)
-    answer = asyncio.run(ResponseWriter().write(last))
-    candidates = [
-        pb.Logprob(
-            token_id=token_id, logprob=of.logprob, rank=of.rank, decoded_token=of.decoded_token
-        )
-        for token_id, of in likely.items()
-    ]
-    first, second = answer.outputs
-    assert first == pb.CompletionOutput(
-        index=0, text="x", token_ids=[9], cumulative_logprob=-2.0, matched_stop_token_id=9,
-        finish_reason=pb.FINISH_REASON_STOP, logprobs=[pb.TokenLogprobs(candidates=candidates)],
-    )  # fmt: skip
-    assert second == pb.CompletionOutput(
-        index=1, text="", finish_reason=pb.FINISH_REASON_STOP, matched_stop_string="é"
-    )
-    by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
-    assert [list(entry.candidates) for entry in answer.prompt_logprobs] == [[], by_rank]
-    assert answer.usage == pb.Usage(
-        num_prompt_tokens=2, num_output_tokens=5, num_cached_tokens=2, num_preemptions=1,
-        queue_s=0.5, first_token_s=1.0, total_s=2.0,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("of", ["output", "prompt"])

@@ -106,42 +106,6 @@ async def test_all_arrives_in_order_whenever_writes_end(seed: int) -> None:
     assert [message.finished for message in connection.messages].index(True) + 1 == len(outputs)
 
 
-@pytest.mark.parametrize("is_fast", [True, False])
-async def test_an_error_ends_the_stream_once(is_fast: bool) -> None:
-    box, connection, sending = begin(is_fast)
-    await _turns()
-    box.put(delta({0: [1]}, has_logprobs=False))
-    box.put(delta({0: [2]}, has_logprobs=False))
-    box.close(ValueError("gone"))
-    await _turns()
-    connection.let_go()
-    with pytest.raises(ValueError, match="gone"):
-        await sending
-    box.put(delta({0: [3]}, has_logprobs=False))
-    assert connection.token_ids == ([[1], [2]] if is_fast else [[1]])
-
-
-async def test_a_write_that_fails_fails_its_own_stream_alone() -> None:
-    async def broken(message: pb.GenerateResponse) -> None:
-        raise OSError("no connection")
-
-    boxes, connection = [Mailbox(merges=True) for _ in range(2)], Connection()
-    writes = [broken, connection.write]
-    tasks = [
-        asyncio.create_task(send_stream(box, ResponseWriter(), write, WAIT_S))
-        for box, write in zip(boxes, writes, strict=True)
-    ]
-    await _turns()
-    for box in boxes:
-        box.put(delta({0: [1]}, has_logprobs=False))
-    for box in boxes:
-        box.put(delta({0: [2]}, True, has_logprobs=False))
-    with pytest.raises(OSError, match="no connection"):
-        await tasks[0]
-    await tasks[1]
-    assert connection.token_ids == [[1], [2]]
-
-
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 async def test_a_stream_that_is_left_leaves_nothing(num_tokens: int) -> None:
     box, connection, sending = begin(is_fast=False)

@@ -101,14 +101,17 @@ def encoder_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
 
 
 def logits_after(
-    model: Any, encoder_ids: Sequence[int], decoder_ids: Sequence[int], output: Sequence[int]
+    model: Any, decoder_ids: Sequence[int], output: Sequence[int], **encoder: torch.Tensor
 ) -> torch.Tensor:
-    """Logits `[num_tokens, vocab_size]` from which each token of an output is chosen."""
+    """Logits `[num_tokens, vocab_size]` from which each token of an output is chosen.
+
+    Args:
+        encoder: what its encoder reads, as transformers names it.
+    """
     decoder = torch.tensor([[*decoder_ids, *output]])
-    with torch.no_grad():
-        encoder = torch.tensor([list(encoder_ids)])
-        logits: torch.Tensor = model(input_ids=encoder, decoder_input_ids=decoder).logits[0]
-    return logits[len(decoder_ids) - 1 : -1]
+    with torch.inference_mode():
+        logits: torch.Tensor = model(decoder_input_ids=decoder, **encoder).logits[0]
+    return logits[len(decoder_ids) - 1 : -1].clone()
 
 
 def assert_right(model: Any, outputs: Sequence[Any], is_greedy: bool = True) -> None:
@@ -118,8 +121,8 @@ def assert_right(model: Any, outputs: Sequence[Any], is_greedy: bool = True) -> 
         assert output.error is None
         for completion in output.outputs:
             ids = completion.token_ids
-            both = output.encoder_prompt_token_ids, output.prompt_token_ids, ids
-            logits = logits_after(model, *both)
+            encoder = torch.tensor([output.encoder_prompt_token_ids])
+            logits = logits_after(model, output.prompt_token_ids, ids, input_ids=encoder)
             chosen = logits.gather(1, torch.tensor([ids]).t())[:, 0]
             logprobs = chosen - logits.logsumexp(dim=1)
             for (token_id,) in model.generation_config.bad_words_ids or []:

@@ -134,14 +134,3 @@ def sounds(lengths: Sequence[int], seed: int) -> list[Samples]:
         swell = 0.1 + np.sin(np.arange(length) * rng.uniform(0.0002, 0.002)) ** 2
         made.append((0.1 * swell * (noise[64:] + echo)).astype(np.float32))
     return made
-
-
-def logits_after(
-    model: Any, samples: Samples, decoder_ids: Sequence[int], output: Sequence[int]
-) -> torch.Tensor:
-    """Logits `[num_tokens, vocab_size]` from which each token of an output is chosen."""
-    decoder = torch.tensor([[*decoder_ids, *output]])
-    with torch.inference_mode():
-        features = features_of(model, samples)
-        logits: torch.Tensor = model(input_features=features, decoder_input_ids=decoder).logits[0]
-    return logits[len(decoder_ids) - 1 : -1]

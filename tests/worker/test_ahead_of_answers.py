@@ -20,27 +20,10 @@ from support.zoo import PLAIN
 from tpengine import EngineArgs, SamplingParams
 from tpengine.worker import model_runner
 
-LENGTHS = (1, 2, 7, 16, 17, 33, 64, 129, 300)
-MAX_MODEL_LEN = 512
-
 
 @pytest.fixture
 def walk(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
     return walk_the_gpus_way(monkeypatch)
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_greedy_as_transformers(models: ModelShop, walk: GpuWalk, enforce_eager: bool) -> None:
-    """Requests finish one by one, so that later steps have fewer rows."""
-    folder, oracle, prompts = models.problem(PLAIN, LENGTHS, seed=1)
-    params = [greedy(20 + 5 * number) for number in range(len(prompts))]
-    args: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
-    with open_llm(folder, max_num_seqs=16, enforce_eager=enforce_eager, **args) as llm:
-        outputs = generate(llm, prompts, params)
-    assert [len(answer) for answer in ids(outputs)] == [param.max_tokens for param in params]
-    oracle.assert_likeliest(prompts, ids(outputs))
-    assert walk.whole > 50
-    assert walk.early > 50, "the next step was launched only after the ids had arrived"
 
 
 def test_a_request_that_joins_and_one_that_is_aborted(models: ModelShop, walk: GpuWalk) -> None:

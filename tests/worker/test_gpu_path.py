@@ -54,7 +54,7 @@ def test_greedy_as_transformers(
     assert (walk.replays > 20) == (not enforce_eager)
     assert (walk.gathers > 10) == (mode != "whole prompts")
     assert walk.prefills > 0
-    assert walk.ahead > 20, "no step was launched before the answer of the one before"
+    assert walk.early > 20, "the next step was launched only after the ids had arrived"
 
 
 def test_more_context_than_scratch_goes_in_groups(

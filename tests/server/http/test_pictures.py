@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import openai
 import pytest
 from PIL import Image
 from support.engines import greedy, open_llm
-from support.picture_files import encoded, mutant, noise, png, seeds
+from support.picture_files import encoded, noise, png
 from support.server_process import ServerProcess, serving
 from support.small_llavas import NUM_ROWS, PNG, QUESTION, data_url, url_part, user, write_llava
 from support.whole_models import PICTURES
@@ -107,18 +106,3 @@ def test_requests_that_do_not_fit_their_pictures(eyes: Door, door: Door) -> None
         status, error = target.refused(CHAT, asked)
         assert (status, words in error["message"]) == (400, True), error
         assert target.whole(CHAT, body(QUESTION))
-
-
-@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.soak)])
-def test_mutated_files(seeing: ServerProcess, eyes: Door, count: int) -> None:
-    """Each is answered or refused, and no block is lost."""
-    rng, files, statuses = random.Random(11), seeds(), set()
-    for _ in range(count):
-        part = url_part(data_url(mutant(rng.choice(files), rng)))
-        with eyes.open(CHAT, body(part, max_tokens=1)) as answer:
-            text = answer.read().decode()
-            statuses.add(answer.status)
-        assert answer.status == 200 or "picture" in json.loads(text)["error"]["message"], text
-    assert statuses == {200, 400}
-    loads = seeing.loads()
-    assert (loads.num_running, loads.num_free_blocks) == (0, loads.num_total_blocks)
