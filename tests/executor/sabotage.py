@@ -32,9 +32,10 @@ def harm(target: Rank, rank: int | None, sabotage: Sabotage) -> None:
 class SabotagedProcess(Rank):
     """A rank that is not Ray's."""
 
-    def create(self, config: Any) -> None:
-        super().create(config)
+    def create(self, *args: Any) -> bool:
+        is_kept = super().create(*args)
         harm(self, *read(os.environ[VARIABLE]))
+        return is_kept
 
 
 def write(rank: int | None, sabotage: Sabotage) -> str:

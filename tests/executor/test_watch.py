@@ -70,7 +70,7 @@ class Clock:
                 self.now += timeout_ms / 1e3
             return ready
 
-        return SimpleNamespace(register=real.register, poll=wait)
+        return SimpleNamespace(register=real.register, unregister=real.unregister, poll=wait)
 
 
 @pytest.fixture
