@@ -275,11 +275,12 @@ class EngineArgs(Options):
     pp_layer_partition: str | None = option(None, metavar="NUMBERS")
     """Layers of each stage, as in 10,12; default: by the size of layers and output head."""
     spare_workers: int = option(0, at_least=0, only_for=_RANKS)
-    """Actors kept ready with torch imported, so that a lost group is rebuilt sooner on Ray; without
+    """Actors kept ready with torch imported, so that lost ranks are replaced sooner on Ray; without
     Ray a template process does this, whatever is set."""
     keep_kv: str = option("safe", cfg.KEEP_KV, only_for=_RANKS)
-    """When a new rank goes on with the memory of a lost one, so that nothing is computed again:
-    safe means not after a fault of its code, such as SIGSEGV, which may have written anywhere."""
+    """When a new rank on CPU goes on with the memory of a lost one, so that nothing is computed
+    again: safe means not after a fault of its code, such as SIGSEGV, which may have written
+    anywhere (on Ray this needs Linux 6.15, which tells how an actor ended)."""
     async_scheduling: bool | None = option(None)
     """Send ranks in processes of their own, and a GPU, the next step before they have answered this
     one, so that they do not wait for the driver; default: on a GPU, and on CPU while a step takes

@@ -1,5 +1,5 @@
-"""The time of a recovery: ranks are killed while they decode. Processes go on with the memory of
-the lost rank, or not; Ray has spares, or not.
+"""The time of a recovery: ranks are killed while they decode. They go on with the memory of the
+lost rank, or not; Ray has spares, or not.
 
 For each kill: the time until the engine found the loss, the time until it could schedule a step
 again, by phase, and the longest gap on a stream. For comparison: the time that the same engine then
@@ -170,13 +170,13 @@ def run(args: argparse.Namespace) -> int:
 def _kinds(executors: list[str], num_ranks: int) -> dict[str, dict[str, Any]]:
     """What is compared, by name: fields of `EngineArgs`."""
     kinds: dict[str, dict[str, Any]] = {}
-    if "processes" in executors:
-        for keep_kv in ("never", "safe"):
-            fields = {"executor": "processes", "keep_kv": keep_kv}
-            kinds[f"processes, keep_kv {keep_kv}"] = fields
-    if "ray" in executors:
-        for count in (0, num_ranks):
-            kinds[f"ray, {count} spares"] = {"executor": "ray", "spare_workers": count}
+    counts = {"processes": [0], "ray": [0, num_ranks]}
+    for executor, count, keep_kv in (
+        (e, c, keep_kv) for e in executors for c in counts[e] for keep_kv in ("never", "safe")
+    ):
+        name = executor if executor == "processes" else f"{executor}, {count} spares"
+        fields = {"executor": executor, "spare_workers": count, "keep_kv": keep_kv}
+        kinds[f"{name}, keep_kv {keep_kv}"] = fields
     return kinds
 
 

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from tpengine import EngineArgs
 from tpengine.errors import RankLoss
 from tpengine.executor.group_executor import GroupExecutor
+from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.local_executor import create_executor
 from tpengine.messages import MemoryLedger, NewSequence, SamplingRules, StepInput
 
@@ -39,8 +40,10 @@ class BareRanks:
         self._open_cache(self.executor.profile_num_available_blocks())
 
     def rebuild(self) -> None:
-        """Likewise, after a loss."""
+        """Likewise, after a loss. No rank of the lost group is left."""
+        processes = [place.process for place in self.executor.places]
         self._open_cache(self.executor.rebuild())
+        assert not NodeAgent().wait_for_end(processes, PATIENCE_S), "ranks are still there"
         self._freed = []
 
     def _open_cache(self, ledgers: list[MemoryLedger]) -> None:

@@ -98,9 +98,10 @@ def sabotaged_rank(rank: int | None, sabotage: Sabotage) -> Iterator[list[Any]]:
     worker's module is imported; yields a list that gets every group's places."""
 
     class SabotagedWorker(RayWorker):
-        def create(self, *args: Any) -> None:
-            super().create(*args)
+        def create(self, *args: Any) -> bool:
+            is_kept = super().create(*args)
             harm(self, rank, sabotage)
+            return is_kept
 
     places: list[Any] = []
     start = Group.start

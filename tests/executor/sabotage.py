@@ -34,10 +34,11 @@ def harm(target: Rank, rank: int | None, sabotage: Sabotage) -> None:
 class SabotagedProcess(Rank):
     """A rank that is not Ray's."""
 
-    def create(self, *args: Any) -> None:
-        super().create(*args)
+    def create(self, *args: Any) -> bool:
+        is_kept = super().create(*args)
         os.environ[RANK_VARIABLE] = str(self._rank)
         harm(self, *read(os.environ[VARIABLE]))
+        return is_kept
 
 
 def write(rank: int | None, sabotage: Sabotage) -> str:

@@ -27,10 +27,13 @@ from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from tpengine.errors import EngineDeadError
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
-from tpengine.executor.launch import processes
+from tpengine.executor.launch import actors, processes, ray_home
+from tpengine.executor.launch.actors import ActorSpare, Agents
+from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.launch.processes import ProcessHome
 from tpengine.executor.launch.template import Template
 from tpengine.executor.watch import FENCE_S, HEARTBEAT_S
+from tpengine.host import LOOPBACK
 
 FIELDS = {
     "dtype": "float32",
@@ -298,6 +301,56 @@ def test_a_second_ctrl_c_while_a_rank_is_replaced(
     with LLMEngine.from_engine_args(args) as engine, pytest.raises(EngineDeadError):
         serve(engine, prompts, {9: kill})
     wait_until(lambda: own() == before, what="something is left")
+
+
+@pytest.mark.parametrize(
+    "holder", ["driver", pytest.param("actor", marks=pytest.mark.check)], ids=["driver", "actor"]
+)
+def test_ranks_of_ray(
+    ray_address: str,
+    folder: Path,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    holder: str,
+) -> None:
+    """A killed one is replaced by a spare, a stopped one by a new actor; the other stays. Their
+    memory is held by the driver, or by an actor, as on another node; in the end by no process."""
+    if holder == "actor":
+        monkeypatch.setattr(ray_home, "Agents", lambda _: Agents("another node"))
+        monkeypatch.setattr(actors, "channel_address", lambda *_: LOOPBACK)
+    fields = FIELDS | {"executor": "ray", "spare_workers": 1}
+    args = EngineArgs(str(folder), tensor_parallel_size=2, **fields)
+    with LLMEngine.from_engine_args(args) as engine:
+        executor: Any = engine._executor
+        spares, agents = executor.home.spares, executor.home._agents
+        expected, first = serve(engine, prompts, {}), executor.places
+        agent = agents.ask(first[0].node_id, "ping")
+        memory = files_of_ranks(agent)
+        assert len(memory) == 2
+        assert [files_of_ranks(place.pid) for place in first] == [[name] for name in memory]
+        wait_until(lambda: any(map(ActorSpare.is_prepared, spares._spares)), what="no spare")
+        [spare] = spares.usable()
+        assert serve(engine, prompts, {9: send(signal.SIGKILL, 1)}) == expected
+        assert [place.pid for place in executor.places] == [first[0].pid, spare.answer().pid]
+        spares.close()
+        assert serve(engine, prompts, {12: send(signal.SIGSTOP, 0)}) == expected
+        assert executor.places[1].pid == spare.answer().pid
+        assert files_of_ranks(agent) == memory
+        serve(engine, prompts, {8: send(signal.SIGSEGV, 1)})
+        assert resumed(engine) == [True, True, False]
+        ended = [place.process for place in (*first, *executor.places)]
+    wait_until(lambda: not any(map(NodeAgent.state, ended)), what="ranks are left")
+    wait_until(lambda: not files_of_ranks(agent), what="memory is left")
+
+
+def files_of_ranks(pid: int) -> list[str]:
+    """Names of the memory of ranks that a process has open; none: it is gone."""
+    names = []
+    with suppress(FileNotFoundError):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                names.append(os.readlink(file))
+    return sorted({name for name in names if name.startswith("/memfd:tpengine rank")})
 
 
 def test_a_loss_before_a_step_is_sent(

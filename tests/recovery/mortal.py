@@ -113,10 +113,10 @@ class MortalExecutor(Executor):
 
     Attributes:
         fate: may be changed at any time.
-        gate: a rebuild waits for it; open unless a test closes it.
+        gate: what replaces ranks waits for it; open unless a test closes it.
         steps: (epoch, step) of all steps that were sent.
         losses: of all groups, oldest first.
-        threads: names of the threads that called `rebuild`.
+        threads: names of the threads that replaced ranks.
         attempted_at: when it was called, by the clock of recoveries.
         is_shut_down: set by `shutdown`.
     """
@@ -148,6 +148,8 @@ class MortalExecutor(Executor):
         lost, self._lost_group = self._lost_group, None
         if not self.fate.keeps_memory or lost is None or not self._mirror.num_steps:
             return "it was not told to keep them"
+        self.threads.add(threading.current_thread().name)
+        assert self.gate.wait(TIMEOUT_S)
         self._mirror.num_steps = 0
         self._epoch, self._loss, self._group = self._epoch + 1, None, lost
         lost.begin_again(self._mirror.sequences(), self._unanswered)

@@ -70,8 +70,10 @@ def test_weights_are_known_without_ranks(client: Client) -> None:
     assert client.engine.get_weights_bytes() == before
 
 
-def test_a_step_returns_soon_with_aborted_requests(client: Client) -> None:
+@pytest.mark.parametrize("keeps_memory", [False, True])
+def test_a_step_returns_soon_with_aborted_requests(client: Client, keeps_memory: bool) -> None:
     engine, executor = client.engine, client.executor
+    executor.fate.keeps_memory = keeps_memory
     lose(client)
     engine.abort_request("1")
     (aborted,) = client.step()
@@ -84,12 +86,13 @@ def test_a_step_returns_soon_with_aborted_requests(client: Client) -> None:
     assert all(client.step() == [] for _ in range(5))
     assert time.monotonic() - start > 0.05  # a step waits a little, but not for the group
     assert engine.get_num_unfinished_requests() == 3
-    assert engine.num_free_blocks == engine.num_total_blocks
+    assert keeps_memory or engine.num_free_blocks == engine.num_total_blocks
     assert executor.epoch == 1
     executor.gate.set()
     answers = client.run()
     assert executor.epoch == 2
     assert executor.threads == {"tpengine-rebuild"}
+    assert [record.is_resumed for record in engine.recoveries] == [keeps_memory]
     for name, number in (("0", 0), ("2", 2), ("late", 7)):
         assert summary(answers[name]) == alone(executor.config, number)
     assert len(answers["1"].token_ids[0]) == 3

@@ -414,6 +414,7 @@ class LLMEngine:
                 try:
                     if self._recovery.go_on():
                         self._step()
+                    self._report(self._recovery.take_failed())
                 except BaseException as error:
                     self._recovery.die(error)
                     raise
@@ -444,7 +445,7 @@ class LLMEngine:
             scheduled, sent = unanswered[0], time.perf_counter()
             answer = self._executor.take_answer()
         except GroupLostError as error:
-            self._report(self._recovery.begin(error.loss))
+            self._recovery.begin(error.loss)
             return
         answered = time.perf_counter()
         decisions = self._output_processor.process(scheduled, answer)

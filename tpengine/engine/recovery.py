@@ -1,15 +1,16 @@
 """What the engine does when a rank is lost: it gets a new group of ranks, and loses no request.
 
 Where the memory of the lost rank can be trusted, `Executor.resume` replaces that rank alone and
-sends the unanswered steps again: nothing is computed twice but these steps.
+sends the unanswered steps again: nothing is computed twice but these steps. It runs in a thread,
+as `rebuild` does: an actor of Ray takes seconds to start.
 
 Otherwise the group is made anew. The driver holds the tokens of every request up to the last step
 that was answered. So whatever a request was doing, prefill or decode, a loss has one consequence
 for it, in four stages:
 
-1. `Recovery.begin`: the unanswered steps did not happen. Every unfinished request waits again, with
-   its prompt and its output tokens so far, and with nothing of that computed. Only a request that
-   is found to be the cause of the losses fails (`poison_requests`).
+1. `Recovery._begin_anew`: the unanswered steps did not happen. Every unfinished request waits
+   again, with its prompt and its output tokens so far, and with nothing of that computed. Only a
+   request that is found to be the cause of the losses fails (`poison_requests`).
 2. A thread makes a new group of ranks. Meanwhile `LLMEngine.step` returns at once and reports
    nothing but aborts, so that requests can be added and aborted. An attempt that fails for what may
    pass (memory, files, ports, places) is repeated after a pause that grows.
@@ -31,8 +32,9 @@ import re
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from tpengine import errors, host
 from tpengine.config import EngineConfig
@@ -52,6 +54,7 @@ logger = init_logger(__name__)
 _WAIT_S = 0.02
 """How long a step waits for a rebuild: its caller has other work to do."""
 Ledgers = list[MemoryLedger]
+Result = TypeVar("Result")
 _PROGRESS_LINE_S = 5.0
 _CLOSE_S = 10.0
 _NUM_RECORDS = 1000
@@ -83,7 +86,9 @@ class Recovery:
         self._poison = PoisonSearch()
         self._loss: errors.RankLoss | None = None
         self._loss_times: deque[float] = deque()  # of losses that count against the limit
-        self._rebuild: Future[list[MemoryLedger]] | None = None  # None: between two attempts
+        self._resumption: Future[str | None] | None = None  # None: none goes on
+        self._rebuild: Future[Ledgers] | None = None  # None: between two attempts
+        self._failed: list[Request] = []  # not taken
         self._num_attempts = 0
         self._reason = ""  # of the attempt that failed last, without its numbers
         self._lost_at = self._last_line_at = self._progress_at = time.monotonic()
@@ -117,7 +122,9 @@ class Recovery:
         Raises:
             EngineDeadError: the group was lost too often or cannot be replaced.
         """
-        if self.state is EngineState.RECOVERING:
+        if self._resumption is not None:
+            self._poll_resumption(self._resumption)
+        elif self.state is EngineState.RECOVERING:
             self._poll_rebuild()
         if self.state is EngineState.RUNNING:
             loss = self._executor.loss
@@ -129,19 +136,18 @@ class Recovery:
             self._scheduler.restrict(self._poison.allowed)
         return True
 
-    def begin(self, loss: errors.RankLoss) -> list[Request]:
-        """Has the lost rank replaced. If that cannot be, makes every unfinished request wait with
-        the tokens that it has, fails the one that is the cause of the losses, if that is known now,
-        and starts to rebuild the group.
+    def take_failed(self) -> list[Request]:
+        """The requests that were found to be the cause of losses since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
 
-        Returns:
-            Requests that failed.
+    def begin(self, loss: errors.RankLoss) -> None:
+        """Starts to have the lost rank replaced, or the group rebuilt.
 
         Raises:
             EngineDeadError: too many groups were lost lately.
         """
         self._lost_at = self._last_line_at = time.monotonic()
-        self._num_attempts = 0
         requests = self._scheduler.unfinished_requests()
         if not requests:
             self._progress_at = self._lost_at
@@ -149,14 +155,22 @@ class Recovery:
             metrics = request.metrics
             if metrics.first_token_time is not None:
                 self._gaps.setdefault(request.request_id, (request, metrics.last_token_time))
-        if not self._poison.suspects and self._resume(loss):
-            return []
-        unanswered = self._scheduler.unanswered
+        self.state, self._loss, self._num_attempts = EngineState.RECOVERING, loss, 1
+        if self._poison.suspects:
+            self._begin_anew(loss)
+            return
+        self._resumption = _in_thread(self._executor.resume)
+        self._poll_resumption(self._resumption)
+
+    def _begin_anew(self, loss: errors.RankLoss) -> None:
+        """Makes every unfinished request wait with the tokens that it has, fails the one that is
+        the cause of the losses, if that is known now, and starts to rebuild the group."""
+        self._num_attempts = 0
+        requests, unanswered = self._scheduler.unfinished_requests(), self._scheduler.unanswered
         culprit, is_isolation_step = self._poison.note_loss(loss, unanswered, requests)
         blocks = self._scheduler.block_manager
         num_blocks = blocks.num_total_blocks, blocks.host.num_blocks
         self._scheduler.restart(make_block_manager(self._config, *num_blocks))
-        failed = None
         if culprit is not None:
             reason = (
                 f"request {culprit.request_id!r} was ended because it loses the engine's ranks: "
@@ -166,25 +180,28 @@ class Recovery:
             logger.error("%s", reason)
             error = errors.RequestFailedError(reason)
             failed = self._scheduler.fail_request(culprit.request_id, error)
+            self._failed += [] if failed is None else [failed]
         self._scheduler.restrict(self._poison.allowed)
-        self.state = EngineState.RECOVERING
         self._count_loss(loss, not is_isolation_step, "will wait for a new group of ranks")
         self._start_rebuild()
-        return [] if failed is None else [failed]
 
-    def _resume(self, loss: errors.RankLoss) -> bool:
-        """Has the lost rank replaced alone; False: that cannot be."""
-        self.state, self._loss = EngineState.RECOVERING, loss
-        reason = self._executor.resume()
-        if reason is not None:
-            logger.warning(
-                "the memory of rank %d, which was lost, is not used: %s", loss.rank, reason
-            )
-            return False
-        self._count_loss(loss, True, "went on with a new rank in its place")
-        self._num_attempts = 1
-        self._note_ready(self._scheduler.block_manager.num_total_blocks, is_resumed=True)
-        return True
+    def _poll_resumption(self, resumption: Future[str | None]) -> None:
+        """Waits a moment for the lost rank to be replaced alone. If that cannot be, all begins
+        anew."""
+        assert self._loss is not None
+        if not wait([resumption], _WAIT_S).done:
+            self._check_patience(time.monotonic())
+            return
+        self._resumption = None
+        error = resumption.exception()
+        reason = resumption.result() if error is None else repr(error)
+        if reason is None:
+            self._count_loss(self._loss, True, "went on with a new rank in its place")
+            self._note_ready(self._scheduler.block_manager.num_total_blocks, is_resumed=True)
+            return
+        text = "the memory of rank %d, which was lost, is not used: %s"
+        logger.warning(text, self._loss.rank, reason)
+        self._begin_anew(self._loss)
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -240,7 +257,8 @@ class Recovery:
 
     def close(self) -> None:
         """Waits until no rebuild runs, ten seconds at most; the executor was shut down before."""
-        if self._rebuild is not None and not wait([self._rebuild], _CLOSE_S).done:
+        both: tuple[Future[Any] | None, ...] = (self._resumption, self._rebuild)
+        if wait([work for work in both if work is not None], _CLOSE_S).not_done:
             logger.warning("a rebuild did not end within %.0f s of the shutdown", _CLOSE_S)
 
     def _count_loss(self, loss: errors.RankLoss, counts: bool, outcome: str) -> None:
@@ -272,23 +290,14 @@ class Recovery:
     def _start_rebuild(self) -> None:
         """Starts a thread that makes a new group."""
         self._num_attempts += 1
-        executor, rebuild = self._executor, Future[list[MemoryLedger]]()
+        executor = self._executor
 
-        def run() -> None:
-            try:
-                ledgers = executor.rebuild()
-                executor.init_cache_engine(*count_blocks(ledgers))
-                rebuild.set_result(ledgers)
-            except BaseException as error:
-                rebuild.set_exception(error)
+        def rebuild() -> Ledgers:
+            ledgers = executor.rebuild()
+            executor.init_cache_engine(*count_blocks(ledgers))
+            return ledgers
 
-        # A daemon: a process that ends during a rebuild does not wait for the ranks.
-        thread = threading.Thread(target=run, name="tpengine-rebuild", daemon=True)
-        try:
-            host.start_thread(thread)
-        except (RuntimeError, MemoryError) as error:
-            rebuild.set_exception(error)
-        self._rebuild = rebuild
+        self._rebuild = _in_thread(rebuild)
 
     def _poll_rebuild(self) -> None:
         """Waits a moment for the new group; once it is ready, requests can run again."""
@@ -414,6 +423,24 @@ class Recovery:
         except Exception:  # the user is to see the error that ended the engine, not this one
             logger.exception("the ranks could not be ended in order")
         raise error
+
+
+def _in_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Starts a thread that works, or sets the error if there is none left. It is a daemon: a
+    process that ends meanwhile does not wait for the ranks."""
+    result = Future[Result]()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    try:
+        host.start_thread(threading.Thread(target=run, name="tpengine-rebuild", daemon=True))
+    except (RuntimeError, MemoryError) as error:
+        result.set_exception(error)
+    return result
 
 
 def _describe(error: Exception) -> str:

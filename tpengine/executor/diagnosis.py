@@ -22,6 +22,8 @@ from tpengine.host import NO_DESCRIPTORS
 
 ANSWER_S = 2.0
 """How long a node may take to answer before it counts as gone."""
+AGENT_START_S = 15.0
+"""How long a node's agent may take to answer at first, as its process has to start."""
 HOLD_S = 10.0
 """How long a rank may be silent while its process runs: native code may hold Python's lock, and
 the machine may be busy."""

@@ -50,10 +50,10 @@ class Group:
         limits: of calls, except the start of the processes, and of steps.
         check_cancelled: called during everything that may take long; an exception of it ends the
             wait.
-        kept: ranks of the group before, as they are.
+        lost: the group before, whose survivors go on as they are; None: all begin anew.
 
     Attributes:
-        places: where each rank is, in rank order; empty before `start`.
+        places: where each rank is, in rank order; before `start`, those of `lost`.
         loss: the rank that was lost; None: no rank was lost.
         survivors: once a rank was lost, the ranks that another group may keep beside the memory of
             the lost ones; None: all begins anew.
@@ -67,15 +67,18 @@ class Group:
         launcher: Launcher,
         limits: RanksConfig,
         check_cancelled: Callable[[], None],
-        kept: frozenset[int] = frozenset(),
+        lost: Group | None = None,
     ) -> None:
         self.epoch = epoch
-        self.places: list[diagnosis.RankPlace] = []
+        self.places: list[diagnosis.RankPlace] = [] if lost is None else list(lost.places)
         self.loss: RankLoss | None = None
         self.survivors: frozenset[int] | None = None
         self.why_given_up = ""
+        kept = frozenset() if lost is None else lost.survivors or frozenset()
         self._new = [rank for rank in range(config.parallel.world_size) if rank not in kept]
+        self._goes_on = lost is not None
         self._keep_kv = limits.keep_kv
+        self._keeps_memory = False  # before it is known
         self._config = config
         self._launcher = launcher
         self._agents = launcher.agents
@@ -84,7 +87,7 @@ class Group:
         self._check_cancelled = check_cancelled
         self._size = config.parallel.world_size
         self._diagnosis = diagnosis.Diagnosis(self._agents, epoch, [])
-        self._channels: list[Sequence[Channel]] = []
+        self._channels: list[Sequence[Channel]] = [] if lost is None else list(lost._channels)
         self._exchange: Exchange | None = None
         self._watch: RankWatch | None = None
         self._calling: diagnosis.Doing | None = None
@@ -134,10 +137,33 @@ class Group:
         """Has every new rank make its worker, which imports torch.
 
         Args:
+            engine_id: see `rendezvous`.
             first_epoch: in which the ranks' memory began.
+
+        Raises:
+            EngineError: one that replaces a lost rank does not find what that one has left.
         """
-        args = {rank: (self._config.for_rank(rank), engine_id, first_epoch) for rank in self._new}
-        self.call_each("create", args)
+        args = {
+            rank: (self._config.for_rank(rank), engine_id, first_epoch, self._memory_of(rank))
+            for rank in self._new
+        }
+        self._keeps_memory = all(self.call_each("create", args))
+        if self._goes_on and not self._keeps_memory:
+            raise EngineError("the memory of the lost rank is not found on its node")
+
+    def _memory_of(self, rank: int) -> tuple[str, str] | None:
+        """Has the node of a rank hold its memory; returns where it is, for `Rank.create`."""
+        if not self._launcher.keeps_memory or self._keep_kv == "never":
+            return None
+        what, limit_s = ("keep_memory", rank, not self._goes_on), diagnosis.AGENT_START_S
+        try:
+            place: tuple[str, str] = self._agents.ask(
+                self.places[rank].node_id, *what, timeout_s=limit_s
+            )
+        except diagnosis.NodeSilentError as error:
+            logger.warning("what rank %d holds ends with its process: %s", rank, error)
+            return None
+        return place
 
     def rendezvous(self, engine_id: str) -> None:
         """Connects the ranks with each other.
@@ -325,12 +351,12 @@ class Group:
     def _part(self, loss: RankLoss, failure: diagnosis.Failure, doing: diagnosis.Doing) -> None:
         """Kills the lost ranks, and finds out whether the others can go on."""
         raised = isinstance(failure, diagnosis.RankFailure) and not failure.is_consequence
-        if not self._launcher.keeps_memory:
-            self.why_given_up = "their memory ends with their processes"
-        elif self._keep_kv == "never":
+        if self._keep_kv == "never":
             self.why_given_up = "keep_kv is never"
         elif raised or doing.phase not in ("execute_model", diagnosis.IDLE.phase):
             self.why_given_up = "it raised an error" if raised else f"it failed in {doing.phase}"
+        elif not self._keeps_memory:
+            self.why_given_up = "their memory ends with their processes"
         if self.why_given_up:
             self._kill()
             return
@@ -340,7 +366,7 @@ class Group:
         broken = [rank for rank in lost if self._diagnosis.has_broken_code(rank)]
         if broken and self._keep_kv == "safe":
             ranks = ", ".join(map(str, broken))
-            self.why_given_up = f"the code of rank {ranks} was broken (keep_kv is safe)"
+            self.why_given_up = f"the code of rank {ranks} was broken, or may be (keep_kv is safe)"
             self._kill()
         else:
             self.survivors = frozenset(range(self._size)) - lost
@@ -352,10 +378,12 @@ class Group:
             self._watch.stop()
             self._watch.wait()
         self._wake_up.close()
+        self._close_channels(self.survivors or frozenset())
+
+    def _close_channels(self, but: frozenset[int] = frozenset()) -> None:
         for rank, channels in enumerate(self._channels):
-            if rank not in (self.survivors or ()):
-                for channel in channels:
-                    channel.close()
+            for channel in channels if rank not in but else ():
+                channel.close()
 
     def _processes_on(self, node_id: str) -> list[tuple[int, int]]:
         return [place.process for place in self.places if place.node_id == node_id]
@@ -369,6 +397,7 @@ class Group:
             control.close()
         for place in self.places:
             self._agents.tell(place.node_id, "signal", place.process, signal.SIGKILL)
+            self._agents.tell(place.node_id, "free_memory")
         self._launcher.kill()
 
     def give_up(self) -> None:
@@ -390,8 +419,7 @@ class Group:
             if self._watch is not None:
                 stack.callback(self._watch.wait)
             stack.callback(self._wait_for_end, silent)
-            if self._exchange is not None:
-                stack.callback(self._exchange.close)
+            stack.callback(self._close_channels)
             stack.callback(self._kill)
             if orderly and self.loss is None and self._exchange is not None:
                 self._let_workers_end(self._exchange, silent)

@@ -178,10 +178,11 @@ class GroupExecutor(Executor):
                 self._times.seconds.clear()
                 self._reserve.give_back()
                 try:
-                    self._replace_lost(lost, lost.survivors)
+                    self._replace_lost(lost)
+                    self._fill_spares(_REFILL_S)
                 finally:
                     self._hold_reserve()
-        except Exception as error:  # a new group may have what was missing
+        except Exception as error:  # `rebuild` finds out whether any ranks can be started
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -202,12 +203,14 @@ class GroupExecutor(Executor):
         self._has_grammars = True
         super().load_vocabulary(vocabulary)
 
-    def _replace_lost(self, lost: Group, survivors: frozenset[int]) -> None:
+    def _fill_spares(self, delay_s: float) -> None:
+        self.home.spares.fill([place.node_id for place in self.places], delay_s)
+
+    def _replace_lost(self, lost: Group) -> None:
         """Starts another group that has the survivors of this one and the memory of its lost ranks,
         and sends again what was not answered."""
         unanswered = list(self._unanswered)
-        lost.release()
-        self._start_group(lost.epoch + 1, survivors)
+        self._start_group(lost.epoch + 1, lost)
         with self._times.phase("cache"):
             self._run_workers("init_cache_engine", *self._num_blocks, goes_on=True)
         with self._times.phase("batch"):
@@ -276,8 +279,7 @@ class GroupExecutor(Executor):
         with self._in_turn():
             with self._times.phase("cache"):
                 self._run_workers("init_cache_engine", *self._num_blocks)
-            delay_s = 0.0 if self.epoch == 1 else _REFILL_S
-            self.home.spares.fill([place.node_id for place in self.places], delay_s)
+            self._fill_spares(0.0 if self.epoch == 1 else _REFILL_S)
 
     def send_step(self, step: StepInput) -> None:
         """See `Executor`; over the channels."""
@@ -318,30 +320,33 @@ class GroupExecutor(Executor):
             raise EngineError("the engine was shut down; make a new one")
         return self._group
 
-    def _start_group(self, epoch: int, kept: frozenset[int] | None = None) -> None:
+    def _start_group(self, epoch: int, lost: Group | None = None) -> None:
         """Starts the ranks up to their loaded weights.
 
         Args:
-            kept: see `Home.make_launcher`.
+            lost: see `Group`; it is released once the new processes are there, and till then has
+                its survivors hear of the driver.
         """
         self._unanswered.clear()
         limits = self._limits
-        if kept is not None:
+        if lost is not None:
             limits = replace(limits, start_timeout_s=_REPLACE_S)
         else:
             self._mirror.clear()
             self._has_grammars, self._first_epoch = False, epoch
         with self._times.phase(PROCESSES):
-            launcher = self.home.make_launcher(kept)
+            launcher = self.home.make_launcher(None if lost is None else lost.survivors)
             try:
-                group = Group(
-                    epoch, self._config, launcher, limits, self._check, kept or frozenset()
-                )
+                group = Group(epoch, self._config, launcher, limits, self._check, lost)
             except BaseException:  # such as no descriptor; no group would end the processes
                 launcher.kill()
                 raise
             self._group = group
-            group.start(self._times.appear_s)
+            try:
+                group.start(self._times.appear_s)
+            finally:
+                if lost is not None:
+                    lost.release()
         with self._times.phase("channels"):
             group.join(self._times.appear_s)
         with self._times.phase("imports"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import os
 import select
 import sys
 import time
@@ -32,6 +33,8 @@ from tpengine.messages import StepOutput
 if TYPE_CHECKING:
     from tpengine.worker.worker import Worker
 
+logger = init_logger(__name__)
+
 _MAX_TEXT = 20_000
 """Characters of a traceback or message that are sent."""
 _SEND_TIMEOUT_S = 30.0
@@ -48,14 +51,12 @@ class Rank:
 
     Attributes:
         place: where the process runs; None: not known yet.
-        memory_file: see `Worker`.
     """
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             faulthandler.enable(sys.stderr)  # a crash in native code leaves its stack in the log
         self.place: RankPlace | None = None
-        self.memory_file: int | None = None
         self._rank = 0
         self._samples = False
         self._begun: deque[int] = deque()  # steps without an answer
@@ -155,11 +156,23 @@ class Rank:
             envs.set_visible_gpus(self.place.devices)
         self._heartbeat.start()
 
-    def create(self, config: EngineConfig, engine_id: str, first_epoch: int) -> None:
-        """Makes the worker, which imports torch."""
-        owner = self.memory_file, engine_id, first_epoch
-        self._worker = _import_worker()(config, None, self._rank, *owner)
+    def create(
+        self,
+        config: EngineConfig,
+        engine_id: str,
+        first_epoch: int,
+        memory: tuple[str, str] | None,
+    ) -> bool:
+        """Makes the worker, which imports torch; returns whether what it holds outlives it.
+
+        Args:
+            engine_id, first_epoch: whose memory it is.
+            memory: see `NodeAgent.keep_memory`; None: nothing outlives the process.
+        """
+        file = None if memory is None else _open_memory(*memory)
+        self._worker = _import_worker()(config, None, self._rank, file, engine_id, first_epoch)
         self._samples = self._rank == config.parallel.sampling_rank
+        return file is not None
 
     def failure(self, error: BaseException, phase: str) -> RankFailure:
         """An exception of this rank, as data.
@@ -178,6 +191,19 @@ class Rank:
             waited_for=getattr(error, "failed_rank", None),
             shortage=error_number(error) if is_shortage(error) else None,
         )
+
+
+def _open_memory(path: str, target: str) -> int | None:
+    """Opens a file that the node's agent holds; returns a descriptor, or None if this process does
+    not see it, as in another container, where the path may lead to any file."""
+    try:
+        if os.readlink(path) == target:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        reason = "another process has its number"
+    except OSError as error:
+        reason = str(error)
+    logger.warning("what this rank holds ends with it: its node's agent is not seen: %s", reason)
+    return None
 
 
 def import_all(model_code: Sequence[Any]) -> None:

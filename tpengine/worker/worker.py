@@ -22,6 +22,7 @@ from tpengine.layers.adapter_parts import Targets
 from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import Weights
+from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.registry import CausalLM, import_fallback, import_vision_tower
 from tpengine.models.stages import layers_of_stages
@@ -43,6 +44,8 @@ from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.picture_store import PictureStore
 from tpengine.worker.rank_memory import RankMemory
 from tpengine.worker.stage_ends import StageEnds
+
+logger = init_logger(__name__)
 
 _KEPT = [
     *("_model", "_draft_model", "_adapters", "_digest"),
@@ -83,9 +86,7 @@ class Worker:
         self._config = config
         self._memory: RankMemory | None = None
         self._outlives = False
-        ranks = config.parallel.ranks
-        wanted = config.device == "cpu" and (ranks is None or ranks.keep_kv != "never")
-        if memory_file is not None and wanted:
+        if memory_file is not None:
             self._memory = RankMemory(memory_file, config, rank, engine_id, first_epoch)
         self._rank = rank
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
@@ -143,10 +144,17 @@ class Worker:
         row_bytes = config.model.hidden_size * dtype.itemsize
         stages = self._num_stages, config.scheduler.max_num_batched_tokens * row_bytes
         self._parallel, how = connect_ranks(rank, rendezvous, self._device, self._store, *stages)
-        if isinstance(self._parallel.collectives, SharedMemoryCollectives | None):
+        if self._waits_can_end:
             self._store = None  # no longer needed, so that nothing listens
+        elif self._memory is not None:
+            logger.info("a lost rank is not replaced alone: waits in gloo cannot be called off")
         self._num_local_ranks = rendezvous.addresses.count(rendezvous.addresses[rank])
         return how
+
+    @property
+    def _waits_can_end(self) -> bool:
+        """Whether a wait for other ranks ends, and not the process, if one of them is lost."""
+        return isinstance(self._parallel.collectives, SharedMemoryCollectives | None)
 
     def init_device(self) -> str:
         """Claims device and threads, settles the dtypes; returns a line that describes them.
@@ -320,7 +328,7 @@ class Worker:
             graphs_bytes=graphs,
             adapters_bytes=0 if self._adapters is None else self._adapters.layers.num_bytes,
             stage=self._parallel.stage.describe(self._config.model.num_layers),
-            outlives=self._outlives,
+            outlives=self._outlives and self._waits_can_end,
         )
         if ledger.num_device_blocks < 1:
             raise CacheSizeError(

@@ -34,7 +34,6 @@ from tpengine.host import start_ticks
 from tpengine.worker import device
 
 SECRETS = ("TPENGINE_TOKENS", "TPENGINE_ADMIN_TOKEN", "TPENGINE_CLIENT_TOKEN")
-MEMORY = os.memfd_create("of a rank")
 
 
 def listening(pid: int) -> set[str]:
@@ -167,23 +166,23 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(children.sys, "executable", "/no/such/python")
         with pytest.raises(PlacementError, match=r"no process for a rank can.*No such file"):
-            RankProcess("rank 0", start, MEMORY)
+            RankProcess("rank 0", start)
         patch.setattr(starter, "_start", poor)
         with pytest.raises(MemoryError):
-            RankProcess("rank 0", start, MEMORY)
+            RankProcess("rank 0", start)
     with monkeypatch.context() as patch:
         patch.setattr(children, "_START_S", 0.1)
         patch.setattr(children.subprocess, "Popen", slow)
         for _ in range(2):  # the first is being started, the second waits for its turn
             with pytest.raises(PlacementError, match=r"takes longer than 0\.1 s"):
-                RankProcess("rank 0", start, MEMORY)
+                RankProcess("rank 0", start)
         pairs = [os.pipe() for _ in range(4)]  # they would get closed descriptors' numbers
         waiting.set()
         wait_until(lambda: len(late) == 2 and late[1].returncode is not None)
     assert not {os.fstat(file).st_ino for pair in pairs for file in pair} & set(late[0])
     for file in (file for pair in pairs for file in pair):
         os.close(file)
-    assert RankProcess("rank 0", start, MEMORY).pid
+    assert RankProcess("rank 0", start).pid
     assert len(late) == 2
     starter.stop()
 
@@ -193,7 +192,7 @@ def test_a_program_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(driver_process.__file__).parent.parent)
     starter = Starter()
     start = partial(starter.start_process, "executor.nowhere")
-    process = RankProcess("rank 0", start, MEMORY)
+    process = RankProcess("rank 0", start)
     wait_until(lambda: process.answer() is None)
     machine = OwnMachine()
     machine.children = {process.pid: process}

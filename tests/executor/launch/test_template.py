@@ -29,7 +29,6 @@ from tpengine.executor.launch.template import Template
 
 MODEL_CODE = ("tpengine", None)
 PROGRAM = "tpengine.executor.launch.rank_process"
-MEMORY = os.memfd_create("of a rank")
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def ready_template(starter: Starter) -> Template:
 
 
 def forked(source: Template) -> RankProcess:
-    return RankProcess("rank 0", lambda ends: source.fork(PROGRAM, ends), MEMORY)
+    return RankProcess("rank 0", lambda ends: source.fork(PROGRAM, ends))
 
 
 def end(child: Child) -> None:
@@ -193,7 +192,7 @@ def test_a_fork_that_answers_late(starter: Starter, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Template, "_receive", late)
     with pytest.raises(PlacementError, match="no other way"):
-        RankProcess("rank 0", start, MEMORY)
+        RankProcess("rank 0", start)
 
 
 def test_a_rank_is_reaped(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -34,6 +34,7 @@ from tpengine.executor.channel import (
     connect,
 )
 from tpengine.executor.diagnosis import (
+    AGENT_START_S,
     ANSWER_S,
     STOPPED,
     Failure,
@@ -58,8 +59,6 @@ from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
 
-_AGENT_START_S = 15.0
-"""How long an agent may take to answer at first, as its process has to start."""
 _AGENT_THREADS = 4
 """So that an agent answers while one of its calls waits."""
 _CONNECT_S = 20.0
@@ -151,38 +150,57 @@ class _ActorCalls:
 
 @dataclass(eq=False)
 class RayLauncher:
-    """Starts the ranks of one group as actors, one per bundle; see `home.Launcher`.
+    """Starts the ranks of one group as actors, one per bundle; see `home.Launcher`. The next group
+    has the same one if it keeps ranks.
 
     Args:
         placement: gets the devices of its bundles once the ranks have told where they are.
-        spares: by index of the bundle: an actor; None: a new one is started.
         agents: of the ranks' nodes; the ranks on the driver's own node come first.
+
+    Attributes:
+        spares: by index of the bundle: an actor; None: a new one is started.
     """
 
     _placement: Placement
     _bundle: Mapping[str, float]
-    _spares: Sequence[Any | None]
     agents: Agents
-    _actors: list[Any] = field(default_factory=list)
-    keeps_memory: ClassVar[bool] = False
+    keeps_memory: bool
+    spares: dict[int, Any | None] = field(default_factory=dict)
+    _actors: dict[int, Any] = field(default_factory=dict)  # by index of the bundle
+    _started: dict[int, Started] = field(default_factory=dict)
+    _order: list[int] = field(default_factory=list)  # index of each rank's bundle
+
+    def keep(self, kept: frozenset[int]) -> None:
+        """Forgets all ranks but these; the others have ended."""
+        for rank, index in enumerate(self._order):
+            if rank not in kept:
+                del self._actors[index], self._started[index]
+
+    @property
+    def missing(self) -> dict[int, str]:
+        """Nodes of the bundles without a rank, by their index."""
+        nodes = enumerate(self._placement.node_ids)
+        return {index: node_id for index, node_id in nodes if index not in self._started}
 
     def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
         address = channel_address(self._placement.node_ids, self.agents.own_node_id)
         with contextlib.closing(Listener(address, secrets.token_bytes(32), epoch)) as listener:
             places, channels = self._connect(listener, epoch, timeout_s, check)
+        pairs = zip(places, zip(channels[::2], channels[1::2], strict=True), strict=True)
+        self._started |= dict(zip(self.spares, pairs, strict=True))
         hide_deaths((place.node_id, place.pid) for place in places)
+        places = [self._started[index][0] for index in range(len(self._started))]
         self._placement.devices = [place.devices for place in places]
-        order = order_places(places, self.agents.own_node_id)
-        self._actors = [self._actors[number] for number in order]
+        self._order = self._order or order_places(places, self.agents.own_node_id)
         self.agents.note_places(places)
-        return [(places[number], channels[2 * number : 2 * number + 2]) for number in order]
+        return [self._started[index] for index in self._order]
 
     def _connect(
         self, listener: Listener, epoch: int, timeout_s: float, check: Callable[[], None]
     ) -> tuple[list[RankPlace], list[Channel]]:
-        """Starts the actors and has them connect; returns their places, and two channels of each in
-        the same order."""
-        calls, size = self._call_actors(epoch, listener.invitation), len(self._spares)
+        """Starts the missing actors and has them connect; returns their places, and two channels of
+        each in the same order."""
+        calls, size = self._call_actors(epoch, listener.invitation), len(self.spares)
         places: dict[int, RankPlace] = {}
         deadline = time.monotonic() + timeout_s
 
@@ -209,21 +227,21 @@ class RayLauncher:
 
     def _call_actors(self, epoch: int, invitation: Invitation) -> _ActorCalls:
         refs, known = {}, self._placement.devices or []
-        for number, actor in enumerate(self._spares):
+        for number, (index, actor) in enumerate(self.spares.items()):
             devices = None
             if actor is None:
-                strategy, options = self._placement.strategy(number), actor_options(self._bundle)
+                strategy, options = self._placement.strategy(index), actor_options(self._bundle)
                 actor = _start(RayWorker, strategy, envs.for_ranks(), **options)
             else:
-                devices = known[number]
-            self._actors.append(actor)
+                devices = known[index]
+            self._actors[index] = actor
             refs[number] = actor.connect.remote(devices, number, epoch, invitation)
         return _ActorCalls(refs)
 
     def kill(self) -> None:
         if ray.is_initialized():
             with contextlib.suppress(RaySilentError):
-                _kill(*{*self._actors, *filter(None, self._spares)})
+                _kill(*{*self._actors.values(), *filter(None, self.spares.values())})
 
 
 def _start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) -> Any:
@@ -303,7 +321,7 @@ class Agents:
 
     def is_starting(self, node_id: str) -> bool:
         started_at = self._started_at.get(node_id)
-        return started_at is not None and time.monotonic() - started_at < _AGENT_START_S
+        return started_at is not None and time.monotonic() - started_at < AGENT_START_S
 
     def tell(self, node_id: str, method: str, *args: Any) -> None:
         if node_id == self.own_node_id:
@@ -328,7 +346,7 @@ class Agents:
             del self._actors[node_id]
         new = (asked - known) | dead
         self.open(new)
-        unanswered, dead = self._unanswered(new, _AGENT_START_S, check)
+        unanswered, dead = self._unanswered(new, AGENT_START_S, check)
         for node_id in unanswered | dead:
             self._forget(node_id)
         return silent | unanswered | dead

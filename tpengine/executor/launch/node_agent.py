@@ -2,6 +2,9 @@
 
 A process is named by its number and its start time, which tells it from a later one with the same
 number. How a process ended that is not this one's child, only the kernel can tell (Linux 6.15).
+
+What a rank holds lies in a file without a name, whose descriptor its node's agent keeps open: so it
+is there for the rank that replaces it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -19,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tpengine import host
 from tpengine.executor.diagnosis import UNKNOWN
@@ -44,6 +49,7 @@ class NodeAgent:
 
     def __init__(self) -> None:
         self._files: dict[Process, int] = {}
+        self._memory: dict[int, int] = {}  # descriptors, by rank
         self._oom_kills = 0
 
     def ping(self) -> int:
@@ -53,7 +59,7 @@ class NodeAgent:
     def watch(self, processes: Sequence[Process]) -> None:
         """Remembers these processes in place of earlier ones, so that their end can be told. They
         must be alive."""
-        self.close()
+        _close_all(self._files)
         self._oom_kills = _count_oom_kills()
         for process in processes:
             with contextlib.suppress(OSError):
@@ -173,10 +179,40 @@ class NodeAgent:
             left = [process for process in left if self.state(process)]
         return left
 
+    def keep_memory(self, rank: int, is_new: bool) -> tuple[str, str]:
+        """Holds a file for what outlives the process of a rank, see `worker/rank_memory.py`.
+
+        Args:
+            is_new: in place of an earlier one; False: the one that this agent holds already.
+
+        Returns:
+            The path by which processes of this node open it, and what this path leads to.
+
+        Raises:
+            KeyError: this agent does not hold it: it has replaced the one that did.
+            OSError: no descriptor is left.
+        """
+        if is_new:
+            if rank in self._memory:
+                os.close(self._memory.pop(rank))
+            name = f"tpengine rank {rank} {secrets.token_hex(8)}"
+            self._memory[rank] = os.memfd_create(name, os.MFD_CLOEXEC)
+        path = f"/proc/{os.getpid()}/fd/{self._memory[rank]}"
+        return path, os.readlink(path)
+
+    def free_memory(self) -> None:
+        """Closes the files of `keep_memory`: the ranks are ended."""
+        _close_all(self._memory)
+
     def close(self) -> None:
-        """Forgets the processes of `watch`."""
-        while self._files:
-            os.close(self._files.popitem()[1])
+        """Forgets the processes of `watch`, and closes the files of `keep_memory`."""
+        _close_all(self._files)
+        _close_all(self._memory)
+
+
+def _close_all(files: dict[Any, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 def _count_oom_kills() -> int:

@@ -9,7 +9,6 @@ rank outlives the driver: the kernel kills it, also when it is stopped.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +42,6 @@ class RankProcess(Child):
 
     Args:
         start: starts the process, which inherits these ends.
-        memory_file: for what outlives the process, which inherits it.
 
     Attributes:
         channels: for steps and for heartbeats.
@@ -52,14 +50,12 @@ class RankProcess(Child):
         PlacementError: no descriptor, process or thread is left.
     """
 
-    def __init__(
-        self, name: str, start: Callable[[Sequence[End]], Process], memory_file: int
-    ) -> None:
+    def __init__(self, name: str, start: Callable[[Sequence[End]], Process]) -> None:
         self.channels: list[Channel] = []
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_channels)  # frames of the error would keep them open
             try:
-                super().__init__(name, start(self._open_ends(memory_file)))
+                super().__init__(name, start(self._open_ends()))
             except (OSError, RuntimeError) as error:
                 raise PlacementError(
                     f"no process for a rank can be started: {error}; free memory, or raise the "
@@ -67,7 +63,7 @@ class RankProcess(Child):
                 ) from error
             undo.pop_all()
 
-    def _open_ends(self, memory_file: int) -> list[End]:
+    def _open_ends(self) -> list[End]:
         """Opens both channels; returns what the process inherits."""
         ends: list[End] = []
         with contextlib.ExitStack() as undo:
@@ -76,7 +72,6 @@ class RankProcess(Child):
                 undo.callback(end.close)
                 self.channels.append(Channel(own))
                 ends.append(end)
-            ends.append(os.fdopen(os.dup(memory_file), "rb"))
             undo.pop_all()
         return ends
 
@@ -169,7 +164,6 @@ class ProcessHome(Home):
         self._agents = OwnMachine()
         self._starter = Starter()
         self._keeps_memory = config.device == "cpu"
-        self._memory: list[int] = []  # descriptor of each rank's
         self._latest: dict[int, RankProcess] = {}  # by rank
         self.spares = Spares(1, self._start_template)
         self.spares.start_missing([Template.node_id])  # it imports while the driver reads its files
@@ -221,20 +215,12 @@ class ProcessHome(Home):
             logger.warning("a rank is not forked, its imports take longer: %s", reason)
         return self._starter.start_process(_PROGRAM, ends)
 
-    def _close_memory(self) -> None:
-        while self._memory:
-            os.close(self._memory.pop())
-
     def make_launcher(self, kept: frozenset[int] | None = None) -> ProcessLauncher:
         """See `Home`."""
-        if kept is None:
-            self._close_memory()
-            for rank in range(self._size):
-                self._memory.append(os.memfd_create(f"tpengine rank {rank}", os.MFD_CLOEXEC))
         with contextlib.ExitStack() as undo:
-            for rank, memory_file in enumerate(self._memory):
+            for rank in range(self._size):
                 if rank not in (kept or ()):
-                    self._latest[rank] = RankProcess(f"rank {rank}", self._start_rank, memory_file)
+                    self._latest[rank] = RankProcess(f"rank {rank}", self._start_rank)
                 undo.callback(self._latest[rank].end)
             undo.pop_all()
         processes = list(self._latest.values())
@@ -243,7 +229,6 @@ class ProcessHome(Home):
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
-            stack.callback(self._close_memory)
             stack.callback(self._starter.stop)
             stack.callback(self._agents.close)
             stack.callback(self.spares.close)

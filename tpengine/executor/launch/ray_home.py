@@ -52,6 +52,7 @@ class RayHome(Home):
         self.spares = Spares(ranks.spare_workers, self._start_spare)
         self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._placement: Placement | None = None
+        self._launcher: RayLauncher | None = None  # the latest group's
         self._places_before: Places = []
         self._num_failed = 0  # starts in a row in which a rank did not appear
 
@@ -137,13 +138,21 @@ class RayHome(Home):
     def make_launcher(self, kept: frozenset[int] | None = None) -> RayLauncher:
         placement = self._placement
         assert placement is not None, "ranks before their places"
-        spares: list[Spare | None] = [None] * len(placement.node_ids)
-        if placement.devices is None and self._config.device == "cpu":
+        launcher, is_cpu = self._launcher, self._config.device == "cpu"
+        if kept is None or launcher is None:
+            launcher = RayLauncher(placement, self._bundle, self._agents, is_cpu)
+        else:
+            self._check_ray()
+            launcher.keep(kept)
+        spares: list[Spare | None] = [None] * len(launcher.missing)
+        if placement.devices is None and is_cpu:
             placement.devices = [()] * len(placement.node_ids)
         if placement.devices is not None:
-            spares = self.spares.take(placement.node_ids)
+            spares = self.spares.take(list(launcher.missing.values()))
         actors = [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares]
-        return RayLauncher(placement, self._bundle, actors, self._agents)
+        launcher.spares = dict(zip(launcher.missing, actors, strict=True))
+        self._launcher = launcher
+        return launcher
 
     def _start_spare(self, node_id: str) -> ActorSpare:
         self.check()
