@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import greedy, open_engine, open_llm, preemptions
+from support.engines import greedy, open_engine, open_llm, preemptions, serve
 from support.small_barts import (
     FAMILIES,
     MAX_POSITIONS,
@@ -25,7 +25,7 @@ from support.step_log import log_steps
 from support.tiny_llama import byte_level_tokenizer, edit_json
 from transformers import BartModel
 
-from tpengine import LLMEngine, RequestOutput, SamplingParams
+from tpengine import SamplingParams
 from tpengine.errors import CacheSizeError, ConfigError, InvalidPromptError
 from tpengine.server.http.write import AnswerWriter, Style, usage
 
@@ -62,20 +62,6 @@ def of_ids(encoder: Sequence[int], decoder: Sequence[int] | None = None) -> dict
     if decoder is not None:
         prompt["decoder_prompt"] = {"prompt_token_ids": list(decoder)}
     return prompt
-
-
-def serve(
-    engine: LLMEngine, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]
-) -> list[RequestOutput]:
-    """The last output of each request; they are served side by side."""
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    for number, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-        engine.add_request(str(number), prompt, own)
-    last: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        last |= {output.request_id: output for output in engine.step()}
-    assert engine.num_free_blocks == engine.num_total_blocks
-    return [last[str(number)] for number in range(len(prompts))]
 
 
 def start_of(model: Any) -> list[int]:

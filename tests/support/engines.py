@@ -92,16 +92,21 @@ def with_steps_in_flight(config: EngineConfig, count: int) -> EngineConfig:
 
 def serve(
     engine: LLMEngine,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Any],
     params: SamplingParams | Sequence[SamplingParams],
     adapters: Sequence[LoRARequest | None] | None = None,
     after_step: Callable[[], object] = lambda: None,
 ) -> list[RequestOutput]:
-    """The last output of each request, when all have ended; they are served side by side."""
+    """The last output of each request, when all have ended; they are served side by side.
+
+    Args:
+        prompts: ids, or dicts as of `LLM.generate`.
+    """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     each_adapter = adapters or [None] * len(prompts)
     for i, (prompt, own, adapter) in enumerate(zip(prompts, each, each_adapter, strict=True)):
-        engine.add_request(str(i), None, own, lora_request=adapter, prompt_token_ids=list(prompt))
+        inputs = prompt if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
+        engine.add_request(str(i), inputs, own, lora_request=adapter)
     last: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         last |= {output.request_id: output for output in engine.step()}

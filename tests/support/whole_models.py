@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from support.byte_llama import write_tokenizer
-from support.engines import greedy
+from support.engines import greedy, serve
 from support.tiny_llama import INITIALIZER_RANGE
 from tpengine import LLMEngine, LoRARequest, SamplingParams
 from tpengine.outputs import RequestOutput
@@ -189,20 +189,10 @@ def serve_prompts(
     adapters: Sequence[LoRARequest | None] = (),
 ) -> list[RequestOutput]:
     """The last output of each prompt, all side by side; greedy ones unless `params` say."""
-    each = params or [greedy(NUM_TOKENS)] * len(prompts)
-    each_adapter = adapters or [None] * len(prompts)
-    for number, (token_ids, images) in enumerate(prompts):
-        inputs: Any = {"prompt_token_ids": token_ids}
-        if images:
-            inputs["multi_modal_data"] = {"image": images}
-        adapter = each_adapter[number]
-        engine.add_request(str(number), inputs, each[number], lora_request=adapter)
-    last: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        last |= {output.request_id: output for output in engine.step()}
-        after_step()
-    assert engine.num_free_blocks == engine.num_total_blocks
-    return [last[str(number)] for number in range(len(prompts))]
+    inputs: list[Any] = [{"prompt_token_ids": token_ids} for token_ids, _ in prompts]
+    for own, (_, images) in zip(inputs, prompts, strict=True):
+        own |= {"multi_modal_data": {"image": images}} if images else {}
+    return serve(engine, inputs, params or greedy(NUM_TOKENS), adapters, after_step)
 
 
 WORDS = [1, *(3 + (7 * i) % 300 for i in range(20))]
