@@ -230,6 +230,11 @@ class ModelConfig:
         return "generate" if self.pooling is None else self.pooling.task
 
     @property
+    def sound(self) -> SoundConfig | None:
+        """What the encoder reads if it reads sound; None: it reads text, or there is none."""
+        return None if self.encoder is None else self.encoder.sound
+
+    @property
     def is_encoder(self) -> bool:
         """Whether the tokens of a prompt see each other in both directions, so that it is computed
         in one step."""

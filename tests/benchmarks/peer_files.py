@@ -73,9 +73,7 @@ class ModelFiles:
             return path
         self.folder.mkdir(parents=True, exist_ok=True)
         if kind == "BF16" and self.name != SMOLLM2:
-            packages = third_party.gguf_packages()
-            convert = [sys.executable, _SCRIPT, "convert", third_party.converter()]
-            _run([*convert, str(self.whole()), str(path), "bf16"], packages)
+            convert_to_gguf(str(self.whole()), str(path), "bf16")
             return path
         source_file = self.gguf("stored" if kind == "BF16" else "BF16")
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
@@ -84,6 +82,16 @@ class ModelFiles:
             _run([third_party.llama_cpp_python(), _SCRIPT, "quantize", str(link), kind])
             link.with_name(path.name).rename(path)
         return path
+
+
+def convert_to_gguf(folder: str, path: str, dtype: str) -> None:
+    """Writes a folder's weights as a GGUF file, by llama.cpp's converter.
+
+    Args:
+        dtype: f32 or bf16.
+    """
+    convert = [sys.executable, _SCRIPT, "convert", third_party.converter(), folder, path, dtype]
+    _run(convert, third_party.gguf_packages())
 
 
 def _run(command: list[str], packages: str = "") -> None:

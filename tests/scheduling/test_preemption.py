@@ -37,19 +37,6 @@ def test_the_latest_is_preempted_and_comes_back_first() -> None:
     assert set(loop.endings.values()) == {"length"}
 
 
-def test_two_preempted_requests_keep_their_order() -> None:
-    loop = Loop(Limits(tokens=100, num_blocks=15, block_size=1))
-    first, second, third = loop.add_plain(9, 3, 3)
-    loop.step()
-    output = loop.step()
-    assert output.preempted == [third]  # its 3 blocks serve first and second: 1 is left
-    output = loop.step()
-    assert output.preempted == [second]
-    assert list(loop.policy) == [second, third]
-    assert output.rows == first.sequences
-    loop.run()
-
-
 def test_no_preemption_for_a_row_beyond_the_budget() -> None:
     loop = Loop(Limits(tokens=2, num_blocks=5, block_size=1, chunked=False))
     first, second, _ = loop.add_plain(1, 1, 1)
@@ -81,17 +68,6 @@ def test_no_admission_in_a_step_that_preempted(monkeypatch: pytest.MonkeyPatch) 
     assert output.preempted == [second]
     assert output.rows == first.sequences  # although a block of the three that came free is enough
     assert loop.step().rows == [*first.sequences, *third.sequences]
-
-
-def test_a_request_can_preempt_itself() -> None:
-    loop = Loop(Limits(num_blocks=4))
-    first, second = loop.add_plain(7, 8)
-    loop.step()
-    output = loop.step()  # first has room for one more token, second has not
-    assert output.preempted == [second]
-    assert output.rows == first.sequences
-    assert not output.step_input.new_sequences
-    loop.run()
 
 
 def test_alone_and_out_of_blocks_ends_as_ignored() -> None:

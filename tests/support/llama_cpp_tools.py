@@ -42,6 +42,8 @@ def convert(source: str, folder: str, file: str, dtype: str = "f32") -> None:
         self.gguf_writer.add_tokenizer_model("no_vocab")
         self.gguf_writer.add_token_list(tokens)
         self.gguf_writer.add_vocab_size(len(tokens))
+        if "type_vocab_size" in self.hparams:  # BERT's
+            self.gguf_writer.add_token_type_count(self.hparams["type_vocab_size"])
 
     def classes(base: type) -> list[type]:
         return [base, *(kind for child in base.__subclasses__() for kind in classes(child))]

@@ -67,15 +67,7 @@ def write_bart(folder: Path, family: str = "Bart", **config: Any) -> Path:
         model = getattr(transformers, f"{family}{head}")(fields)
         with torch.no_grad():
             model.final_logits_bias.normal_(0.0, 0.5)
-            for name, parameter in model.named_parameters():
-                if name.endswith(".bias"):
-                    parameter.normal_(0.0, 0.1)
-                elif "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
-                elif "positions" in name and not parameter.requires_grad:
-                    pass  # sines
-                elif "positions" in name or "out_proj" in name or "fc2" in name:
-                    parameter.mul_(3.0)  # so that not only the last token decides
+            randomize(model, ("positions", "out_proj", "fc2"))
             if family in ("MBart", "Pegasus"):  # a norm before the head
                 model.model.shared.weight.mul_(0.1)
                 model.final_logits_bias.mul_(0.1)
@@ -85,6 +77,19 @@ def write_bart(folder: Path, family: str = "Bart", **config: Any) -> Path:
     model.generation_config.forced_bos_token_id = config.get("forced_bos_token_id")
     model.save_pretrained(folder)
     return folder
+
+
+@torch.no_grad()
+def randomize(model: Any, grown: Sequence[str]) -> None:
+    """Makes biases that are not zero, norms that are not one, and larger weights where a name has a
+    part of `grown`, so that not only the last token decides. Tables of sines stay."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.normal_(0.0, 0.1)
+        elif "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        elif parameter.requires_grad and any(part in name for part in grown):
+            parameter.mul_(3.0)
 
 
 @functools.cache

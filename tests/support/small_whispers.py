@@ -15,6 +15,7 @@ import torch
 import transformers
 from tokenizers import AddedToken
 
+from support.small_barts import randomize
 from support.tiny_llama import byte_level_tokenizer
 
 RATE = 16_000
@@ -67,14 +68,7 @@ def write_whisper(folder: Path, generation: dict[str, Any] | None = None, **conf
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.WhisperForConditionalGeneration(sizes)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith(".bias"):
-                    parameter.normal_(0.0, 0.1)
-                elif "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
-                elif "out_proj" in name or "fc2" in name:
-                    parameter.mul_(3.0)  # so that not only the last token decides
+        randomize(model, ("out_proj", "fc2"))
     fields = _GENERATION if generation is None else generation
     for name, value in {**fields, "_from_model_config": False}.items():
         setattr(model.generation_config, name, value)

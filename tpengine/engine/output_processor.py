@@ -204,6 +204,7 @@ class OutputProcessor:
         except Exception as error:
             _fail(request, error, decisions)
             return
+        self._counters.record_prompt(request)
         decisions.finished.append((tracked.sequence, SequenceStatus.FINISHED_STOPPED))
         decisions.to_report[request.request_id] = request
 

@@ -182,17 +182,20 @@ class EngineCounters:
         before, metrics.last_token_time = metrics.last_token_time, now
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-            num_prompt_tokens = request.num_prompt_tokens
-            self.prompt_tokens += num_prompt_tokens
-            self.prefix_hits += metrics.num_cached_tokens
-            self.request_prompt_tokens.observe(num_prompt_tokens)
+            self.record_prompt(request)
             self.first_token_s.observe(now - metrics.arrival_time)
             decisions.first_token_s.append(now - metrics.arrival_time)
-            if metrics.time_in_queue is not None:
-                self.queue_s.observe(metrics.time_in_queue)
         elif now > before:
             self.inter_token_s.observe(now - before)
             decisions.inter_token_s.append(now - before)
+
+    def record_prompt(self, request: Request) -> None:
+        """Counts a request whose prompt is computed, also of a model that makes no tokens."""
+        self.prompt_tokens += request.num_prompt_tokens
+        self.prefix_hits += request.metrics.num_cached_tokens
+        self.request_prompt_tokens.observe(request.num_prompt_tokens)
+        if request.metrics.time_in_queue is not None:
+            self.queue_s.observe(request.metrics.time_in_queue)
 
     def record_finish(self, request: Request, now: float) -> None:
         """Counts the end of a request, for any reason."""

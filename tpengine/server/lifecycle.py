@@ -225,7 +225,7 @@ class _Server:
             model = engine.model_config
             pooling = None if model.pooling is None else PoolingParams()
             prompt: Any = {"prompt_token_ids": [0]}
-            if model.encoder is not None and model.encoder.sound is not None:
+            if model.sound:
                 silence = [0.0], SAMPLING_RATE
                 prompt = {"prompt": None, "multi_modal_data": {"audio": silence}}
             own: dict[str, Any] = {"request_id": "start-up", "pooling_params": pooling}

@@ -273,9 +273,7 @@ def default_message_bytes(engine: LLMEngine) -> int:
     num_bytes = _PARAMETER_BYTES + _TOKEN_BYTES * model.max_model_len
     if model.pooling is not None:
         return DEFAULT_MESSAGE_BYTES
-    other_bytes = MAX_URL_BYTES * engine.reads_pictures
-    if model.encoder is not None and model.encoder.sound is not None:
-        other_bytes = _SOUND_BYTES
+    other_bytes = _SOUND_BYTES if model.sound else MAX_URL_BYTES * engine.reads_pictures
     return min(num_bytes, DEFAULT_MESSAGE_BYTES) + other_bytes
 
 

@@ -148,7 +148,7 @@ class ModelRunner:
         sizes, has_axes = (*limits, block_size), bool(config.model.picture_rope)
         encoder = config.model.encoder
         self._max_encoder_len = 0 if encoder is None else encoder.max_len
-        self._sound = None if encoder is None else encoder.sound
+        self._sound = config.model.sound
         others = self._processed, has_axes, self._max_encoder_len
         self.batch = InputBatch(*sizes, self.uploads, num_kept, *others)
 

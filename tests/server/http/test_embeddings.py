@@ -14,10 +14,13 @@ from typing import Any
 
 import openai
 import pytest
+from async_engine.tools import Gate
 from support import byte_llama, third_party
 from support.server_process import serving
 from support.small_poolers import LABELS, LENGTH, PROMPTS, SIZE, write_pooler
+from support.waiting import wait_until
 
+from server.guarded import WAIT_S
 from server.http.open_port import open_port
 from server.http.openai_door import Door
 from tpengine import LLM
@@ -134,6 +137,22 @@ async def test_a_call_larger_than_the_queue(served: dict[str, Served]) -> None:
         await asyncio.gather(*(crowd() for _ in range(2 * QUEUE)))
     assert refused
     assert [each.embedding for each in large.result().data] == wanted
+
+
+def test_a_client_leaves_whose_inputs_wait_for_places(
+    served: dict[str, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests are aborted, and its other inputs do not begin."""
+    engine = served["embed"].engine
+    gate, count = Gate(engine, monkeypatch), engine.get_num_unfinished_requests
+    call = Door(served["embed"].url).begin("embeddings", {"input": ["a"] * 50 * QUEUE})
+    wait_until(lambda: count() == QUEUE // 2 and any(gate.steps), WAIT_S)
+    call.close()
+    wait_until(lambda: count() == 0, WAIT_S)
+    gate.open()
+    blocks = engine.llm_engine
+    wait_until(lambda: blocks.num_free_blocks == blocks.num_total_blocks, WAIT_S)
+    assert (engine.stats().queues.num_queued, count(), len(gate.steps)) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
@@ -269,6 +288,7 @@ def test_a_server_of_an_embedding_model(tmp_path: Path) -> None:
         texts, cut = ["a" * 500] * MAX_INPUTS, {"truncate_prompt_tokens": 2}
         many = client.embeddings.create(model="birds", input=texts, extra_body=cut)
         assert (len(many.data), many.usage.total_tokens) == (MAX_INPUTS, 2 * MAX_INPUTS)
+        assert process.metric("tpengine:prompt_tokens_total") == 1 + 2 * MAX_INPUTS  # 1: start-up
         assert Door(process.http_address).refused(*EMBEDS)[0] == 401
 
 

@@ -39,9 +39,7 @@ def check_task(state: ServerState, kind: str, path: str) -> None:
         EngineLoadingError: it is not loaded yet.
     """
     config = state.loaded_engine().model_config
-    task = config.task
-    if config.encoder is not None and config.encoder.sound is not None:
-        task = "transcribe"
+    task = "transcribe" if config.sound else config.task
     does, calls = _CALLS[task]
     if kind in calls:
         return
