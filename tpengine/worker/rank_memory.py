@@ -95,9 +95,9 @@ class RankMemory:
                 raise MemoryError(f"{num_bytes} bytes cannot be kept: {error}") from error
             self._sections[name] = (start, num_bytes)
             self._write_index()
-        start, found = self._sections[name]
-        if found != num_bytes:
-            raise _refusal(f"number of bytes of {name}", found, num_bytes)
+        start, size = self._sections[name]
+        if size != num_bytes:
+            raise _refusal(f"number of bytes of {name}", size, num_bytes)
         if name not in self._mapped:
             self._mapped[name] = huge_pages.map_file(self._fd, start, num_bytes)
         return self._mapped[name]
@@ -121,11 +121,11 @@ class RankMemory:
         magic, _, length = _HEAD.unpack_from(self._header)
         if magic != _MAGIC:
             raise _refusal("layout", magic, _MAGIC)
-        found = json.loads(self._header[_HEAD.size : _HEAD.size + length])
+        index = json.loads(self._header[_HEAD.size : _HEAD.size + length])
         for field, expected in self._owner.items():
-            if found[field] != expected:
-                raise _refusal(field, found[field], expected)
-        self._sections = {name: tuple(place) for name, place in found["sections"].items()}
+            if index[field] != expected:
+                raise _refusal(field, index[field], expected)
+        self._sections = {name: tuple(place) for name, place in index["sections"].items()}
 
     def save(self, state: Any, shared: dict[str, Any]) -> bool:
         """Moves all tensors of `state`, any objects, into this memory, and notes the objects, so
@@ -194,9 +194,9 @@ _Record = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
 """Shape, strides, dtype, first byte in the section of weights."""
 
 
-def _refusal(what: str, found: object, expected: object) -> TemporaryError:
+def _refusal(what: str, actual: object, expected: object) -> TemporaryError:
     return TemporaryError(
-        f"what a lost rank has left is not used: its {what} is {found!r}, and not {expected!r}"
+        f"what a lost rank has left is not used: its {what} is {actual!r}, and not {expected!r}"
     )
 
 
