@@ -162,7 +162,8 @@ class Campaign:
             self._now, self._num_before = self.left.popleft(), len(self._engine.recoveries)
             of_ranks = [moment for moment in self._now if moment not in BESIDE]
             self._beside = "".join(self._now[len(of_ranks) :])
-            passes = self._rng.choices(range(4), k=len(of_ranks)) if len(self._now) == 1 else [0, 0]
+            most = 1 if self._now == ("write",) else 3  # only prompts write so, in few steps
+            passes = [self._rng.randint(0, most)] if len(self._now) == 1 else [0, 0]
             ranks = self._rng.choices(range(len(pids)), k=len(of_ranks))
             self._orders.give(list(zip(ranks, of_ranks, passes, strict=False)))
 
