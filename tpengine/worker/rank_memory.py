@@ -97,9 +97,9 @@ class RankMemory:
                 raise MemoryError(f"{num_bytes} bytes cannot be kept: {error}") from error
             self._sections[name] = (start, num_bytes)
             self._write_index()
-        start, present = self._sections[name]
-        if present != num_bytes:
-            raise _refusal(f"number of bytes of {name}", present, num_bytes)
+        start, size = self._sections[name]
+        if size != num_bytes:
+            raise _refusal(f"number of bytes of {name}", size, num_bytes)
         if name not in self._mapped:
             self._mapped[name] = huge_pages.map_file(self._fd, start, num_bytes)
         return self._mapped[name]
@@ -197,9 +197,9 @@ _Record = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
 """Shape, strides, dtype, first byte in the section of weights."""
 
 
-def _refusal(what: str, present: object, expected: object) -> TemporaryError:
+def _refusal(what: str, actual: object, expected: object) -> TemporaryError:
     return TemporaryError(
-        f"what a lost rank has left is not used: its {what} is {present!r}, and not {expected!r}"
+        f"what a lost rank has left is not used: its {what} is {actual!r}, and not {expected!r}"
     )
 
 
