@@ -265,7 +265,7 @@ class EngineArgs(Options):
     step_timeout_s: float = option(30.0, more_than=0, unit=" seconds", only_for=_RANKS)
     """Smallest deadline of a step in seconds; it is 10 x the predicted time if that is more."""
     max_recoveries: int = option(10, at_least=0)
-    """How often within --recovery-window a group that lost a rank is rebuilt and its requests go
+    """How often within --recovery-window a lost rank or its group is replaced and the requests go
     on; the next loss ends the engine."""
     recovery_window: float = option(600.0, more_than=0, unit=" seconds")
     """Seconds over which recoveries are counted."""
@@ -280,7 +280,8 @@ class EngineArgs(Options):
     keep_kv: str = option("safe", cfg.KEEP_KV, only_for=_RANKS)
     """When a new rank on CPU goes on with the memory of a lost one, so that nothing is computed
     again: safe means not after a fault of its code, such as SIGSEGV, which may have written
-    anywhere (on Ray this needs Linux 6.15, which tells how an actor ended)."""
+    anywhere. On Ray, before Linux 6.15, safe is as never: the kernel does not tell how an actor
+    ended."""
     async_scheduling: bool | None = option(None)
     """Send ranks in processes of their own, and a GPU, the next step before they have answered this
     one, so that they do not wait for the driver; default: on a GPU, and on CPU while a step takes

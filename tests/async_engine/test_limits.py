@@ -85,6 +85,12 @@ async def test_a_refused_prompt_frees_its_place(make: MakeEngine) -> None:
     assert len(await read_ids(engine, [7], stream(4))) == 4
 
 
+@pytest.mark.parametrize("name", ["max_requests", "max_tokens"])
+def test_limits_are_positive(name: str) -> None:
+    with pytest.raises(errors.ConfigError, match=f"{name} must be at least 1, got 0"):
+        QueueLimits(**{name: 0})
+
+
 async def test_texts_wait_in_a_bounded_queue_behind_requests(
     make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

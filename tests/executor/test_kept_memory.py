@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import random
 import signal
 import time
@@ -72,10 +73,10 @@ def serve(engine: LLMEngine, prompts: list[list[int]], kills: dict[int, Kill]) -
     for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
         engine.add_request(str(number), None, params, prompt_token_ids=prompt)
     while engine.has_unfinished_requests():
-        is_running = engine.health().state.value == "running"
-        if due and is_running and engine.counters.num_steps - first_step >= min(due):
-            due.pop(min(due))([place.pid for place in executor.places])
         with suppress(KeyboardInterrupt):
+            is_running = engine.health().state.value == "running"
+            if due and is_running and engine.counters.num_steps - first_step >= min(due):
+                due.pop(min(due))([place.pid for place in executor.places])
             last |= {output.request_id: output for output in engine.step()}
     assert not due, "the requests have ended before"
     assert engine.num_free_blocks == engine.num_total_blocks
@@ -269,7 +270,7 @@ def test_a_loss_while_idle(folder: Path, prompts: list[list[int]]) -> None:
         expected, executor = serve(engine, prompts, {}), executor_of(engine)
         os.kill(executor.places[1].pid, signal.SIGKILL)
         wait_until(lambda: executor.loss is not None, what="no loss is found")
-        time.sleep(FENCE_S + HEARTBEAT_S)
+        time.sleep(FENCE_S + 3 * HEARTBEAT_S)
         assert serve(engine, prompts, {}) == expected
         assert resumed(engine) == [True]
 
@@ -278,7 +279,8 @@ def test_a_loss_while_idle(folder: Path, prompts: list[list[int]]) -> None:
 def test_a_second_ctrl_c_while_a_rank_is_replaced(
     folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    """It raises at once, and the engine is dead; nothing is left of it."""
+    """The threads that replace the rank, and then the group, are interrupted: the engine is dead,
+    and nothing is left of it."""
 
     def press(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -309,6 +311,8 @@ def test_ranks_of_ray(
 ) -> None:
     """A killed one is replaced by a spare, a stopped one by a new actor; the other stays. Their
     memory is held by the driver, or by an actor, as on another node; in the end by no process."""
+    if tuple(map(int, platform.release().split(".")[:2])) < (6, 15):
+        pytest.skip("this kernel does not tell how a process of Ray ended (Linux 6.15 does)")
     if holder == "actor":
         monkeypatch.setattr(ray_home, "Agents", lambda _: Agents("another node"))
         monkeypatch.setattr(actors, "channel_address", lambda *_: LOOPBACK)

@@ -108,6 +108,9 @@ def test_memory_of_others_is_not_used(
     with pytest.raises(TemporaryError, match=f"not used: its {what}"):
         RankMemory(file, other.create_engine_config("cpu"), *owner)
     assert set(RankMemory(file, config, 0, "e", 3).section("a", 100).tolist()) == {7}
+    os.pwrite(file, b"\x00", 60)  # within the index
+    with pytest.raises(TemporaryError, match="not used: its index"):
+        RankMemory(file, config, 0, "e", 3)
 
 
 def test_moves_of_a_step_are_not_repeated(file: int, config: EngineConfig) -> None:

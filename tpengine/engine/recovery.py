@@ -256,7 +256,8 @@ class Recovery:
         self.state = EngineState.DEAD
 
     def close(self) -> None:
-        """Waits until no rebuild runs, ten seconds at most; the executor was shut down before."""
+        """Waits until no rank or group is being replaced, ten seconds at most; the executor was
+        shut down before."""
         both: tuple[Future[Any] | None, ...] = (self._resumption, self._rebuild)
         if wait([work for work in both if work is not None], _CLOSE_S).not_done:
             logger.warning("a rebuild did not end within %.0f s of the shutdown", _CLOSE_S)
@@ -321,13 +322,14 @@ class Recovery:
         self._note_rebuilt(ledgers, blocks)
 
     def _check_patience(self, now: float) -> None:
-        """Ends an engine whose attempt at a group hangs; else logs that it goes on."""
+        """Ends an engine whose attempt at a rank or a group hangs; else logs that it goes on."""
         limit_s = self._config.recovery.timeout_s
         if now - self._lost_at > limit_s:
             self._give_up(TimeoutError(f"attempt {self._num_attempts} hangs"))
         if now - self._last_line_at > _PROGRESS_LINE_S:
             self._last_line_at = now
-            logger.warning("still rebuilding the group, since %.1f s", now - self._lost_at)
+            what = "rebuilding the group" if self._resumption is None else "replacing the rank"
+            logger.warning("still %s, since %.1f s", what, now - self._lost_at)
 
     def _note_failed_attempt(self, error: Exception) -> None:
         """Plans the next attempt at a group, unless it would fail as this one has.

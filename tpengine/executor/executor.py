@@ -50,7 +50,7 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Ends the workers and frees what they hold; a second call does nothing. A `rebuild` in
-        another thread then fails with an `EngineError`."""
+        another thread then fails with an `EngineError`, and a `resume` says why it cannot be."""
 
     def load(self) -> list[str]:
         """Initialises the devices and loads the model; returns a line about each rank's device."""
@@ -121,7 +121,7 @@ class Executor(ABC):
     @property
     def loss(self) -> RankLoss | None:
         """The rank of the current group that was lost, also between steps; None: no rank was lost.
-        After a loss `rebuild` may be called."""
+        After a loss `resume` may be called, and then `rebuild`."""
         return None
 
     @property
@@ -142,7 +142,7 @@ class Executor(ABC):
     def resume(self) -> str | None:
         """After a loss: replaces the lost ranks alone, and sends the unanswered steps again, so
         that nothing is computed that was computed before. The answers follow as if no rank had been
-        lost.
+        lost. May be called in any thread.
 
         Returns:
             Why this cannot be; then `rebuild` may be called. None: it is done.

@@ -155,14 +155,15 @@ class Group:
         """Has the node of a rank hold its memory; returns where it is, for `Rank.create`."""
         if not self._launcher.keeps_memory or self._keep_kv == "never":
             return None
-        what, limit_s = ("keep_memory", rank, not self._goes_on), diagnosis.AGENT_START_S
+        self._check_cancelled()
+        node_id, limit_s = self.places[rank].node_id, diagnosis.AGENT_START_S
+        place: tuple[str, str] | None = None
         try:
-            place: tuple[str, str] = self._agents.ask(
-                self.places[rank].node_id, *what, timeout_s=limit_s
+            place = self._agents.ask(
+                node_id, "keep_memory", rank, not self._goes_on, timeout_s=limit_s
             )
         except diagnosis.NodeSilentError as error:
             logger.warning("what rank %d holds ends with its process: %s", rank, error)
-            return None
         return place
 
     def rendezvous(self, engine_id: str) -> None:
@@ -366,7 +367,10 @@ class Group:
         broken = [rank for rank in lost if self._diagnosis.has_broken_code(rank)]
         if broken and self._keep_kv == "safe":
             ranks = ", ".join(map(str, broken))
-            self.why_given_up = f"the code of rank {ranks} was broken, or may be (keep_kv is safe)"
+            self.why_given_up = (
+                f"the code of rank {ranks} was broken, or the kernel does not tell (of an actor of "
+                "Ray before Linux 6.15); keep_kv is safe"
+            )
             self._kill()
         else:
             self.survivors = frozenset(range(self._size)) - lost
@@ -374,11 +378,12 @@ class Group:
     def release(self) -> None:
         """Lets go of the ranks that another group keeps; the lost ones are dead."""
         self.give_up()
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch.wait()
-        self._wake_up.close()
-        self._close_channels(self.survivors or frozenset())
+        with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
+            stack.callback(self._close_channels, self.survivors or frozenset())
+            stack.callback(self._wake_up.close)
+            if self._watch is not None:
+                self._watch.stop()
+                self._watch.wait()
 
     def _close_channels(self, but: frozenset[int] = frozenset()) -> None:
         for rank, channels in enumerate(self._channels):
@@ -397,7 +402,8 @@ class Group:
             control.close()
         for place in self.places:
             self._agents.tell(place.node_id, "signal", place.process, signal.SIGKILL)
-            self._agents.tell(place.node_id, "free_memory")
+        for node_id in {place.node_id for place in self.places}:
+            self._agents.tell(node_id, "free_memory")
         self._launcher.kill()
 
     def give_up(self) -> None:

@@ -179,11 +179,14 @@ class GroupExecutor(Executor):
                 self._reserve.give_back()
                 try:
                     self._replace_lost(lost)
-                    self._fill_spares(_REFILL_S)
                 finally:
                     self._hold_reserve()
-        except Exception as error:  # `rebuild` finds out whether any ranks can be started
+        except EngineError as error:  # `rebuild` finds out whether any ranks can be started
             return f"{type(error).__name__}: {error}"
+        except Exception as error:
+            logger.exception("a lost rank was not replaced alone")
+            return repr(error)
+        self._fill_spares(_REFILL_S)
         return None
 
     def _why_not_kept(self, survivors: frozenset[int]) -> str | None:
@@ -251,13 +254,18 @@ class GroupExecutor(Executor):
                 self._start_group(lost.epoch + 1)
                 with self._times.phase("profile"):
                     peaks = {rank: (peak,) for rank, peak in enumerate(self._peaks)}
-                    return self._require_group().call_each("profile_num_available_blocks", peaks)
+                    profile = self._require_group().call_each
+                    return self._noted(profile("profile_num_available_blocks", peaks))
             except BaseException as error:
                 if not isinstance(error, GroupLostError) and self._group is not lost:
                     self._end_group(orderly=False)
                 raise
             finally:
                 self._hold_reserve()
+
+    def _noted(self, ledgers: list[MemoryLedger]) -> list[MemoryLedger]:
+        self._outlive = all(ledger.outlives for ledger in ledgers)
+        return ledgers
 
     def _hold_reserve(self) -> None:
         if not self._is_cancelled.is_set():  # `shutdown` may not have waited for its turn
@@ -266,9 +274,8 @@ class GroupExecutor(Executor):
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
         """See `Executor`."""
         with self._times.phase("profile"):
-            ledgers = super().profile_num_available_blocks()
+            ledgers = self._noted(super().profile_num_available_blocks())
         self._peaks = [ledger.activation_peak_bytes for ledger in ledgers]
-        self._outlive = all(ledger.outlives for ledger in ledgers)
         worst = self._config.scheduler.max_num_batched_tokens
         self._deadline.observe(worst, self.start_times_s["profile"])
         return ledgers

@@ -65,7 +65,8 @@ Started = tuple[RankPlace, Sequence[Channel]]
 
 
 class Launcher(Protocol):
-    """Starts the processes of one group's ranks, and ends them."""
+    """Starts the processes of a group's ranks, and ends them; with Ray also those of the later
+    groups that keep some of them."""
 
     @property
     def keeps_memory(self) -> bool:

@@ -197,8 +197,10 @@ def _open_memory(path: str, target: str) -> int | None:
     """Opens a file that the node's agent holds; returns a descriptor, or None if this process does
     not see it, as in another container, where the path may lead to any file."""
     try:
-        if os.readlink(path) == target:
-            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if os.readlink(f"/proc/self/fd/{file}") == target:
+            return file
+        os.close(file)
         reason = "another process has its number"
     except OSError as error:
         reason = str(error)

@@ -77,7 +77,7 @@ def populate(tensors: Sequence[torch.Tensor], num_bytes: int, seconds: float) ->
 def _populate_range(place: tuple[int, int]) -> bool:
     address, num_bytes = place
     if num_bytes == PAGE_BYTES:
-        # A file has large pages only on this request (Linux 6.1), and where it has one small page.
+        # A file gets a large page only on this request (Linux 6.1), in place of small ones.
         _libc.madvise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
         _libc.madvise(address, num_bytes, _MADV_COLLAPSE)
     return bool(_libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0)
@@ -107,15 +107,17 @@ def map_file(fd: int, start: int, num_bytes: int) -> torch.Tensor:
     """Maps a part of a file, uint8 `[num_bytes]`, shared with every process that does so. With a
     `start` that is a multiple of `PAGE_BYTES`, `populate` gives it large pages.
 
-    What has been written into it is mapped at once (0.1 s for a GiB). Page by page in the middle of
-    a step it takes far longer: a prefetch of a page that is not mapped is lost, but only after a
-    walk through the page tables.
+    What has been written into it is mapped at once (0.1 s for a GiB). Otherwise the next step maps
+    it page by page, which takes far longer: the kernels prefetch, and each prefetch of a page that
+    is not mapped walks through the page tables and then does nothing.
 
     Raises:
-        MemoryError: the kernel refuses a mapping of this size.
+        MemoryError: the kernel refuses a mapping of this size, or the file is shorter.
     """
     if num_bytes == 0:  # a mapping cannot be empty
         return torch.empty(0, dtype=torch.uint8)
+    if start + num_bytes > (size := os.fstat(fd).st_size):
+        raise MemoryError(_CANNOT_MAP.format(num_bytes, f"the file ends after {size - start}"))
     room = _anonymous(num_bytes + PAGE_BYTES)
     offset = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % PAGE_BYTES
     memory = torch.frombuffer(room, dtype=torch.uint8, count=num_bytes, offset=offset)

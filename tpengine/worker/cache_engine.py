@@ -28,6 +28,7 @@ _POPULATE_S = 0.1
 """Limit of the time that `populate` adds to the start. Without it the first prompts spend up to a
 tenth of their time on page faults, on a virtual machine."""
 
+_BLOCKS = "blocks"
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Allocates a tensor of this shape and dtype."""
 
@@ -70,8 +71,13 @@ class KeptBlocks:
     ) -> None:
         num_tensors = 4 * shape.num_layers  # each begins with a large page
         num_bytes = shape.block_bytes * (num_blocks + num_host_blocks)
-        self._rest = memory.section("blocks", num_bytes + num_tensors * huge_pages.PAGE_BYTES)
+        self._rest = memory.section(_BLOCKS, num_bytes + num_tensors * huge_pages.PAGE_BYTES)
         self.memory = memory
+
+    @staticmethod
+    def drop(memory: RankMemory) -> None:
+        """Gives the memory of all blocks back."""
+        memory.drop(_BLOCKS)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns the next tensor of the cache: with its content, if a lost rank had it."""

@@ -1,8 +1,8 @@
 """Memory of a rank that outlives its process: its weights, its KV blocks and its host blocks.
 
-All of it lies in a file without a name (a memfd). The process that starts the ranks makes the file
-and keeps its descriptor. A rank that replaces a lost one inherits the descriptor: it maps what the
-lost rank has left, and neither reads nor computes it.
+All of it lies in a file without a name (a memfd). The agent of the rank's node makes the file and
+keeps its descriptor (`NodeAgent.keep_memory`); the rank opens it by `/proc`. A rank that replaces a
+lost one maps what that one has left, and neither reads nor computes it.
 
 The file is a header of one page, then sections. The header names the engine, the epoch in which the
 memory began, the rank, its configuration, and the sections with their sizes. If a process expects
@@ -37,7 +37,7 @@ _MAGIC = b"tpemem02"
 _MOVES_AT = 8
 _ALIGNMENT = 64
 _POPULATE_S = 30.0
-"""Limit of the time in which weights get large pages, about 1 s for a GiB."""
+"""Limit of the time in which a part of the weights gets large pages; a GiB takes 1 s."""
 _STATE, _WEIGHTS = "state", "weights"
 
 
@@ -50,7 +50,8 @@ class RankMemory:
         epoch: in which the memory began.
 
     Raises:
-        TemporaryError: the header names others.
+        TemporaryError: the file is damaged, or belongs to another engine, epoch, rank or
+            configuration.
     """
 
     def __init__(
@@ -123,7 +124,10 @@ class RankMemory:
         magic, _, length = _HEAD.unpack_from(self._header)
         if magic != _MAGIC:
             raise _refusal("layout", magic, _MAGIC)
-        index = json.loads(self._header[_HEAD.size : _HEAD.size + length])
+        try:
+            index = json.loads(self._header[_HEAD.size : _HEAD.size + length])
+        except ValueError as error:
+            raise _refusal("index", error, "readable") from error
         for field, expected in self._owner.items():
             if index[field] != expected:
                 raise _refusal(field, index[field], expected)
@@ -167,14 +171,14 @@ class RankMemory:
             extent[2] = -(-total // _ALIGNMENT) * _ALIGNMENT + extent[0] % _ALIGNMENT
             total = extent[2] + extent[1] - extent[0]
         weights = self.section(_WEIGHTS, total)
-        huge_pages.populate([weights], total, _POPULATE_S)
         records: list[_Record] = [((), (), torch.uint8, 0)] * len(tensors)
         left = iter(extents)
-        start, end, place = -1, -1, 0
+        start, end, place, populated = -1, -1, 0, 0
         for i in order:  # memory that no tensor uses any more is free from then on
             tensor = tensors[i]
             if tensor.data_ptr() >= end:
                 start, end, place = next(left)
+                populated += _give_large_pages(weights[populated : place + end - start])
                 ctypes.memmove(weights.data_ptr() + place, start, end - start)
             offset = place + tensor.data_ptr() - start
             records[i] = (tuple(tensor.shape), tensor.stride(), tensor.dtype, offset)
@@ -195,6 +199,13 @@ class RankMemory:
 
 _Record = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
 """Shape, strides, dtype, first byte in the section of weights."""
+
+
+def _give_large_pages(memory: torch.Tensor) -> int:
+    """Gives large pages to memory that begins with one; returns how many of its bytes have them."""
+    num_bytes = memory.nbytes // huge_pages.PAGE_BYTES * huge_pages.PAGE_BYTES
+    huge_pages.populate([memory], num_bytes, _POPULATE_S)
+    return num_bytes
 
 
 def _refusal(what: str, actual: object, expected: object) -> TemporaryError:

@@ -153,7 +153,8 @@ class Worker:
 
     @property
     def _waits_can_end(self) -> bool:
-        """Whether a wait for other ranks ends, and not the process, if one of them is lost."""
+        """Whether a wait for other ranks raises an error when one of them is lost. A wait in gloo
+        ends only with its process."""
         return isinstance(self._parallel.collectives, SharedMemoryCollectives | None)
 
     def init_device(self) -> str:
@@ -188,7 +189,7 @@ class Worker:
             kept = None if self._memory is None else self._memory.load(shared)
             if kept is not None:
                 vars(self).update(kept)
-                gc.collect()  # those that a survivor had hold links and memory of the epoch before
+                gc.collect()  # the objects of the epoch before hold its links and memory
                 return self._digest
             self._load_model()
             if self._memory is not None and self._pictures is None:
@@ -357,7 +358,7 @@ class Worker:
         try:
             if self._memory is not None and not goes_on:
                 self._memory.moves_done = 0
-                self._memory.drop("blocks")
+                KeptBlocks.drop(self._memory)
             runner = self._open_cache(num_blocks, num_host_blocks)
             if not goes_on:
                 with self._forward():

@@ -208,7 +208,7 @@ class RayLauncher:
             check()
             answers = calls.wait(wait_s)
             if failures := {n: a for n, a in answers.items() if isinstance(a, Failure)}:
-                raise RanksFailedError(failures)
+                raise RanksFailedError({self._rank_of(n): a for n, a in failures.items()})
             places.update(answers)
 
         try:
@@ -223,7 +223,12 @@ class RayLauncher:
             )
             missing = set(range(size)) - places.keys() or range(size)
             failure = ChannelTimeoutError(reason)
-            raise RanksFailedError(dict.fromkeys(missing, failure)) from error
+            raise RanksFailedError(dict.fromkeys(map(self._rank_of, missing), failure)) from error
+
+    def _rank_of(self, number: int) -> int:
+        """Which rank a missing process will be; before the first start this is not known, and any
+        number."""
+        return self._order.index(list(self.spares)[number]) if self._order else number
 
     def _call_actors(self, epoch: int, invitation: Invitation) -> _ActorCalls:
         refs, known = {}, self._placement.devices or []

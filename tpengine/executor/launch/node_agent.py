@@ -179,17 +179,17 @@ class NodeAgent:
             left = [process for process in left if self.state(process)]
         return left
 
-    def keep_memory(self, rank: int, is_new: bool) -> tuple[str, str]:
+    def keep_memory(self, rank: int, is_new: bool) -> tuple[str, str] | None:
         """Holds a file for what outlives the process of a rank, see `worker/rank_memory.py`.
 
         Args:
             is_new: in place of an earlier one; False: the one that this agent holds already.
 
         Returns:
-            The path by which processes of this node open it, and what this path leads to.
+            The path by which processes of this node open it, and what this path leads to. None:
+            this agent does not hold it, as it has replaced the one that did.
 
         Raises:
-            KeyError: this agent does not hold it: it has replaced the one that did.
             OSError: no descriptor is left.
         """
         if is_new:
@@ -197,11 +197,14 @@ class NodeAgent:
                 os.close(self._memory.pop(rank))
             name = f"tpengine rank {rank} {secrets.token_hex(8)}"
             self._memory[rank] = os.memfd_create(name, os.MFD_CLOEXEC)
+        if rank not in self._memory:
+            return None
         path = f"/proc/{os.getpid()}/fd/{self._memory[rank]}"
         return path, os.readlink(path)
 
     def free_memory(self) -> None:
-        """Closes the files of `keep_memory`: the ranks are ended."""
+        """Closes the files of `keep_memory`, which no later rank opens; those that live keep
+        descriptors of their own."""
         _close_all(self._memory)
 
     def close(self) -> None:
