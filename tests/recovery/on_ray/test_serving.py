@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.calls import Refusal, ids, refused, sampling
 from support.engines import complete, greedy, make_engine
 from support.matrix import only
+from support.namespaces import children_of
 from support.server_process import ServerProcess
 from support.waiting import wait_until
 
@@ -46,8 +47,8 @@ def server(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
         options += ["--ray-address", request.getfixturevalue("ray_address")]
     options += ["--dtype", "float32", "--device", "cpu", "--num-device-blocks-override", "256"]
     options += ["--keep-kv", "never"]  # else a recovery is over before a request can meet it
-    # By a shell, so that it is executed and not forked: new ranks import torch, and the requests of
-    # this test come while they do.
+    # By a shell, so that it is executed and not forked. Without a template new ranks import torch,
+    # and the requests of this test come while they do.
     more: dict[str, Any] = {"log": tmp_path / "log", "max_files": 1024}
     with ServerProcess(*options, "--max-recoveries", "1", **more) as process:
         yield process
@@ -83,6 +84,8 @@ def test_server(server: ServerProcess, expected: list[list[int]]) -> None:
     answered = token_ids([next(kept)])
     next(aborted)
     before = actors()
+    for template in set(children_of(server.pid)) - before.keys():
+        os.kill(template, signal.SIGKILL)
     kill_a_rank(before)
     wait_until(lambda: state() == RECOVERING, SOON_S)
     assert server.stub.Abort(pb.AbortRequest(request_id="aborted"), timeout=SOON_S).aborted
