@@ -231,7 +231,7 @@ class ModelConfig:
 
     @property
     def sound(self) -> SoundConfig | None:
-        """What the encoder reads if it reads sound; None: it reads text, or there is none."""
+        """How the encoder takes sound; None: it takes text, or the model has no encoder."""
         return None if self.encoder is None else self.encoder.sound
 
     @property

@@ -8,7 +8,7 @@ import os
 import platform
 import random
 import signal
-import time
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -34,7 +34,7 @@ from tpengine.executor.launch.actors import ActorSpare, Agents
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.launch.processes import ProcessHome
 from tpengine.executor.launch.template import Template
-from tpengine.executor.watch import FENCE_S, HEARTBEAT_S
+from tpengine.executor.watch import FENCE_S, HEARTBEAT_S, RankWatch
 from tpengine.host import LOOPBACK
 
 FIELDS = {
@@ -185,7 +185,7 @@ class Campaign:
             self._orders.give([])
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """Has happen in the driver's own code what happens beside the ranks."""
+        """Patches the driver's code, so that `_beside` happens while a rank is replaced."""
 
         def before(owner: Any, name: str, what: str, act: Callable[..., None]) -> None:
             function = getattr(owner, name)
@@ -263,16 +263,74 @@ def test_a_stopped_rank_is_replaced(folder: Path, prompts: list[list[int]]) -> N
         assert held(engine) == before
 
 
-def test_a_loss_while_idle(folder: Path, prompts: list[list[int]]) -> None:
-    """The next request comes after a time in which ranks without heartbeats end themselves."""
+def test_a_loss_while_idle(
+    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next request comes after so many heartbeats that a rank without them has ended itself."""
+    beats: list[list[int]] = []
+    send_heartbeats = RankWatch._send_heartbeats
+
+    def count(watch: RankWatch, ranks: Iterable[int]) -> None:
+        beats.append(list(ranks))
+        send_heartbeats(watch, beats[-1])
+
+    monkeypatch.setattr(RankWatch, "_send_heartbeats", count)
     args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
     with LLMEngine.from_engine_args(args) as engine:
         expected, executor = serve(engine, prompts, {}), executor_of(engine)
         os.kill(executor.places[1].pid, signal.SIGKILL)
         wait_until(lambda: executor.loss is not None, what="no loss is found")
-        time.sleep(FENCE_S + 3 * HEARTBEAT_S)
+        beats.clear()
+        num_beats = FENCE_S / HEARTBEAT_S + 3
+        wait_until(lambda: beats.count([0]) >= num_beats, what="the other rank is left alone")
         assert serve(engine, prompts, {}) == expected
         assert resumed(engine) == [True]
+
+
+def test_aborts_and_new_requests_while_a_rank_is_replaced(
+    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new rank is held back until one request is aborted and another one has come."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
+    with LLMEngine.from_engine_args(args) as engine:
+        goes_on, join = threading.Event(), Group.join
+
+        def held_join(group: Group, timeout_s: float) -> None:
+            assert goes_on.wait(timeout_s)
+            join(group, timeout_s)
+
+        def add(number: int) -> None:
+            engine.add_request(str(number), None, params, prompt_token_ids=prompts[number])
+
+        def run() -> dict[str, Any]:
+            done: dict[str, Any] = {}
+            while engine.has_unfinished_requests():
+                done |= {output.request_id: output.outputs[0] for output in engine.step()}
+            return {name: (out.token_ids, out.cumulative_logprob) for name, out in done.items()}
+
+        for number in (0, 2, 3):
+            add(number)
+        expected = run()
+        monkeypatch.setattr(Group, "join", held_join)
+        for number in (0, 1, 2):
+            add(number)
+        first_step = engine.counters.num_steps
+        while engine.counters.num_steps < first_step + 8:
+            engine.step()
+        os.kill(executor_of(engine).places[1].pid, signal.SIGKILL)
+        while engine.health().state.value == "running":
+            engine.step()
+        engine.abort_request("1")
+        add(3)
+        for _ in range(3):
+            engine.step()
+        assert engine.health().state.value == "recovering"
+        goes_on.set()
+        outputs = run()
+        assert {name: outputs[name] for name in expected} == expected
+        assert resumed(engine) == [True]
+        assert engine.num_free_blocks == engine.num_total_blocks
 
 
 @pytest.mark.parametrize("phase", ["start", "load_model"])

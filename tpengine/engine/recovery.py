@@ -88,7 +88,7 @@ class Recovery:
         self._loss_times: deque[float] = deque()  # of losses that count against the limit
         self._resumption: Future[str | None] | None = None  # None: none goes on
         self._rebuild: Future[Ledgers] | None = None  # None: between two attempts
-        self._failed: list[Request] = []  # not taken
+        self._failed: list[Request] = []  # since the last `take_failed`
         self._num_attempts = 0
         self._reason = ""  # of the attempt that failed last, without its numbers
         self._lost_at = self._last_line_at = self._progress_at = time.monotonic()
@@ -180,7 +180,8 @@ class Recovery:
             logger.error("%s", reason)
             error = errors.RequestFailedError(reason)
             failed = self._scheduler.fail_request(culprit.request_id, error)
-            self._failed += [] if failed is None else [failed]
+            if failed is not None:
+                self._failed.append(failed)
         self._scheduler.restrict(self._poison.allowed)
         self._count_loss(loss, not is_isolation_step, "will wait for a new group of ranks")
         self._start_rebuild()
@@ -428,8 +429,8 @@ class Recovery:
 
 
 def _in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Starts a thread that works, or sets the error if there is none left. It is a daemon: a
-    process that ends meanwhile does not wait for the ranks."""
+    """Runs `work` in a new thread. If no thread can be started, the result is that error. The
+    thread is a daemon, so that a process can end before the ranks are there."""
     result = Future[Result]()
 
     def run() -> None:
