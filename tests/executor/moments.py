@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from executor.sabotage import RANK_VARIABLE, kill_self
+from executor.sabotage import RANK_VARIABLE, kill_self, sleep_long
 
 _COUNTS, _ORDER = struct.Struct("<ii"), struct.Struct("<ii24s")
 Order = tuple[int, str, int]
@@ -95,6 +95,10 @@ def install(path: str, worker: Any) -> None:
     replace(frames, "encode", "answer")
     replace(worker.Worker, "execute_model", "step", is_due=lambda _, step: step.step > 0)
     replace(worker.Worker, "execute_model", "batch", is_due=lambda _, step: step.step == 0)
+    replace(
+        worker.Worker, "execute_model", "hang batch", sleep_long, lambda _, step: step.step == 0
+    )
+    replace(worker.Worker, "load_model", "hang load_model", sleep_long)
     for name in ("connect", "init_device", "load_model", "init_cache_engine"):
         replace(worker.Worker, name, name)
 

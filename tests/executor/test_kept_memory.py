@@ -27,6 +27,7 @@ from executor.ray_engines import executor_of, sabotaged_rank
 from executor.sabotage import in_step, kill_self
 from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from tpengine.errors import EngineDeadError
+from tpengine.executor import group_executor
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch import actors, processes, ray_home
@@ -428,6 +429,31 @@ def test_a_loss_before_a_step_is_sent(
         monkeypatch.setattr(executor, "send_step", send_late)
         assert serve(engine, prompts, {}) == expected
         assert resumed(engine) == [True]
+
+
+def test_a_new_rank_that_hangs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
+) -> None:
+    """It sends heartbeats and answers nothing, so that only its share of `recovery_timeout` ends
+    it. In its place comes a new group, which computes the requests again."""
+    orders = Orders.make(tmp_path / "orders")
+    obedient = sabotaged_rank(None, partial(install, str(tmp_path / "orders")))
+    monkeypatch.setattr(group_executor, "_REPLACE_SHARE", 0.05)
+    fields = FIELDS | {"tensor_parallel_size": 2, "recovery_timeout": 50.0}
+    args = EngineArgs(str(folder), **fields)
+    with obedient as places, LLMEngine.from_engine_args(args) as engine:
+        expected, before = serve(engine, prompts, {}), held(engine)
+        for moment in ("load_model", "batch"):
+
+            def kill(pids: list[int], moment: str = moment) -> None:
+                orders.give([(1, f"hang {moment}", 0)])
+                os.kill(pids[1], signal.SIGKILL)
+
+            assert serve(engine, prompts, {9: kill}) == expected
+        assert resumed(engine) == [False, False]
+        assert held(engine) == before
+        ranks = {place.pid for place in executor_of(engine).places}
+        assert not any(NodeAgent.state(p.process) for p in places if p.pid not in ranks)
 
 
 def held(engine: LLMEngine) -> tuple[int, int, list[int]]:

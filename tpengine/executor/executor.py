@@ -142,7 +142,7 @@ class Executor(ABC):
     def resume(self) -> str | None:
         """After a loss: replaces the lost ranks alone, and sends the unanswered steps again, so
         that nothing is computed that was computed before. The answers follow as if no rank had been
-        lost. May be called in any thread.
+        lost. A new rank that hangs is killed in time for `rebuild`. May be called in any thread.
 
         Returns:
             Why this cannot be; then `rebuild` may be called. None: it is done.

@@ -9,8 +9,10 @@ ranks as they are, if what the lost one has left in its memory can be trusted; e
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -58,6 +60,8 @@ class Group:
         survivors: once a rank was lost, the ranks that another group may keep beside the memory of
             the lost ones; None: all begins anew.
         why_given_up: then the reason.
+        deadline: by the monotonic clock, at which every wait for ranks ends, so that those that
+            have not answered are lost. Infinity: each wait has only its own limit.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Group:
         self.loss: RankLoss | None = None
         self.survivors: frozenset[int] | None = None
         self.why_given_up = ""
+        self.deadline = math.inf
         kept = frozenset() if lost is None else lost.survivors or frozenset()
         self._new = [rank for rank in range(config.parallel.world_size) if rank not in kept]
         self._goes_on = lost is not None
@@ -103,7 +108,8 @@ class Group:
             timeout_s: for them to tell where they are. Until then a process that does not answer
                 cannot be looked at.
         """
-        start = partial(self._launcher.start, self.epoch, timeout_s, self._check_alive)
+        limit_s = self._at_most(timeout_s)
+        start = partial(self._launcher.start, self.epoch, limit_s, self._check_alive)
         processes = self._settled(diagnosis.START, start)
         self.places = [place for place, _ in processes]
         self._channels = [channels for _, channels in processes]
@@ -131,7 +137,7 @@ class Group:
             rank: encode_call(("join", (rank, astuple(self.places[rank])), {}))
             for rank in self._new
         }
-        exchange.call(payloads, timeout_s)
+        exchange.call(payloads, self._at_most(timeout_s))
 
     def create_workers(self, engine_id: str, first_epoch: int) -> None:
         """Has every new rank make its worker, which imports torch.
@@ -203,6 +209,10 @@ class Group:
             )
         return digests
 
+    def _at_most(self, limit_s: float) -> float:
+        """Seconds that a wait with this limit may take now."""
+        return max(0.0, min(limit_s, self.deadline - time.monotonic()))
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every worker; returns the answers in rank order.
 
@@ -219,7 +229,7 @@ class Group:
         exchange = self._exchange
         assert exchange is not None, f"{method} before the ranks have joined"
         payloads = {rank: encode_call((method, own, kwargs)) for rank, own in args.items()}
-        call = partial(exchange.call, payloads, self._start_timeout_s)
+        call = partial(exchange.call, payloads, self._at_most(self._start_timeout_s))
         answers = self._settled(diagnosis.Doing(method), call)
         return [decode_call(answer) for answer in answers]
 
@@ -267,7 +277,7 @@ class Group:
         """
         self._check_alive()
         with self._in_step() as exchange:
-            answers = exchange.take_answers(self._unanswered[0], timeout_s)
+            answers = exchange.take_answers(self._unanswered[0], self._at_most(timeout_s))
             self._unanswered.popleft()
         return answers[:: self._config.parallel.tensor_parallel_size]
 

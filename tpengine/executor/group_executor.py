@@ -12,6 +12,7 @@ next one, whose ranks know nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import uuid
@@ -38,9 +39,9 @@ logger = init_logger(__name__)
 
 _REFILL_S = 3.0
 """Until spares are started after a rebuild: their imports would delay the waiting requests."""
-_REPLACE_S = 60.0
-"""Limit of each call while lost ranks are replaced. Without a template a new one imports first, and
-the others may be in the middle of a step."""
+_REPLACE_S, _REPLACE_SHARE = 60.0, 0.5
+"""How long lost ranks may be replaced alone, also as a share of `recovery_timeout`: `rebuild` gets
+the rest. Without a template a new rank imports first, and the others may be in a step."""
 _TURN_S = 30.0
 """How long `shutdown` waits for a cancelled start to stop."""
 _RESERVE, _RESERVE_PER_RANK = 32, 10
@@ -220,6 +221,7 @@ class GroupExecutor(Executor):
             batch = StepInput(0, [], [], new_sequences=self._mirror.sequences())
             self._send(batch)
             self._take(batch)
+        self._require_group().deadline = math.inf
         self._mirror.num_steps = 0
         self._unanswered.extend(unanswered)
         for step in unanswered:
@@ -335,16 +337,18 @@ class GroupExecutor(Executor):
                 its survivors hear of the driver.
         """
         self._unanswered.clear()
-        limits = self._limits
+        deadline = math.inf
         if lost is not None:
-            limits = replace(limits, start_timeout_s=_REPLACE_S)
+            limit_s = min(_REPLACE_S, _REPLACE_SHARE * self._config.recovery.timeout_s)
+            deadline = time.monotonic() + limit_s
         else:
             self._mirror.clear()
             self._has_grammars, self._first_epoch = False, epoch
         with self._times.phase(PROCESSES):
             launcher = self.home.make_launcher(None if lost is None else lost.survivors)
             try:
-                group = Group(epoch, self._config, launcher, limits, self._check, lost)
+                group = Group(epoch, self._config, launcher, self._limits, self._check, lost)
+                group.deadline = deadline
             except BaseException:  # such as no descriptor; no group would end the processes
                 launcher.kill()
                 raise

@@ -258,7 +258,7 @@ def _late(kind: FrameKind, number: int, timeout_s: float) -> ChannelError:
         return ChannelTimeoutError(f"step {number} exceeded its deadline of {timeout_s:.1f} s")
     return ChannelTimeoutError(
         f"no answer within {timeout_s:.0f} s: it is frozen, or its machine very slow "
-        "(start_timeout_s bounds it)"
+        "(start_timeout_s bounds it, and recovery_timeout if it replaces a lost one)"
     )
 
 
