@@ -246,6 +246,15 @@ def test_sizes_that_ranks_can_share(
             check_division(fields, size, implementation)
 
 
+def test_sizes_that_fewer_ranks_can_share(tmp_path: Path) -> None:
+    """Six ranks divide twelve, but do not share four KV heads, as twelve do."""
+    TinyLlama(hidden_size=192, num_heads=12, num_kv_heads=4).write(tmp_path)
+    EngineArgs(str(tmp_path), tensor_parallel_size=12, min_ranks=12).read_model()
+    message = r"4 KV heads cannot be divided over 6 ranks of min_ranks = 4; sizes that can: 1, 2"
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(str(tmp_path), tensor_parallel_size=12, min_ranks=4).read_model()
+
+
 def test_kv_heads_divide_the_heads() -> None:
     fields = {"num_attention_heads": 2, "num_key_value_heads": 3}
     check_division(fields, 1, "transformers")  # heads that share a latent have no KV heads

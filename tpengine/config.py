@@ -453,6 +453,7 @@ class ParallelConfig:
         ray: None: the ranks, if they have processes of their own, are the driver's children.
         pipeline_parallel_size: number of stages, each of which has some of the layers.
         layer_partition: number of layers of each stage; None: by cost, see `models.stages`.
+        min_ranks: fewest ranks that a group has after a loss; None: all.
     """
 
     tensor_parallel_size: int
@@ -462,6 +463,7 @@ class ParallelConfig:
     ray: RayConfig | None = None
     pipeline_parallel_size: int = 1
     layer_partition: tuple[int, ...] | None = None
+    min_ranks: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -644,6 +646,11 @@ class EngineConfig:
             return None
         return replace(self, model=lookahead.draft_model, lora=None)
 
+    def with_ranks(self, count: int) -> EngineConfig:
+        """The same configuration for a group of that many ranks."""
+        size = count // self.parallel.pipeline_parallel_size
+        return replace(self, parallel=replace(self.parallel, tensor_parallel_size=size))
+
     def for_rank(self, rank: int) -> EngineConfig:
         """The same configuration with the memory budgets of one rank."""
         cache, parallel = self.cache, self.parallel
@@ -692,12 +699,24 @@ def own_code(hf_config: Mapping[str, Any]) -> str | None:
     return None if hasattr(transformers, architecture_of(hf_config)) else code
 
 
-def check_division(hf_config: Mapping[str, Any], size: int, implementation: str) -> None:
+def group_sizes(count: int, least: int | None) -> list[int]:
+    """Numbers of ranks that a group of `count` may have, all of them first.
+
+    Args:
+        least: the fewest; None: all.
+    """
+    return [size for size in range(count, (least or count) - 1, -1) if count % size == 0]
+
+
+def check_division(
+    hf_config: Mapping[str, Any], size: int, implementation: str, asked: str = ""
+) -> None:
     """Checks that `size` ranks can share the model: heads are divided; of fewer KV heads than
     ranks, each is on several ranks, but not in transformers' code. Other sizes are padded.
 
     Args:
         implementation: tpengine or transformers.
+        asked: the option that allows this size, for the message, if it is not its own.
 
     Raises:
         ConfigError: they cannot; the message names the sizes that can. Or KV heads do not divide
@@ -719,7 +738,8 @@ def check_division(hf_config: Mapping[str, Any], size: int, implementation: str)
     if not divides(size):
         sizes = ", ".join(str(number) for number in range(1, heads + 1) if divides(number))
         text = f"{heads} attention heads and {kv_heads} KV heads cannot be divided over"
-        raise ConfigError(f"{text} tensor_parallel_size = {size}; sizes that can: {sizes}")
+        asked = f"{size} ranks of {asked}" if asked else f"tensor_parallel_size = {size}"
+        raise ConfigError(f"{text} {asked}; sizes that can: {sizes}")
 
 
 def check_stages(

@@ -274,6 +274,9 @@ class EngineArgs(Options):
     until then, after 1, 2, 4 and at most 30 seconds."""
     pp_layer_partition: str | None = option(None, metavar="NUMBERS")
     """Layers of each stage, as in 10,12; default: by the size of layers and output head."""
+    min_ranks: int | None = option(None, at_least=1, only_for=_RANKS)
+    """Fewest ranks with which requests go on if lost ones find no room: a divisor of
+    --tensor-parallel-size; default: all, so that a group never gets smaller."""
     spare_workers: int = option(0, at_least=0, only_for=_RANKS)
     """Actors kept ready with torch imported, so that lost ranks are replaced sooner on Ray; without
     Ray a template process does this, whatever is set."""
@@ -416,6 +419,7 @@ class EngineArgs(Options):
                 f"{idle[0]} has no effect with executor = {executor!r}; leave it out, or set "
                 "executor='ray', or 'processes' for what is not for Ray alone (docs/ray.md)"
             )
+        self._check_min_ranks()
         source, idle = self.speculative_model, self.changed(only_for=_MATCHES)
         if source is None and (idle := [*self.changed(only_for=_DRAFTS), *idle]):
             raise ConfigError(
@@ -435,6 +439,19 @@ class EngineArgs(Options):
             both = f"cpu_kv_cache_space = {space} and num_device_blocks_override = {blocks}"
             text = f"{both} each set the size of the cache; leave one of them unset"
             raise ConfigError(text)
+
+    def _check_min_ranks(self) -> None:
+        """Raises ConfigError if a group cannot go on with so few ranks."""
+        least, size = f"min_ranks = {self.min_ranks}", self.tensor_parallel_size
+        if self.min_ranks is None:
+            return
+        if self.min_ranks not in (sizes := cfg.group_sizes(size, 1)):
+            text = f"{least} must divide tensor_parallel_size = {size}"
+            raise ConfigError(f"{text}; use one of {', '.join(map(str, sizes))}")
+        for name in ("pipeline_parallel_size", "quantization_param_path"):
+            if (value := getattr(self, name)) not in (1, None):
+                text = f"{least} has no meaning yet with {name} = {value!r}"
+                raise ConfigError(f"{text}; leave one of them out")
 
     def _check_device(self, device: str) -> None:
         if self.cpu_kv_cache_space is not None and device != "cpu":
@@ -479,6 +496,8 @@ class EngineArgs(Options):
         if pooling is not None:
             self._check_pooling(pooling, hf_config, implementation)
         cfg.check_division(hf_config, self.tensor_parallel_size, implementation)
+        for size in cfg.group_sizes(self.tensor_parallel_size, self.min_ranks)[1:]:
+            cfg.check_division(hf_config, size, implementation, f"min_ranks = {self.min_ranks}")
         stages = self.pipeline_parallel_size, self._layer_partition
         cfg.check_stages(hf_config, *stages, implementation)
         cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)

@@ -22,11 +22,11 @@ VAGUE_NAMES = {"one", "given", "found", "about", "told"}
 """They say what happened to a value, but not what it is."""
 
 # Budgets. A commit that raises one says what the lines buy.
-MAX_PACKAGE_LINES = 35_346
+MAX_PACKAGE_LINES = 35_520
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
 MAX_NATIVE_LINES = 8_335
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_CORE_LINES = 7_280
+MAX_CORE_LINES = 7_290
 """Lines of code of the files that docs/reading.md lists: `LLM.generate` on one device."""
 MAX_TEST_LINES = 45_760
 """Lines of code of tests/."""

@@ -39,10 +39,10 @@ class BareRanks:
         self.executor.load()
         self._open_cache(self.executor.profile_num_available_blocks())
 
-    def rebuild(self) -> None:
-        """Likewise, after a loss. No rank of the lost group is left."""
+    def rebuild(self, num_ranks: int | None = None) -> None:
+        """Likewise, after a loss, or for another number of ranks. No rank of the last is left."""
         processes = [place.process for place in self.executor.places]
-        self._open_cache(self.executor.rebuild())
+        self._open_cache(self.executor.rebuild(num_ranks))
         assert not NodeAgent().wait_for_end(processes, PATIENCE_S), "ranks are still there"
         self._freed = []
 

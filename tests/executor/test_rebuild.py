@@ -229,6 +229,29 @@ def test_node_that_pauses_is_used_again(folder: Path, monkeypatch: pytest.Monkey
         assert ranks.generate() == expected
 
 
+@pytest.mark.parametrize("executor", ["processes", "ray"])
+def test_another_number_of_ranks(folder: Path, executor: str) -> None:
+    """It needs no loss. On Ray the places of the others are given back, and room is looked for
+    without keeping it."""
+
+    def num_held() -> float:
+        return float(ray.cluster_resources()["CPU"]) - free_cpus()
+
+    with bare_ranks(folder, 2, executor=executor, min_ranks=1) as ranks:
+        expected = ranks.generate()
+        before = num_held()
+        for size in (1, 2, 1):
+            ranks.rebuild(size)
+            assert ranks.generate() == expected
+            assert len(ranks.executor.places) == size
+            if executor == "ray":
+                wait_until(lambda num=size: num_held() == before - 2 + num, what="other places")
+        assert ranks.executor.has_room(1)
+        assert not ranks.executor.has_room(1000)
+        if executor == "ray":
+            wait_until(lambda: num_held() == before - 1, what="places are left")
+
+
 def test_final_error_ends_the_rebuild(
     ranks: BareRanks, folder: Path, tmp_path: Path, expected: list[int]
 ) -> None:

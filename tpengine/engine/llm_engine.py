@@ -221,6 +221,8 @@ class LLMEngine:
         return EngineStats(
             state=health.state.value,
             epoch=health.epoch,
+            num_ranks=health.num_ranks,
+            num_ranks_wanted=health.num_ranks_wanted,
             recoveries=health.num_recoveries,
             queues=figures.QueueStats(
                 num_running=scheduler.num_running,

@@ -31,6 +31,8 @@ _GAUGES = (
     ("kv_cache_usage_perc", "cache.usage", "Share of the KV cache that is held; 1 is all."),
     ("cpu_cache_usage_perc", "cache.host_usage", "Share of the swap space that is held; 1 is all."),
     ("engine_epoch", "epoch", "Number of the group of ranks, from 1."),
+    ("num_ranks", "num_ranks", "Ranks of the present group, or of the next one."),
+    ("num_ranks_wanted", "num_ranks_wanted", "Ranks that were asked for."),
 )
 _COUNTERS = (
     ("num_preemptions", "num_preemptions", "Times that a request gave its blocks up."),

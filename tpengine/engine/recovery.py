@@ -22,6 +22,9 @@ Where each decision stands: when a silent rank is looked at, and the deadline of
 `executor/watch.py`; whether it is lost or only slow, and why: `executor/diagnosis.py`; which
 request is at fault: `poison_requests.py`; where the new ranks run: `executor/home.py`.
 
+If there is no room for all ranks, the new group may have fewer (`GroupSize`, `min_ranks`). Once
+there is room again, a group with all of them takes its place, by the same stages.
+
 If groups are lost too often in steps, or a lost one is not replaced in time, the engine is dead.
 """
 
@@ -34,12 +37,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from tpengine import errors, host
 from tpengine.config import EngineConfig
+from tpengine.engine.group_size import GroupSize
 from tpengine.engine.poison_requests import PoisonSearch
-from tpengine.engine.startup import count_blocks, make_block_manager
+from tpengine.engine.startup import (
+    check_cache_holds_one_sequence,
+    count_blocks,
+    make_block_manager,
+)
 from tpengine.engine.stats import EngineHealth, EngineState, RecoveryProgress, RecoveryRecord
 from tpengine.errors import counted
 from tpengine.executor.executor import Executor, pause_s
@@ -84,6 +93,7 @@ class Recovery:
         self._num_recoveries = 0
         self._failure: BaseException | None = None
         self._poison = PoisonSearch()
+        self._size = GroupSize(config, lambda more: _in_thread(partial(executor.has_room, more)))
         self._loss: errors.RankLoss | None = None
         self._loss_times: deque[float] = deque()  # of losses that count against the limit
         self._resumption: Future[str | None] | None = None  # None: none goes on
@@ -130,6 +140,8 @@ class Recovery:
             loss = self._executor.loss
             if loss is not None:
                 self.begin(loss)
+            elif not self._poison.suspects and self._size.grow(time.monotonic()):
+                self._begin_growth()
         if self.state is not EngineState.RUNNING:
             return False
         if self._poison.note_progress():
@@ -147,6 +159,16 @@ class Recovery:
         Raises:
             EngineDeadError: too many groups were lost lately.
         """
+        self._pause()
+        self._loss, self._num_attempts = loss, 1
+        if self._poison.suspects:
+            self._begin_anew(loss)
+            return
+        self._resumption = _in_thread(self._executor.resume)
+        self._poll_resumption(self._resumption)
+
+    def _pause(self) -> None:
+        """From now on there is no group for steps."""
         self._lost_at = self._last_line_at = time.monotonic()
         requests = self._scheduler.unfinished_requests()
         if not requests:
@@ -155,12 +177,22 @@ class Recovery:
             metrics = request.metrics
             if metrics.first_token_time is not None:
                 self._gaps.setdefault(request.request_id, (request, metrics.last_token_time))
-        self.state, self._loss, self._num_attempts = EngineState.RECOVERING, loss, 1
-        if self._poison.suspects:
-            self._begin_anew(loss)
-            return
-        self._resumption = _in_thread(self._executor.resume)
-        self._poll_resumption(self._resumption)
+        self.state = EngineState.RECOVERING
+
+    def _begin_growth(self) -> None:
+        """Ends a group in good health for one with all ranks."""
+        self._pause()
+        self._num_attempts = 0
+        self._restart_requests()
+        waiting = counted(len(self._scheduler.unfinished_requests()), "request")
+        text = "there is room for all %d ranks again: %s will wait for the group that has them"
+        logger.warning(text, self._size.num_wanted, waiting)
+        self._start_rebuild()
+
+    def _restart_requests(self) -> None:
+        blocks = self._scheduler.block_manager
+        num_blocks = blocks.num_total_blocks, blocks.host.num_blocks
+        self._scheduler.restart(make_block_manager(self._config, *num_blocks))
 
     def _begin_anew(self, loss: errors.RankLoss) -> None:
         """Makes every unfinished request wait with the tokens that it has, fails the one that is
@@ -168,9 +200,8 @@ class Recovery:
         self._num_attempts = 0
         requests, unanswered = self._scheduler.unfinished_requests(), self._scheduler.unanswered
         culprit, is_isolation_step = self._poison.note_loss(loss, unanswered, requests)
-        blocks = self._scheduler.block_manager
-        num_blocks = blocks.num_total_blocks, blocks.host.num_blocks
-        self._scheduler.restart(make_block_manager(self._config, *num_blocks))
+        self._restart_requests()
+        self._size.note_loss(time.monotonic())
         if culprit is not None:
             reason = (
                 f"request {culprit.request_id!r} was ended because it loses the engine's ranks: "
@@ -242,6 +273,8 @@ class Recovery:
             stalled_s=0.0 if is_idle else now - self._progress_at,
             failure=self._failure,
             recovery=self._progress(now),
+            num_ranks=self._size.num_ranks,
+            num_ranks_wanted=self._size.num_wanted,
         )
 
     def _progress(self, now: float) -> RecoveryProgress | None:
@@ -259,8 +292,8 @@ class Recovery:
     def close(self) -> None:
         """Waits until no rank or group is being replaced, ten seconds at most; the executor was
         shut down before."""
-        both: tuple[Future[Any] | None, ...] = (self._resumption, self._rebuild)
-        if wait([work for work in both if work is not None], _CLOSE_S).not_done:
+        threads: list[Future[Any] | None] = [self._resumption, self._rebuild, self._size.look]
+        if wait([work for work in threads if work is not None], _CLOSE_S).not_done:
             logger.warning("a rebuild did not end within %.0f s of the shutdown", _CLOSE_S)
 
     def _count_loss(self, loss: errors.RankLoss, counts: bool, outcome: str) -> None:
@@ -292,11 +325,15 @@ class Recovery:
     def _start_rebuild(self) -> None:
         """Starts a thread that makes a new group."""
         self._num_attempts += 1
-        executor = self._executor
+        executor, size = self._executor, self._size
+        num_ranks, is_smaller = size.num_ranks, size.is_smaller
 
         def rebuild() -> Ledgers:
-            ledgers = executor.rebuild()
-            executor.init_cache_engine(*count_blocks(ledgers))
+            ledgers = executor.rebuild(num_ranks)
+            num_blocks, num_host_blocks = count_blocks(ledgers)
+            if is_smaller:
+                check_cache_holds_one_sequence(self._config, num_blocks, ledgers)
+            executor.init_cache_engine(num_blocks, num_host_blocks)
             return ledgers
 
         self._rebuild = _in_thread(rebuild)
@@ -340,18 +377,23 @@ class Recovery:
         """
         assert self._loss is not None
         now, limit_s = time.monotonic(), self._config.recovery.timeout_s
-        if not (isinstance(error, errors.GroupLostError) or errors.is_temporary(error)):
+        wait_s, size, before = pause_s(self._num_attempts), self._size, self._size.num_ranks
+        is_hopeless = not (isinstance(error, errors.GroupLostError) or errors.is_temporary(error))
+        if is_hopeless and not (size.is_smaller or size.is_growing):
             why = f"{type(error).__name__}: {error}. What was lost: {self._loss.report()}"
             self._fail_engine(f"its ranks were lost and could not be replaced: {why}", error)
-        wait_s = pause_s(self._num_attempts)
+        size.change(now + wait_s, is_hopeless)
+        if size.num_ranks < before:
+            wait_s = 0.0
         if now + wait_s - self._lost_at > limit_s:
             self._give_up(error)
         self._attempt_at = now + wait_s
         logger.error(
-            "attempt %d at a new group of ranks failed. The driver's machine: %s. The next attempt "
-            "follows in %g s, the last one within %g s of the loss (recovery_timeout). %s",
+            "attempt %d at a new group of ranks failed. The driver's machine: %s. The next attempt"
+            "%s follows in %g s, the last one within %g s of the loss (recovery_timeout). %s",
             self._num_attempts,
             host.describe_resources(error),
+            size.describe_lack(),
             wait_s,
             limit_s,
             self._new_reason(error),
@@ -386,6 +428,7 @@ class Recovery:
         assert self._loss is not None
         num_blocks = self._scheduler.block_manager.num_total_blocks
         self.state = EngineState.RUNNING
+        self._size.note_ready(time.monotonic())
         self._num_recoveries += 1
         record = RecoveryRecord(
             epoch=self._executor.epoch,
@@ -400,9 +443,10 @@ class Recovery:
         self.records.append(record)
         phases = ", ".join(f"{name} {spent:.2f}" for name, spent in record.phases_s.items())
         logger.warning(
-            "the %s: epoch %d after %.2f s%s and %s; KV cache of %d blocks, "
+            "the %s%s: epoch %d after %.2f s%s and %s; KV cache of %d blocks, "
             "%d before; %s can go on",
             "lost rank is replaced" if is_resumed else "group is rebuilt",
+            self._size.describe_lack(),
             record.epoch,
             record.ready_s,
             f" ({phases})" if phases else "",

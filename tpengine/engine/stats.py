@@ -315,12 +315,16 @@ class EngineHealth:
         stalled_s: seconds for which there was work, or no group, and no step was completed.
         failure: the error that ended the engine; None: no error did.
         recovery: the one that goes on; None: none does.
+        num_ranks: of the group, or of the one that is being started.
+        num_ranks_wanted: as the user has asked for; fewer run while there is no room (`min_ranks`).
     """
 
     state: EngineState
     epoch: int
     num_recoveries: int
     stalled_s: float
+    num_ranks: int
+    num_ranks_wanted: int
     failure: BaseException | None = None
     recovery: RecoveryProgress | None = None
 
@@ -331,7 +335,7 @@ class RecoveryRecord:
 
     Attributes:
         epoch: of the new group.
-        loss: what it recovered from.
+        loss: what it recovered from; of a group that grows again, what has made it smaller.
         num_requests: unfinished requests, which the new group continues.
         num_attempts: at a new group; the last one succeeded.
         ready_s: from the loss's detection until a step could be scheduled.
@@ -403,6 +407,7 @@ class EngineStats:
     Attributes:
         state: running, recovering, draining or dead.
         epoch: number of the group of ranks, from 1.
+        num_ranks, num_ranks_wanted: see `EngineHealth`.
         prompt_tokens: of the requests that have started.
         output_tokens, num_preemptions, num_steps: since the start.
         finished: requests by how they ended: stop, length, abort, error; since the start.
@@ -420,6 +425,8 @@ class EngineStats:
 
     state: str
     epoch: int
+    num_ranks: int
+    num_ranks_wanted: int
     recoveries: int
     queues: QueueStats
     cache: CacheStats

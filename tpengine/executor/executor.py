@@ -149,13 +149,22 @@ class Executor(ABC):
         """
         return "the only worker runs in the driver's process"
 
-    def rebuild(self) -> list[MemoryLedger]:
+    def has_room(self, num_more: int) -> bool:
+        """Whether so many ranks could be started now, beside the present ones, as far as can be
+        known without starting them. May be called in any thread."""
+        return False
+
+    def rebuild(self, num_ranks: int | None = None) -> list[MemoryLedger]:
         """Ends the group, or its rest, and starts the next one, up to its loaded weights. Then
         `init_cache_engine` makes it ready for steps. May be called in any thread.
 
+        Args:
+            num_ranks: of the next group; None: as many as the last one has. If fewer would do, too,
+                ranks that hang are killed in time for another attempt.
+
         Returns:
             Each rank's memory, measured again after the old processes ended; the peak of the
-            activations is the first group's.
+            activations is that of the first group with as many ranks.
 
         Raises:
             GroupLostError: a rank of the new group was lost; `rebuild` may be called again.

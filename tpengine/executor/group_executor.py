@@ -39,9 +39,11 @@ logger = init_logger(__name__)
 
 _REFILL_S = 3.0
 """Until spares are started after a rebuild: their imports would delay the waiting requests."""
-_REPLACE_S, _REPLACE_SHARE = 60.0, 0.5
-"""How long lost ranks may be replaced alone, also as a share of `recovery_timeout`: `rebuild` gets
-the rest. Without a template a new rank imports first, and the others may be in a step."""
+_REPLACE_S = 60.0
+"""How long lost ranks may be replaced alone. Without a template a new rank imports first, and the
+others may be in a step."""
+_SHARE = 0.5
+"""Of `recovery_timeout`, for an attempt after which there is another way."""
 _TURN_S = 30.0
 """How long `shutdown` waits for a cancelled start to stop."""
 _RESERVE, _RESERVE_PER_RANK = 32, 10
@@ -77,8 +79,8 @@ class GroupExecutor(Executor):
         self._group: Group | None = None
         self._times = StartTimes(limits.start_timeout_s)
         self.start_times_s = self._times.seconds
-        self._peaks: list[int] = []
-        self._digests: list[str] | None = None
+        self._peaks: dict[int, list[int]] = {}  # by number of ranks, as the digests
+        self._digests: dict[int, list[str]] = {}
         self.nodes = []
         self._turn = threading.Lock()
         self._is_cancelled = threading.Event()
@@ -214,7 +216,8 @@ class GroupExecutor(Executor):
         """Starts another group that has the survivors of this one and the memory of its lost ranks,
         and sends again what was not answered."""
         unanswered = list(self._unanswered)
-        self._start_group(lost.epoch + 1, lost)
+        limit_s = min(_REPLACE_S, _SHARE * self._config.recovery.timeout_s)
+        self._start_group(lost.epoch + 1, lost, time.monotonic() + limit_s)
         with self._times.phase("cache"):
             self._run_workers("init_cache_engine", *self._num_blocks, goes_on=True)
         with self._times.phase("batch"):
@@ -227,14 +230,23 @@ class GroupExecutor(Executor):
         for step in unanswered:
             self._send(step)
 
-    def rebuild(self) -> list[MemoryLedger]:
+    def has_room(self, num_more: int) -> bool:
+        """See `Executor`."""
+        with self._in_turn():
+            return self.home.has_room(num_more, self._check)
+
+    def rebuild(self, num_ranks: int | None = None) -> list[MemoryLedger]:
         """See `Executor`.
 
         Raises:
             PlacementError: there is no room for the ranks without the nodes that were lost.
         """
+        size = num_ranks or self._config.parallel.world_size
+        fewest, deadline = self._config.parallel.min_ranks or size, math.inf
+        if size > fewest:
+            deadline = time.monotonic() + _SHARE * self._config.recovery.timeout_s
         try:
-            return self._rebuild()
+            return self._rebuild(size, deadline)
         except EngineError as error:
             with self._in_turn():  # else a shutdown might not end what is made here
                 home = self.home.successor(error)
@@ -242,9 +254,9 @@ class GroupExecutor(Executor):
                     raise
                 self._former_homes.append(self.home)
                 self.home = home
-        return self._rebuild()
+        return self._rebuild(size, deadline)
 
-    def _rebuild(self) -> list[MemoryLedger]:
+    def _rebuild(self, size: int, deadline: float) -> list[MemoryLedger]:
         with self._in_turn():
             lost = self._group
             if lost is None:
@@ -252,12 +264,16 @@ class GroupExecutor(Executor):
             self._times.seconds.clear()
             self._reserve.give_back()
             try:
-                self.home.replace(lost.places, lost.end, self._times, self._check)
-                self._start_group(lost.epoch + 1)
+                self.home.replace(size, lost.places, lost.end, self._times, self._check)
+                self._config = self._config.with_ranks(size)
+                self._start_group(lost.epoch + 1, deadline=deadline)
+                group = self._require_group()
                 with self._times.phase("profile"):
-                    peaks = {rank: (peak,) for rank, peak in enumerate(self._peaks)}
-                    profile = self._require_group().call_each
-                    return self._noted(profile("profile_num_available_blocks", peaks))
+                    known = self._peaks.get(size, [None] * size)
+                    peaks = {rank: (peak,) for rank, peak in enumerate(known)}
+                    ledgers = group.call_each("profile_num_available_blocks", peaks)
+                group.deadline = math.inf
+                return self._noted(ledgers)
             except BaseException as error:
                 if not isinstance(error, GroupLostError) and self._group is not lost:
                     self._end_group(orderly=False)
@@ -267,6 +283,7 @@ class GroupExecutor(Executor):
 
     def _noted(self, ledgers: list[MemoryLedger]) -> list[MemoryLedger]:
         self._outlive = all(ledger.outlives for ledger in ledgers)
+        self._peaks[len(ledgers)] = [ledger.activation_peak_bytes for ledger in ledgers]
         return ledgers
 
     def _hold_reserve(self) -> None:
@@ -277,7 +294,6 @@ class GroupExecutor(Executor):
         """See `Executor`."""
         with self._times.phase("profile"):
             ledgers = self._noted(super().profile_num_available_blocks())
-        self._peaks = [ledger.activation_peak_bytes for ledger in ledgers]
         worst = self._config.scheduler.max_num_batched_tokens
         self._deadline.observe(worst, self.start_times_s["profile"])
         return ledgers
@@ -329,19 +345,18 @@ class GroupExecutor(Executor):
             raise EngineError("the engine was shut down; make a new one")
         return self._group
 
-    def _start_group(self, epoch: int, lost: Group | None = None) -> None:
+    def _start_group(
+        self, epoch: int, lost: Group | None = None, deadline: float = math.inf
+    ) -> None:
         """Starts the ranks up to their loaded weights.
 
         Args:
             lost: see `Group`; it is released once the new processes are there, and till then has
                 its survivors hear of the driver.
+            deadline: see `Group`.
         """
         self._unanswered.clear()
-        deadline = math.inf
-        if lost is not None:
-            limit_s = min(_REPLACE_S, _REPLACE_SHARE * self._config.recovery.timeout_s)
-            deadline = time.monotonic() + limit_s
-        else:
+        if lost is None:
             self._mirror.clear()
             self._has_grammars, self._first_epoch = False, epoch
         with self._times.phase(PROCESSES):
@@ -372,7 +387,8 @@ class GroupExecutor(Executor):
             f"{line} ({place})" for line, place in zip(lines, group.places, strict=True)
         ]
         with self._times.phase("weights"):
-            self._digests = group.load_model(self._digests)
+            size = len(group.places)
+            self._digests[size] = group.load_model(self._digests.get(size))
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:

@@ -114,10 +114,21 @@ class Home:
             PlacementError: there is no room.
         """
 
-    def replace(self, lost: Places, end: EndGroup, times: StartTimes, check: Check) -> None:
+    def has_room(self, num_more: int, check: Check) -> bool:
+        """Whether there are places for so many more ranks now; waits a few seconds at most.
+
+        Args:
+            check: see `place`.
+        """
+        raise NotImplementedError
+
+    def replace(
+        self, size: int, lost: Places, end: EndGroup, times: StartTimes, check: Check
+    ) -> None:
         """Makes sure of places for the next group.
 
         Args:
+            size: number of its ranks.
             lost: where the ranks of the last group were; empty: they have not told.
             end: ends what is left of that group, except on these nodes, which do not answer.
             check: see `place`.

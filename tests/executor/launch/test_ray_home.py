@@ -41,15 +41,15 @@ def test_a_ray_that_starts_no_rank(
     args = EngineArgs(str(folder), tensor_parallel_size=2, executor="ray", device="cpu")
     connection: Any = SimpleNamespace(is_alive=True, close=lambda: None)
     home = RayHome(args.create_engine_config("cpu"), connection)
-    placement = SimpleNamespace(node_ids=[], is_borrowed=False)
+    placement = SimpleNamespace(node_ids=["", ""], is_borrowed=False)
     placer = SimpleNamespace(replace=lambda old, silent: placement)
-    monkeypatch.setattr(home, "_placer", lambda check: placer)
+    monkeypatch.setattr(home, "_placer", lambda size, check: placer)
     monkeypatch.setattr(home._agents, "silent", lambda node_ids, check: set())
     node_id = ray.get_runtime_context().get_node_id() if is_here else "f" * 56
     lost = places = [RankPlace(node_id, "10.0.0.1", "host", (), rank, 1) for rank in range(2)]
     successors = []
     for phase in phases:
-        home.replace(lost, lambda silent: None, StartTimes(60.0), lambda: None)
+        home.replace(2, lost, lambda silent: None, StartTimes(60.0), lambda: None)
         lost = [] if phase == BEGUN else places
         if phase:
             loss = RankLoss(0, "somewhere", 2, None, phase, "Ray says: it died")

@@ -222,9 +222,14 @@ def _table_of(group: PlacementGroup) -> dict[str, Any]:
     return table
 
 
-def _indices_in(group: PlacementGroup, bundle: Resources, size: int) -> list[int]:
-    bundles: Mapping[int, Resources] = _table_of(group)["bundles"]
+def _indices_in(
+    group: PlacementGroup, bundle: Resources, size: int, excluded: set[str]
+) -> list[int]:
+    table = _table_of(group)
+    bundles: Mapping[int, Resources] = table["bundles"]
     indices = usable_bundles({int(i): b for i, b in bundles.items()}, bundle)
+    nodes = table["bundles_to_node_id"]
+    indices = [index for index in indices if str(nodes[index]) not in excluded]
     if len(indices) < size:
         listed = ", ".join(describe(b) for b in bundles.values())
         raise PlacementError(
@@ -296,7 +301,7 @@ class Placer:
         """Makes a placement with no bundle on the nodes of these ids."""
         current = get_current_placement_group()
         if current is not None:
-            return Placement.of(current, self._free_bundles(current), None)
+            return Placement.of(current, self._free_bundles(current, excluded), None)
         strategy = self.config.placement_strategy
         nodes = [node for node in cluster_nodes() if node.node_id not in excluded]
         reason = explain_infeasible(nodes, self.bundle, self.size, strategy)
@@ -324,10 +329,10 @@ class Placer:
             own.remove()
             raise
 
-    def _free_bundles(self, group: PlacementGroup) -> list[int]:
-        """Waits for enough bundles of the driver's own group that nothing uses; returns their
-        indices, the lowest first."""
-        indices = _indices_in(group, self.bundle, self.size)
+    def _free_bundles(self, group: PlacementGroup, excluded: set[str]) -> list[int]:
+        """Waits for enough bundles of the driver's own group that nothing uses, on other nodes than
+        these; returns their indices, the lowest first."""
+        indices = _indices_in(group, self.bundle, self.size, excluded)
         start, has_warned = time.monotonic(), False
         while True:
             self.check()

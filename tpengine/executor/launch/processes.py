@@ -179,9 +179,22 @@ class ProcessHome(Home):
                 check()
                 time.sleep(_LOOK_S)
 
-    def replace(self, lost: Places, end: EndGroup, times: StartTimes, check: Check) -> None:
+    def has_room(self, num_more: int, check: Check) -> bool:
+        """Starts as many processes, and ends them."""
+        if self._size + num_more > len(self._devices):
+            return False
+        with contextlib.ExitStack() as undo, contextlib.suppress(PlacementError):
+            for _ in range(num_more):
+                undo.callback(RankProcess("look for room", self._start_rank).end)
+            return True
+        return False
+
+    def replace(
+        self, size: int, lost: Places, end: EndGroup, times: StartTimes, check: Check
+    ) -> None:
         """See `Home`. A home that takes over from another one waits for its template, too."""
-        super().replace(lost, end, times, check)
+        super().replace(size, lost, end, times, check)
+        self._size = size
         if not self._agents.children:
             self.place(times, check)
 
@@ -223,9 +236,10 @@ class ProcessHome(Home):
                     self._latest[rank] = RankProcess(f"rank {rank}", self._start_rank)
                 undo.callback(self._latest[rank].end)
             undo.pop_all()
-        processes = list(self._latest.values())
+        processes = [self._latest[rank] for rank in range(self._size)]
         self._agents.children = {process.pid: process for process in processes}
-        return ProcessLauncher(self._agents, processes, self._devices, self._keeps_memory)
+        devices = self._devices[: self._size]
+        return ProcessLauncher(self._agents, processes, devices, self._keeps_memory)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises

@@ -8,12 +8,13 @@ machines the rebuild is repeated until Ray starts ranks again.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 
 import ray
 
 from tpengine.config import EngineConfig
-from tpengine.errors import ConfigError, EngineError, GroupLostError
+from tpengine.errors import ConfigError, EngineError, GroupLostError, PlacementError
 from tpengine.executor.channel import Check
 from tpengine.executor.diagnosis import START
 from tpengine.executor.home import EndGroup, Home, Places, StartTimes
@@ -28,6 +29,8 @@ from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
 
+_LOOK_S = 3.0
+"""How long Ray gets to find room for more ranks, while others serve."""
 _MOST_FAILED = 2
 """So many starts in a row in which a rank did not appear: Ray counts as dead. One may be chance."""
 
@@ -61,21 +64,33 @@ class RayHome(Home):
         if not ray.is_initialized():
             raise EngineError(RAY_IS_GONE)
 
-    def _placer(self, check: Check) -> Placer:
-        size = self._config.parallel.world_size
+    def _placer(self, size: int, check: Check) -> Placer:
         find_silent = partial(self._agents.silent, check=check)
         return Placer(self._bundle, size, self._ray_config, find_silent, check)
+
+    def has_room(self, num_more: int, check: Check) -> bool:
+        """Has Ray place them for a moment."""
+        placer = self._placer(num_more, check)
+        placer.config = replace(self._ray_config, placement_timeout_s=_LOOK_S)
+        try:
+            placer.place(set()).remove()
+        except PlacementError:
+            return False
+        return True
 
     def place(self, times: StartTimes, check: Check) -> None:
         check_at_start()
         with times.phase("placement"):
-            placement = self._placement = self._placer(check).place(set())
+            placer = self._placer(self._config.parallel.world_size, check)
+            placement = self._placement = placer.place(set())
         if self.spares.count and placement.is_borrowed:
             # Ray does not know that a spare uses a bundle: it could give it to another actor.
             logger.warning("no spare workers: the placement group is the driver's own")
             self.spares.count = 0
 
-    def replace(self, lost: Places, end: EndGroup, times: StartTimes, check: Check) -> None:
+    def replace(
+        self, size: int, lost: Places, end: EndGroup, times: StartTimes, check: Check
+    ) -> None:
         """Makes sure of bundles on nodes that answer; see `Home`."""
         if lost:
             self._places_before, self._num_failed = lost, 0
@@ -93,7 +108,10 @@ class RayHome(Home):
         with times.phase("placement"):
             old, silent_before = self._placement, set(silent)
             self._placement = old if old is not None and old.is_borrowed else None
-            self._placement = self._placer(check).replace(old, silent)
+            if old is not None and len(old.node_ids) != size:
+                old.remove()
+                old = None
+            self._placement = self._placer(size, check).replace(old, silent)
             if silent_before - silent:  # ranks on nodes that answer again have to end first
                 end(silent)
 

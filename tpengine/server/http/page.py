@@ -38,7 +38,10 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # the browser asks each time: an upgrade shows at once
 }
-_FIGURES = ("epoch", "prompt_tokens", "output_tokens", "output_tokens_per_s", "num_preemptions")
+_FIGURES = (
+    *("epoch", "num_ranks", "num_ranks_wanted", "prompt_tokens", "output_tokens"),
+    *("output_tokens_per_s", "num_preemptions"),
+)
 _OF_LOSS = ("rank", "place", "epoch", "step", "phase", "cause")
 _NUM_RECOVERIES = 8
 

@@ -1,0 +1,167 @@
+"""A group goes on with fewer ranks while there is no room for all, and gets them back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from executor.ray_engines import executor_of, rank_engine
+from support.models import ModelShop
+from support.namespaces import children_of
+from support.waiting import PATIENCE_S, wait_until
+from support.zoo import PLAIN
+
+from tpengine import LLMEngine, SamplingParams
+from tpengine.engine import group_size
+from tpengine.errors import PlacementError
+from tpengine.executor.launch import processes
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+
+
+class Room:
+    """On the machine: for this many ranks.
+
+    Attributes:
+        seems: that a look for room finds more.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, count: int) -> None:
+        self.count, self.seems = count, False
+        start = processes.RankProcess
+
+        def start_rank(name: str, *args: Any) -> Any:
+            number = name.removeprefix("rank ")
+            if not (int(number) < self.count if number.isdecimal() else self.seems):
+                raise PlacementError(f"there is no room for {name}")
+            return start(name, *args)
+
+        patch.setattr(processes, "RankProcess", start_rank)
+        patch.setattr(group_size, "_PATIENCE", 0.0)
+        patch.setattr(group_size, "_FIRST_LOOK_S", 0.0)
+
+
+class Served:
+    """Requests of an engine, whose looks for room are awaited after each step."""
+
+    def __init__(self, engine: LLMEngine, prompts: list[list[int]]) -> None:
+        self.engine = engine
+        self.outputs: dict[int, tuple[int, ...]] = {}
+        self._num_wanted = engine.health().num_ranks_wanted
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), None, PARAMS, prompt_token_ids=prompt)
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.outputs[int(output.request_id)] = tuple(output.outputs[0].token_ids)
+        if (look := self.engine._recovery._size.look) is not None:
+            assert wait([look], PATIENCE_S).done
+
+    def step_with(self, num_ranks: int) -> None:
+        """Until a group of this size has done a few steps."""
+        health, engine = self.engine.health(), self.engine
+        while (health.num_ranks, health.state.value) != (num_ranks, "running"):
+            self.step()
+            health = engine.health()
+        for _ in range(4):
+            self.step()
+        stats = engine.stats()
+        assert (stats.num_ranks, stats.num_ranks_wanted) == (num_ranks, self._num_wanted)
+        assert len(stats.devices) == len(executor_of(engine).places) == num_ranks
+        assert engine.has_unfinished_requests(), "the requests have ended before"
+
+
+@contextmanager
+def engine_of(models: ModelShop, size: int, **args: Any) -> Iterator[Served]:
+    """An engine with running requests, whose outputs are those of transformers in the end."""
+    folder = models.folder(PLAIN)
+    prompts = models.oracle(folder).prompts((40, 7, 19), seed=3)
+    with rank_engine(folder, size, min_ranks=1, **args) as engine:
+        num_others = len(children_of(os.getpid())) - size
+        served = Served(engine, prompts)
+        served.step_with(size)
+        yield served
+        while engine.has_unfinished_requests():
+            served.step()
+        assert engine.num_free_blocks == engine.num_total_blocks
+        num_children = engine.health().num_ranks + num_others
+        wait_until(lambda: len(children_of(os.getpid())) == num_children, what="some are left")
+    answers = models.oracle(folder).answers(prompts)
+    assert [served.outputs[number] for number in range(3)] == [x.token_ids for x in answers]
+
+
+def lose(engine: LLMEngine) -> None:
+    os.kill(executor_of(engine).places[-1].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("sizes", [[2, 1], [4, 2, 1], [4, 1]], ids=str)
+def test_no_room_for_lost_ranks(
+    models: ModelShop,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sizes: list[int],
+) -> None:
+    """Requests go on with fewer ranks, and later with all again."""
+    room = Room(monkeypatch, sizes[0])
+    with engine_of(models, sizes[0]) as served:
+        for size in sizes[1:]:
+            room.count = size
+            lose(served.engine)
+            served.step_with(size)
+        room.count, room.seems = sizes[0], True
+        served.step_with(sizes[0])
+        records = served.engine.recoveries
+        assert [record.is_resumed for record in records] == [False] * len(sizes)
+    lack = f"{sizes[0] // 2} of {sizes[0]} ranks"
+    assert f"The next attempt with {lack} follows in 0 s" in caplog.text
+    assert f"the group is rebuilt with {sizes[-1]} of {sizes[0]} ranks: epoch" in caplog.text
+    assert f"there is room for all {sizes[0]} ranks again: 3 requests will wait" in caplog.text
+
+
+def test_room_that_only_seems_to_be_there(
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group that was to grow is made anew in its size, once and again; a loss of its only rank
+    is replaced alone."""
+    room = Room(monkeypatch, 2)
+    with engine_of(models, 2) as served:
+        engine = served.engine
+        room.count = 1
+        lose(engine)
+        served.step_with(1)
+        room.seems = True
+        epoch = engine.health().epoch
+        while engine.health().epoch < epoch + 2:
+            served.step()
+        room.seems = False
+        served.step_with(1)
+        lose(engine)
+        while not engine.recoveries[-1].is_resumed:
+            served.step()
+        served.step_with(1)
+        assert len(engine._recovery._loss_times) == 2, "growing counts as a loss"
+
+
+def test_fewer_ranks_without_memory(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of one rank, whose blocks have twice the bytes, does not hold a sequence: both
+    numbers are tried again until there is room for two ranks."""
+    args = {"max_model_len": 128, "swap_space": 0, "num_device_blocks_override": None}
+    with rank_engine(models.folder(PLAIN), 2) as engine:
+        block_bytes = engine.stats().ledgers[0].block_bytes
+    room = Room(monkeypatch, 2)
+    with engine_of(models, 2, cpu_kv_cache_space=9.5 * block_bytes / 2**30, **args) as served:
+        engine = served.engine
+        assert engine.num_total_blocks == 9
+        room.count = 1
+        lose(engine)
+        num_ranks: list[int] = []
+        while num_ranks[-2:] != [1, 2]:
+            served.step()
+            num_ranks.append(engine.health().num_ranks)
+        room.count = 2
+        served.step_with(2)
