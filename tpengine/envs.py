@@ -18,7 +18,7 @@ def log_level() -> str:
 
 
 def cpu_isa() -> str | None:
-    """`TPENGINE_CPU_ISA`: generic, avx2, avx512 or avx512bf16; default: the best of this CPU."""
+    """`TPENGINE_CPU_ISA`: generic, avx2, avx512, avx512bf16 or amx; default: the best that runs."""
     return os.environ.get("TPENGINE_CPU_ISA") or None
 
 

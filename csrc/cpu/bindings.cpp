@@ -3,6 +3,7 @@
 #include <iterator>
 
 #include "launch.h"
+#include "may_use_tiles.h"
 
 // isas.inc, which CMake writes: a line for each instruction set, best first, with the condition
 // that a processor must meet; _1 if its kernels are built, else _0.
@@ -35,7 +36,7 @@ const Isa kIsas[] = {
 const Isa* first_of(const Isa* isa, int64_t block_size) {
   while (!isa->runs_here || isa->kernels == nullptr ||
          (block_size > 0 && block_size % isa->kernels->vector_lanes != 0))
-    ++isa;  // the generic one, which is the last, is always built and runs everywhere
+    ++isa;  // the generic one is always built, runs everywhere, and has the shortest vectors
   return isa;
 }
 

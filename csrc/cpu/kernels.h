@@ -124,7 +124,8 @@ struct SamplingArgs {
 
 // Rows up to which a kernel of 16 lanes reads each panel once, for all of them.
 constexpr int64_t kFewRowsOf16Lanes = 10;
-constexpr int64_t kLinearPanel = 32;  // outputs side by side in a packed weight
+constexpr int64_t kLinearPanel = 32;    // outputs side by side in a packed weight
+constexpr int64_t kTileBlockRows = 32;  // most rows of a block that tiles multiply with a panel
 
 struct PanelRange {
   int64_t begin, end;
@@ -143,8 +144,9 @@ struct LinearArgs {
 // w = s (q - 8) (in 8 bits 128), w = s (q - zero) with the group's own zero, or w = s q + minimum.
 enum class Offsets { kNone, kZeroPoints, kMinima };
 
-// Rows of inputs, rounded: in blocks of R rows, [in_features / 4][R][4] bytes and [groups][R]
-// numbers that a group's sums start from (with offsets, the sums of the inputs as floats).
+// Rows of inputs, rounded: in blocks of R rows, [in_features / 4][R][4] bytes, or for tiles
+// [in_features / 64][R][64], and [groups][R] numbers that a group's sums start from (with offsets,
+// the sums of the inputs as floats).
 // Four neighbouring inputs of a row of which some exceed 8 bits: each number is 128 * high + low,
 // and the low part stands among the bytes of the row.
 struct OutlierFour {
@@ -176,10 +178,19 @@ struct QuantizedLinearArgs {
   int64_t group_size, num_groups;  // the last group is filled up with zeros
   int64_t panel_bytes, group_bytes, num_panels;
   int64_t num_outliers;  // fours of a row
-  int64_t num_blocks;    // of rows, as equal as can be
+  int64_t num_blocks;    // of rows: full ones and a rest for tiles, else as equal as can be
+  int64_t tile_inputs;   // that tiles take at once; 0: there are none, or too few rows for them
 
   bool is_whole() const { return bits == 8 && num_groups == 1 && offsets == Offsets::kNone; }
-  int64_t first_row(int64_t block) const { return num_rows * block / num_blocks; }
+  // of a row, filled up with zeros
+  int64_t row_bytes() const {
+    const int64_t bytes = num_groups * group_size;
+    return tile_inputs > 0 ? (bytes + 63) / 64 * 64 : bytes;
+  }
+  int64_t first_row(int64_t block) const {
+    if (tile_inputs == 0) return num_rows * block / num_blocks;
+    return block < num_blocks ? block * kTileBlockRows : num_rows;
+  }
 };
 
 // Columns of a tile of A, whose numbers lie in turn, 64 bytes of each; and outputs of a panel of B.
@@ -249,6 +260,7 @@ struct Kernels {
   const char* name;
   int64_t vector_lanes;
   int64_t quantized_rows, whole_rows;  // at most, of a block: with groups, with one per output
+  int64_t tile_rows;  // from so many on tiles multiply quantised weights; 0: there are none
   // next: the item that this thread will probably take after this one; null: none
   void (*attention)(const AttentionArgs&, const AttentionItem&, const AttentionItem* next);
   void (*merge_partitions)(const AttentionArgs&, const AttentionItem&);

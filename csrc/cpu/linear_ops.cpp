@@ -32,6 +32,15 @@ void pack_linear_weight(const Tensor& packed, const Tensor& weight) {
   });
 }
 
+// Rows that pass over a panel before the next panel does. Tiles multiply faster than L3 delivers
+// rows, so that a set of them has to stay in L2: of 2,048 rows a product takes 0.7 of the time.
+int64_t rows_at_once(const LinearArgs& args) {
+  constexpr int64_t kSetBytes = 768 * 1024;
+  if (args.dtype != DType::kBFloat16 || kernels().tile_rows == 0) return args.num_rows;
+  const int64_t blocks = kSetBytes / (2 * args.in_features + 1) / kTileBlockRows;
+  return std::max<int64_t>(blocks, 4) * kTileBlockRows;
+}
+
 void packed_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
                    const Optional<Tensor>& bias) {
   const char* op = "packed_linear";
@@ -44,10 +53,18 @@ void packed_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
   if (args.num_rows == 0) return;
 
   const auto kernel = kernels().linear;
-  const int64_t panel_bytes =
-      kLinearPanel * args.in_features * (args.dtype == DType::kBFloat16 ? 2 : 4);
-  for_each_panel_group(args.num_rows, args.in_features, panels, panel_bytes,
-                       [&](PanelRange now, PanelRange next) { kernel(args, now, next); });
+  const int64_t element = args.dtype == DType::kBFloat16 ? 2 : 4, rows = args.num_rows;
+  const int64_t most = rows_at_once(args);
+  char* const all_out = static_cast<char*>(args.out);
+  const char* const all_x = static_cast<const char*>(args.x);
+  for (int64_t first = 0; first < rows; first += most) {
+    args.num_rows = std::min(rows - first, most);
+    args.out = all_out + first * args.out_stride * element;
+    args.x = all_x + first * args.x_stride * element;
+    for_each_panel_group(args.num_rows, args.in_features, panels,
+                         kLinearPanel * args.in_features * element,
+                         [&](PanelRange now, PanelRange next) { kernel(args, now, next); });
+  }
 }
 
 }  // namespace

@@ -27,6 +27,7 @@ from .cuda_host_library import needs_compiler
 from .cuda_host_ops import FP8, StandIn, on_card
 
 ISAS = library.supported_cpu_isas()
+EMULATED = library.EMULATED_CPU_ISA
 BACKENDS = ("reference", *ISAS)
 DTYPES = (torch.float32, torch.bfloat16)
 NAMES = list(itertools.product(BACKENDS, DTYPES))

@@ -7,7 +7,17 @@ import torch
 
 from tpengine.ops.linear_ops import pack_linear_weight
 
-from .cases import BACKENDS, DTYPES, ISAS, backend, generator, nan_like, relative_error, threads
+from .cases import (
+    BACKENDS,
+    DTYPES,
+    EMULATED,
+    ISAS,
+    backend,
+    generator,
+    nan_like,
+    relative_error,
+    threads,
+)
 
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 # rows around the blocks of 3, 4, 6, 10 and 12, outputs around the panels of 32, halves and pairs
@@ -29,7 +39,7 @@ def _case(
     )
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", [*BACKENDS, EMULATED])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -53,7 +63,7 @@ def test_equals_a_product_in_float64(
     assert out[:, weight.shape[0] :].isnan().all(), "wrote beyond the last output"
 
 
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("name", [*ISAS, EMULATED])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_the_same_bits_alone_and_in_a_crowd(name: str, dtype: torch.dtype) -> None:
     x, weight, bias = _case((50, 320, 200), dtype)
@@ -66,6 +76,26 @@ def test_a_row_is_the_same_bits_alone_and_in_a_crowd(name: str, dtype: torch.dty
             part = x.new_empty(x[rows].shape[0], 200)
             op("packed_linear")(part, x[rows], packed, bias)
             assert torch.equal(part, whole[rows])
+
+
+@pytest.mark.parametrize("name", [EMULATED, *(isa for isa in ISAS if isa == "amx")])
+def test_tiles_add_in_their_documented_order(name: str) -> None:
+    """Even and odd inputs of 32 are summed apart, then both sums are added, as Intel's manual says.
+
+    So the emulated tiles of other machines give the bits of the processor's own.
+    """
+    x, weight, bias = _case((37, 80, 70), torch.bfloat16)
+    total = bias.float().expand(37, 70)
+    for first in range(0, 80, 32):
+        sums = [torch.zeros(37, 70), torch.zeros(37, 70)]
+        for k in range(first, min(first + 32, 80)):
+            products = x[:, k, None].double() * weight[:, k].double()  # exact
+            sums[k % 2] = (products + sums[k % 2]).float()
+        total = total + (sums[0] + sums[1])
+    out = x.new_empty(37, 70)
+    with backend(name) as op:
+        op("packed_linear")(out, x, pack_linear_weight(weight), bias)
+    assert torch.equal(out, total.bfloat16())
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -172,6 +172,10 @@ def cpu_functions(prefix: str, types: Mapping[str, tuple[Any, list[Any]]]) -> ct
     return functions
 
 
+EMULATED_CPU_ISA = "emulated_amx"
+"""Kernels of amx with its tiles in plain C: for tests on any CPU, and far too slow for all else."""
+
+
 class IsaState(enum.IntEnum):
     """What can be done with an instruction set for which there are CPU kernels."""
 
@@ -191,12 +195,13 @@ def _cpu_isas() -> dict[str, IsaState]:
 
 def supported_cpu_isas() -> tuple[str, ...]:
     """Returns the instruction sets that this CPU runs and the library has, best first."""
-    return tuple(name for name, state in _cpu_isas().items() if state is IsaState.USABLE)
+    usable = (name for name, state in _cpu_isas().items() if state is IsaState.USABLE)
+    return tuple(name for name in usable if name != EMULATED_CPU_ISA)
 
 
 def cpu_isa() -> str:
-    """Returns the instruction set in use: generic, avx2, avx512, avx512bf16, or reference (no
-    library)."""
+    """Returns the instruction set in use: generic, avx2, avx512, avx512bf16, amx, or reference
+    (no library)."""
     return _cpu.tpengine_cpu_isa().decode() if _cpu is not None else "reference"
 
 

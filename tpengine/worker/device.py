@@ -89,7 +89,9 @@ def resolve_dtype(wanted: str, device: str) -> torch.dtype:
         chosen: torch.dtype = getattr(torch, wanted)  # torch knows "float" and "half" too
         return chosen
     # A CPU without bfloat16 instructions converts at every step, which costs more than it saves.
-    has_bf16 = cpu_isa() == "avx512bf16" if device == "cpu" else torch.cuda.is_bf16_supported()
+    has_bf16 = (
+        cpu_isa() in ("amx", "avx512bf16") if device == "cpu" else torch.cuda.is_bf16_supported()
+    )
     return torch.bfloat16 if has_bf16 else torch.float32
 
 

@@ -26,6 +26,7 @@ from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.registry import CausalLM, import_fallback, import_vision_tower
 from tpengine.models.stages import layers_of_stages
+from tpengine.ops.library import cpu_isa
 from tpengine.ops.recording import has_recordings
 from tpengine.structured.grammars import Vocabulary
 from tpengine.worker import device
@@ -173,7 +174,7 @@ class Worker:
         if self._device.type == "cuda":
             return f"{device.claim_gpu(self._device)}, {dtype_name}"
         threads = device.set_num_threads(self._num_local_ranks)
-        return f"{platform.machine()} CPU, {counted(threads, 'thread')}, {dtype_name}"
+        return f"{platform.machine()} CPU ({cpu_isa()}), {counted(threads, 'thread')}, {dtype_name}"
 
     def load_model(self) -> str:
         """Builds this rank's shard and fills it, or finds it in `memory`; returns `Weights.digest`.

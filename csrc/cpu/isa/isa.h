@@ -27,11 +27,19 @@ namespace {
 // clang-format off: the order matters
 #include "simd.inc"
 #include "elements.inc"
+#if defined(TPENGINE_HAS_TILES)
+#include "tiles.inc"
+#endif
 // clang-format on
 
 // Rows of a block of a quantised product: integer and float sums of a pair of vectors are 4
 // registers a row. With one group per output there are no float sums while inputs are read.
 constexpr int kQuantizedRows = kLanes == 16 ? 6 : 2, kWholeRows = 2 * kQuantizedRows;
+#if defined(TPENGINE_HAS_TILES)
+constexpr int kLeastTileRows = 16;
+#else
+constexpr int kLeastTileRows = 0;
+#endif
 }  // namespace
 
 }  // namespace tpengine::cpu::TPENGINE_ISA

@@ -205,11 +205,19 @@ inline void linear_panels(const typename E::Args& a, PanelRange now, PanelRange 
   }
 }
 
+#if defined(TPENGINE_HAS_TILES)
+#include "linear_tiles.inc"
+#endif
+
 }  // namespace
 
 void linear(const LinearArgs& a, PanelRange now, PanelRange next) {
-  a.dtype == DType::kFloat32 ? linear_panels<FloatLinear<Float32>>(a, now, next)
-                             : linear_panels<FloatLinear<BFloat16>>(a, now, next);
+  if (a.dtype == DType::kFloat32) return linear_panels<FloatLinear<Float32>>(a, now, next);
+#if defined(TPENGINE_HAS_TILES)
+  linear_by_tiles(a, now, next);
+#else
+  linear_panels<FloatLinear<BFloat16>>(a, now, next);
+#endif
 }
 
 }  // namespace tpengine::cpu::TPENGINE_ISA
