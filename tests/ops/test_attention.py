@@ -14,6 +14,7 @@ from tpengine.ops import attention_ops as attention
 from .cases import (
     ATTENTION_BOUND,
     CACHES,
+    EMULATED,
     ISAS,
     PagedCase,
     backend,
@@ -43,6 +44,7 @@ OPTIONS = [
     (False, None, 0.7), (True, 20, 3.0),
 ]  # fmt: skip
 NAMES = [(name, *d) for name, d in itertools.product(("reference", *reversed(ISAS)), CACHES)]
+NAMES.append((EMULATED, torch.bfloat16, torch.bfloat16))  # the others go by vectors
 IN_INT8 = [names for names in NAMES if names[-1] == torch.int8]
 # in int8, which has its own operands only, a shape of each block size
 PROBLEMS = [

@@ -4,7 +4,12 @@
 namespace tpengine::cpu::TPENGINE_ISA {
 namespace {
 
+// clang-format off: the order matters
 #include "attention_rows.inc"
+#if defined(TPENGINE_HAS_TILES)
+#include "attention_tiles.inc"
+#endif
+// clang-format on
 
 template <class F>
 inline void load_row(F* dst, const float* src, int64_t n) {
@@ -85,6 +90,14 @@ inline void process_keys(const AttentionArgs& a, const KeyRange& keys, const Key
     chunk.num_next_blocks =
         find_blocks<E>(a, a.k_cache, rest.begin < rest.end ? rest : after, chunk.next_k);
     find_blocks<E>(a, a.v_cache, rest.begin < rest.end ? rest : after, chunk.next_v);
+#if defined(TPENGINE_HAS_TILES)
+    if constexpr (kByTiles<E>) {
+      if (has_whole_tiles(a)) {
+        process_chunk_by_tiles(a, chunk, tile);
+        continue;
+      }
+    }
+#endif
     process_chunk(a, chunk, tile);
   }
 }
@@ -187,6 +200,9 @@ void attention(const AttentionArgs& a, const AttentionItem& item, const Attentio
     is_float ? attend<Int8Float32>(a, item, next) : attend<Int8BFloat16>(a, item, next);
   else
     is_float ? attend<Float32>(a, item, next) : attend<BFloat16>(a, item, next);
+#if defined(TPENGINE_HAS_TILES)
+  release_tiles();
+#endif
 }
 
 // Puts a split sequence's partitions together, in order. For items of one query.
