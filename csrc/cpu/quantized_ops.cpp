@@ -61,7 +61,7 @@ constexpr int64_t kMostVectorBytes = 64;
 class RowScratch {
  public:
   QuantizedRows take(const QuantizedLinearArgs& args) {
-    return {bytes_.take(args.num_rows * args.num_groups * args.group_size + kMostVectorBytes),
+    return {bytes_.take(args.num_rows * args.row_bytes() + kMostVectorBytes),
             starts_.take(args.num_rows * args.num_groups), scales_.take(args.num_rows),
             outliers_.take(args.num_rows * args.num_outliers), nullptr};
   }
@@ -94,7 +94,11 @@ class SharedRounding {
 };
 
 void multiply_set(QuantizedLinearArgs args) {
-  const int64_t most = args.is_whole() ? kernels().whole_rows : kernels().quantized_rows;
+  int64_t most = args.is_whole() ? kernels().whole_rows : kernels().quantized_rows;
+  if (kernels().tile_rows > 0 && args.num_rows >= kernels().tile_rows) {
+    args.tile_inputs = args.num_groups == 1 || args.group_size % 64 == 0 ? 64 : 32;
+    most = kTileBlockRows;
+  }
   args.num_blocks = (args.num_rows + most - 1) / most;
   static thread_local RowScratch shared_memory;
   const bool is_alone = args.num_rows <= kRowsRoundedAlone;
@@ -105,7 +109,7 @@ void multiply_set(QuantizedLinearArgs args) {
     static thread_local RowScratch own_memory;
     static thread_local Scratch<float> maxima;
     if (is_alone) mine.rows = own_memory.take(mine);
-    mine.rows.maxima = maxima.take(mine.num_groups * mine.group_size / 4 + kMostVectorBytes);
+    mine.rows.maxima = maxima.take(mine.row_bytes() / 4 + kMostVectorBytes);
     if (is_alone) {
       kernels().quantize_rows(mine, 0, mine.num_blocks);
     } else {

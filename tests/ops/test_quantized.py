@@ -14,7 +14,17 @@ from torch import Tensor
 from tpengine.ops import quantized_ops
 from tpengine.ops.quantized_ops import NO_OFFSETS, ZERO_POINTS, QuantizedFormat
 
-from .cases import BACKENDS, DTYPES, ISAS, backend, generator, nan_like, relative_error, threads
+from .cases import (
+    BACKENDS,
+    DTYPES,
+    EMULATED,
+    ISAS,
+    backend,
+    generator,
+    nan_like,
+    relative_error,
+    threads,
+)
 
 FORMATS = {
     **{f"int4 g{size}": QuantizedFormat(4, size) for size in (32, 64, 128)},
@@ -133,7 +143,7 @@ def padded_out(rows: int, size: int, dtype: torch.dtype) -> Tensor:
     return nan_like(torch.empty(rows, size + 5, dtype=dtype))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", [*BACKENDS, EMULATED])
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_integers_bit_for_bit(name: str, kind: str, dtype: torch.dtype) -> None:
@@ -149,7 +159,7 @@ def test_equals_integers_bit_for_bit(name: str, kind: str, dtype: torch.dtype) -
         assert out[:, outputs:].isnan().all(), "wrote beyond the last output"
 
 
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("name", [*ISAS, EMULATED])
 def test_every_number_of_rows_gives_the_same_bits(name: str) -> None:
     case = make_case(FORMATS["int4 g32"], 70, 200, torch.bfloat16)
     expected = product(case, False).to(torch.bfloat16)

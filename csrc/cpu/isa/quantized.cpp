@@ -101,7 +101,7 @@ inline OutlierFour* put_outliers(const QuantizedLinearArgs& a, Vec numbers, int6
   return next;
 }
 
-// Rounds a row of a block of R rows: four neighbours at fours[R * i]. Returns the row's scale.
+// Rounds a row of a block of R rows, whose first four neighbours go to `fours`. Returns its scale.
 template <class T>
 inline float quantize_row(const QuantizedLinearArgs& a, const T* x, int64_t R, int32_t* fours,
                           OutlierFour* outliers) {
@@ -109,14 +109,16 @@ inline float quantize_row(const QuantizedLinearArgs& a, const T* x, int64_t R, i
   const float limit = find_limit(a, find_maxima(a, x));
   const Vec inverse = set1(limit > 0.f ? 127.f / limit : 0.f), least = set1(add_to_bits(limit, 1));
   OutlierFour* const end = outliers + a.num_outliers;
-  for (int64_t k = 0; k < a.num_groups * a.group_size; k += kLanes, fours += kLanes / 4 * R) {
+  const int64_t apart = a.tile_inputs > 0 ? 1 : R;
+  for (int64_t k = 0; k < a.row_bytes(); k += kLanes) {
+    int32_t* to = fours + (a.tile_inputs > 0 ? k / 64 * 16 * R + k % 64 / 4 : k / 4 * R);
     const Vec v = inputs_at(x, k, n);
     int32_t words[kLanes / 4];
     store_rounded((int8_t*)words, v * inverse);
     const uint32_t beyond = bits_ge(vmax(v, set1(0.f) - v), least);
     if (beyond != 0)
       outliers = put_outliers(a, round_even(v * inverse), k, beyond, words, outliers);
-    for (int i = 0; i < kLanes / 4; ++i) fours[i * R] = words[i];
+    for (int i = 0; i < kLanes / 4; ++i) to[i * apart] = words[i];
   }
   for (; outliers < end; ++outliers) *outliers = {0, 0, 0, (int32_t)(a.group_size * a.bits * 4)};
   return limit / 127.f;
@@ -319,7 +321,7 @@ inline void quantized_rows(const QuantizedLinearArgs& a, int64_t rows, int64_t r
 // A panel passes over all blocks of rows from L2, while the next one is fetched evenly over all
 // steps. With a single block of many rows time passes between lines: it fetches its own panel.
 template <class Format>
-void quantized_panels(const QuantizedLinearArgs& a, PanelRange now, PanelRange next) {
+void quantized_by_vectors(const QuantizedLinearArgs& a, PanelRange now, PanelRange next) {
   constexpr int R = Format::kIsWhole ? kWholeRows : kQuantizedRows;
   constexpr int kUnaided = R / 2;  // no block of several has fewer rows
   const int64_t steps = kPairs * a.num_groups * a.group_size / 4, all_steps = a.num_blocks * steps;
@@ -345,12 +347,24 @@ void quantized_panels(const QuantizedLinearArgs& a, PanelRange now, PanelRange n
   }
 }
 
+#if defined(TPENGINE_HAS_TILES)
+#include "quantized_tiles.inc"
+#endif
+
 // What a kernel knows of its weights when it is compiled. kIsWhole: one group per output.
 template <int kBits_, bool kHasOffsets_, bool kIsWhole_>
 struct GroupFormat {
   static constexpr int kBits = kBits_;
   static constexpr bool kHasOffsets = kHasOffsets_, kIsWhole = kIsWhole_;
 };
+
+template <class Format>
+inline void quantized_panels(const QuantizedLinearArgs& a, PanelRange now, PanelRange next) {
+#if defined(TPENGINE_HAS_TILES)
+  if (a.tile_inputs > 0) return quantized_by_tiles<Format>(a, now, next);
+#endif
+  quantized_by_vectors<Format>(a, now, next);
+}
 
 // Rounding of weights to groups without offsets. Lanes are outputs, and each goes through its
 // inputs in order, so that all instruction sets choose the same numbers.
@@ -459,20 +473,25 @@ void quantize_panel(const QuantizedLinearArgs& a, int64_t panel) {
 
 // Blocks [begin, end) of rows.
 void quantize_rows(const QuantizedLinearArgs& a, int64_t begin, int64_t end) {
-  const int64_t padded = a.num_groups * a.group_size;
   for (int64_t block = begin; block < end; ++block) {
     const int64_t first = a.first_row(block), R = a.first_row(block + 1) - first;
-    int32_t* fours = (int32_t*)(a.rows.bytes + first * padded);
+    int32_t* fours = (int32_t*)(a.rows.bytes + first * a.row_bytes());
+    const int64_t row_fours = a.tile_inputs > 0 ? 16 : 1;  // to the next row
     for (int64_t i = 0; i < R; ++i) {
       const int64_t at = (first + i) * a.x_stride;
       OutlierFour* outliers = a.rows.outliers + (first + i) * a.num_outliers;
       a.rows.scales[first + i] =
           a.dtype == DType::kFloat32
-              ? quantize_row(a, (const float*)a.x + at, R, fours + i, outliers)
-              : quantize_row(a, (const uint16_t*)a.x + at, R, fours + i, outliers);
+              ? quantize_row(a, (const float*)a.x + at, R, fours + i * row_fours, outliers)
+              : quantize_row(a, (const uint16_t*)a.x + at, R, fours + i * row_fours, outliers);
     }
     int32_t* starts = a.rows.starts + first * a.num_groups;
-    put_starts(a, R, fours, starts);
+#if defined(TPENGINE_HAS_TILES)
+    if (a.tile_inputs > 0)
+      put_starts_by_tiles(a, TileBlock(first, R), starts);
+    else
+#endif
+      put_starts(a, R, fours, starts);
     if (a.offsets != Offsets::kNone)
       add_high_inputs(a, R, a.rows.outliers + first * a.num_outliers, starts);
   }
