@@ -12,7 +12,8 @@ nothing behind. The tests are imported once, and each break runs in a fork of th
 functions get the code of the changed file, which processes that a test starts read themselves. A
 break is caught if a test fails by itself, not in a fixture or for a name that is not there, and if
 the same tests pass without the break. A break of the CPU kernels builds them for the generic
-instruction set alone, and its tests run in a new process; compiled objects stay in build/breaks.
+instruction set and the emulated one, and its tests run in a new process; compiled objects stay in
+build/breaks.
 
 If a line moves or changes, write its file or its new form into breaks.toml, with a break that a
 user would notice in the same way; if a test becomes part of another one, write that one's id. Tests
@@ -25,6 +26,7 @@ import argparse
 import contextlib
 import gc
 import hashlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -43,10 +45,12 @@ from types import CodeType, FunctionType
 
 import pytest
 
+from tpengine.ops.library import EMULATED_CPU_ISA
+
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data" / "breaks.toml"
 OBJECTS = ROOT / "build" / "breaks"
-FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -fno-math-errno -w -I. -DTPENGINE_ISA=generic"
+FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -fno-math-errno -w -I."
 PYTEST = ("-q", "-s", "-n0", "-pno:cacheprovider", "--tb=short", "-m", "not check and not soak")
 """Not the words of `make test`: what `support/forked.py` forks is no child of a break's process."""
 CAUGHT, GREEN, THERE = "caught", "NOT CAUGHT", "there"
@@ -118,16 +122,25 @@ def enter_tree(tree: Path) -> None:
 
 
 def build_cpu(tree: Path) -> None:
-    """Builds the CPU kernels of a tree for the generic instruction set, or raises LostError."""
+    """Builds the CPU kernels of a tree for the two instruction sets that run anywhere.
+
+    Raises:
+        LostError: the code with the break does not compile.
+    """
     OBJECTS.mkdir(parents=True, exist_ok=True)
     objects, stub = [], tree / "libtorch_cpu.so"
-    (tree / "isas.inc").write_text("TPENGINE_ISA_1(generic, true)\n")  # as CMake writes it
-    for source in (tree / "csrc" / "cpu").rglob("*.cpp"):
-        name = hashlib.sha256(_compile("-E", "-P", str(source))).hexdigest()
+    isas = {"generic": ["-DTPENGINE_ISA=generic"]}
+    isas[EMULATED_CPU_ISA] = [f"-DTPENGINE_ISA={EMULATED_CPU_ISA}", "-DTPENGINE_HAS_TILES"]
+    lines = [f"TPENGINE_ISA_1({isa}, true)\n" for isa in isas]  # as CMake writes them
+    (tree / "isas.inc").write_text("".join(lines))
+    folder = tree / "csrc" / "cpu"
+    kernels = itertools.product((folder / "isa").glob("*.cpp"), isas.values())
+    for source, options in [*((path, []) for path in folder.glob("*.cpp")), *kernels]:
+        name = hashlib.sha256(_compile(*options, "-E", "-P", str(source))).hexdigest()
         objects.append(OBJECTS / f"{name}.o")
         if not objects[-1].exists():
             part = objects[-1].with_suffix(".part")
-            _compile("-c", str(source), "-o", str(part))
+            _compile(*options, "-c", str(source), "-o", str(part))
             part.replace(objects[-1])
     library = tree / "tpengine" / "lib" / "libtpengine_cpu.so"
     library.unlink(missing_ok=True)
