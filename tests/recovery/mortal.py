@@ -196,7 +196,9 @@ class MortalExecutor(Executor):
     def populate_cache(self) -> None:
         """Does nothing: the fake ranks have no memory."""
 
-    def rebuild(self, num_ranks: int | None = None) -> list[MemoryLedger]:
+    def rebuild(
+        self, num_ranks: int | None = None, left_s: float | None = None
+    ) -> list[MemoryLedger]:
         self.threads.add(threading.current_thread().name)
         self.attempted_at.append(recovery.time.monotonic())
         assert self.gate.wait(TIMEOUT_S)

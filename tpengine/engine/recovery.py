@@ -327,9 +327,10 @@ class Recovery:
         self._num_attempts += 1
         executor, size = self._executor, self._size
         num_ranks, is_smaller = size.num_ranks, size.is_smaller
+        left_s = self._lost_at + self._config.recovery.timeout_s - time.monotonic()
 
         def rebuild() -> Ledgers:
-            ledgers = executor.rebuild(num_ranks)
+            ledgers = executor.rebuild(num_ranks, left_s)
             num_blocks, num_host_blocks = count_blocks(ledgers)
             if is_smaller:
                 check_cache_holds_one_sequence(self._config, num_blocks, ledgers)

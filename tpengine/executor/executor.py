@@ -154,13 +154,16 @@ class Executor(ABC):
         known without starting them. May be called in any thread."""
         return False
 
-    def rebuild(self, num_ranks: int | None = None) -> list[MemoryLedger]:
+    def rebuild(
+        self, num_ranks: int | None = None, left_s: float | None = None
+    ) -> list[MemoryLedger]:
         """Ends the group, or its rest, and starts the next one, up to its loaded weights. Then
         `init_cache_engine` makes it ready for steps. May be called in any thread.
 
         Args:
             num_ranks: of the next group; None: as many as the last one has. If fewer would do, too,
-                ranks that hang are killed in time for another attempt.
+                ranks that hang are killed in time for another attempt: after half of `left_s`.
+            left_s: for this attempt and all later ones; None: `recovery_timeout`.
 
         Returns:
             Each rank's memory, measured again after the old processes ended; the peak of the

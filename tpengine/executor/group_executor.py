@@ -235,7 +235,9 @@ class GroupExecutor(Executor):
         with self._in_turn():
             return self.home.has_room(num_more, self._check)
 
-    def rebuild(self, num_ranks: int | None = None) -> list[MemoryLedger]:
+    def rebuild(
+        self, num_ranks: int | None = None, left_s: float | None = None
+    ) -> list[MemoryLedger]:
         """See `Executor`.
 
         Raises:
@@ -244,7 +246,8 @@ class GroupExecutor(Executor):
         size = num_ranks or self._config.parallel.world_size
         fewest, deadline = self._config.parallel.min_ranks or size, math.inf
         if size > fewest:
-            deadline = time.monotonic() + _SHARE * self._config.recovery.timeout_s
+            left_s = self._config.recovery.timeout_s if left_s is None else left_s
+            deadline = time.monotonic() + _SHARE * left_s
         try:
             return self._rebuild(size, deadline)
         except EngineError as error:
