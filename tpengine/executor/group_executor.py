@@ -267,7 +267,7 @@ class GroupExecutor(Executor):
             self._times.seconds.clear()
             self._reserve.give_back()
             try:
-                self.home.replace(size, lost.places, lost.end, self._times, self._check)
+                self.home.replace(size, lost.places, lost.end, self._times, self._check, deadline)
                 self._config = self._config.with_ranks(size)
                 self._start_group(lost.epoch + 1, deadline=deadline)
                 group = self._require_group()

@@ -8,6 +8,7 @@ these are frames on the channels that `Launcher.start` returns.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -123,7 +124,13 @@ class Home:
         raise NotImplementedError
 
     def replace(
-        self, size: int, lost: Places, end: EndGroup, times: StartTimes, check: Check
+        self,
+        size: int,
+        lost: Places,
+        end: EndGroup,
+        times: StartTimes,
+        check: Check,
+        deadline: float = math.inf,
     ) -> None:
         """Makes sure of places for the next group.
 
@@ -132,6 +139,7 @@ class Home:
             lost: where the ranks of the last group were; empty: they have not told.
             end: ends what is left of that group, except on these nodes, which do not answer.
             check: see `place`.
+            deadline: monotonic: the wait for room ends then, as another number of ranks would do.
 
         Raises:
             PlacementError: there is no room without the nodes that were lost.

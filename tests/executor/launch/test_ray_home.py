@@ -43,7 +43,7 @@ def test_a_ray_that_starts_no_rank(
     home = RayHome(args.create_engine_config("cpu"), connection)
     placement = SimpleNamespace(node_ids=["", ""], is_borrowed=False)
     placer = SimpleNamespace(replace=lambda old, silent: placement)
-    monkeypatch.setattr(home, "_placer", lambda size, check: placer)
+    monkeypatch.setattr(home, "_placer", lambda *args: placer)
     monkeypatch.setattr(home._agents, "silent", lambda node_ids, check: set())
     node_id = ray.get_runtime_context().get_node_id() if is_here else "f" * 56
     lost = places = [RankPlace(node_id, "10.0.0.1", "host", (), rank, 1) for rank in range(2)]

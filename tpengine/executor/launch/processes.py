@@ -9,6 +9,7 @@ rank outlives the driver: the kernel kills it, also when it is stopped.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -190,7 +191,13 @@ class ProcessHome(Home):
         return False
 
     def replace(
-        self, size: int, lost: Places, end: EndGroup, times: StartTimes, check: Check
+        self,
+        size: int,
+        lost: Places,
+        end: EndGroup,
+        times: StartTimes,
+        check: Check,
+        deadline: float = math.inf,
     ) -> None:
         """See `Home`. A home that takes over from another one waits for its template, too."""
         super().replace(size, lost, end, times, check)

@@ -8,6 +8,8 @@ machines the rebuild is repeated until Ray starts ranks again.
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -64,14 +66,15 @@ class RayHome(Home):
         if not ray.is_initialized():
             raise EngineError(RAY_IS_GONE)
 
-    def _placer(self, size: int, check: Check) -> Placer:
+    def _placer(self, size: int, check: Check, most_s: float = math.inf) -> Placer:
         find_silent = partial(self._agents.silent, check=check)
-        return Placer(self._bundle, size, self._ray_config, find_silent, check)
+        timeout_s = min(self._ray_config.placement_timeout_s, max(most_s, 0.0))
+        config = replace(self._ray_config, placement_timeout_s=timeout_s)
+        return Placer(self._bundle, size, config, find_silent, check)
 
     def has_room(self, num_more: int, check: Check) -> bool:
         """Has Ray place them for a moment."""
-        placer = self._placer(num_more, check)
-        placer.config = replace(self._ray_config, placement_timeout_s=_LOOK_S)
+        placer = self._placer(num_more, check, _LOOK_S)
         try:
             placer.place(set()).remove()
         except PlacementError:
@@ -89,7 +92,13 @@ class RayHome(Home):
             self.spares.count = 0
 
     def replace(
-        self, size: int, lost: Places, end: EndGroup, times: StartTimes, check: Check
+        self,
+        size: int,
+        lost: Places,
+        end: EndGroup,
+        times: StartTimes,
+        check: Check,
+        deadline: float = math.inf,
     ) -> None:
         """Makes sure of bundles on nodes that answer; see `Home`."""
         if lost:
@@ -111,7 +120,8 @@ class RayHome(Home):
             if old is not None and len(old.node_ids) != size:
                 old.remove()
                 old = None
-            self._placement = self._placer(size, check).replace(old, silent)
+            placer = self._placer(size, check, deadline - time.monotonic())
+            self._placement = placer.replace(old, silent)
             if silent_before - silent:  # ranks on nodes that answer again have to end first
                 end(silent)
 
