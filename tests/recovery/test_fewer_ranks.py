@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from support.namespaces import children_of
 from support.waiting import PATIENCE_S, wait_until
 from support.zoo import PLAIN
 
-from tpengine import LLMEngine, SamplingParams
+from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.engine import group_size
 from tpengine.errors import PlacementError
 from tpengine.executor.launch import processes
@@ -165,3 +165,30 @@ def test_fewer_ranks_without_memory(models: ModelShop, monkeypatch: pytest.Monke
             num_ranks.append(engine.health().num_ranks)
         room.count = 2
         served.step_with(2)
+
+
+def test_a_search_from_before_a_loss(models: ModelShop) -> None:
+    """Its result ends no group: room is looked for anew. A rank that is replaced alone does not
+    put the next search off."""
+    args = EngineArgs(str(models.folder(PLAIN)), tensor_parallel_size=2, min_ranks=1)
+    searches: list[Future[bool]] = []
+
+    def search(num_more: int) -> Future[bool]:
+        assert num_more == 1
+        searches.append(Future())
+        return searches[-1]
+
+    size = group_size.GroupSize(args.create_engine_config("cpu"), search)
+    size.note_loss(0.0)
+    size.change(1000.0, is_hopeless=False)
+    size.note_ready(1000.0)
+    assert not size.grow(2000.0)
+    assert size.look is searches[0]
+    size.note_loss(2001.0)
+    searches[0].set_result(True)
+    assert not size.grow(2002.0)
+    assert not size.grow(2002.0)
+    assert size.look is searches[1]
+    searches[1].set_result(True)
+    assert size.grow(2003.0)
+    assert size.num_ranks == 2

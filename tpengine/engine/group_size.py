@@ -23,7 +23,7 @@ class GroupSize:
         num_ranks: of the present group, or of the next one.
         num_wanted: as the user has asked for.
         is_growing: whether a group in good health is ended for one with all ranks.
-        look: for room; None: none goes on.
+        look: the search for room that is running; None: no search runs.
     """
 
     def __init__(self, config: EngineConfig, look_for_room: Callable[[int], Future[bool]]) -> None:
@@ -34,6 +34,7 @@ class GroupSize:
         self.num_ranks = self.num_wanted = self._num_before = self._sizes[0]
         self.is_growing = False
         self.look: Future[bool] | None = None
+        self._num_sought: int | None = None  # by `look`; None: its result is of no use any more
         self._changes_at = self._looks_at = 0.0
         self._look_s = _FIRST_LOOK_S
 
@@ -49,6 +50,7 @@ class GroupSize:
     def note_loss(self, now: float) -> None:
         """A group of this size was lost, and the attempts at another one begin."""
         self._changes_at = now + self._patience_s
+        self._num_sought = None
 
     def change(self, next_at: float, is_hopeless: bool) -> None:
         """After a failed attempt: chooses the number of ranks for the next one, which begins at
@@ -67,27 +69,31 @@ class GroupSize:
         self.note_loss(next_at)
 
     def note_ready(self, now: float) -> None:
-        """A group of this size is ready."""
+        """A new group of this size is ready."""
         self.is_growing = False
+        self._plan_look(now)
+
+    def _plan_look(self, now: float) -> None:
         self._looks_at = now + self._look_s
         self._look_s = min(2.0 * self._look_s, _LAST_LOOK_S)
         if not self.is_smaller:
             self._look_s = _FIRST_LOOK_S
 
     def grow(self, now: float) -> bool:
-        """Whether there is room for all ranks again, so that the next group has them. Looks for it
-        at intervals that double, in another thread."""
-        if not self.is_smaller:
-            return False
+        """Returns whether there is room for all ranks again, so that the next group has them. Looks
+        for it at intervals that double, in another thread."""
         if self.look is None:
-            if now >= self._looks_at:
-                self.look = self._look_for_room(self.num_wanted - self.num_ranks)
+            if self.is_smaller and now >= self._looks_at:
+                self._num_sought = self.num_wanted - self.num_ranks
+                self.look = self._look_for_room(self._num_sought)
             return False
         if not self.look.done():
             return False
         look, self.look = self.look, None
+        if self._num_sought != self.num_wanted - self.num_ranks:
+            return False
         if look.exception() is not None or not look.result():
-            self.note_ready(now)
+            self._plan_look(now)
             return False
         self._num_before, self.num_ranks, self.is_growing = self.num_ranks, self.num_wanted, True
         self._changes_at = now

@@ -161,6 +161,7 @@ class Recovery:
         """
         self._pause()
         self._loss, self._num_attempts = loss, 1
+        self._size.note_loss(self._lost_at)
         if self._poison.suspects:
             self._begin_anew(loss)
             return
