@@ -430,7 +430,8 @@ class Recovery:
         assert self._loss is not None
         num_blocks = self._scheduler.block_manager.num_total_blocks
         self.state = EngineState.RUNNING
-        self._size.note_ready(time.monotonic())
+        if not is_resumed:  # else the next search for room would be put off
+            self._size.note_ready(time.monotonic())
         self._num_recoveries += 1
         record = RecoveryRecord(
             epoch=self._executor.epoch,
