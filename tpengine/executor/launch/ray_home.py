@@ -73,13 +73,15 @@ class RayHome(Home):
         return Placer(self._bundle, size, config, find_silent, check)
 
     def has_room(self, num_more: int, check: Check) -> bool:
-        """Has Ray place them for a moment."""
-        placer = self._placer(num_more, check, _LOOK_S)
+        """Has Ray place them for a moment, on nodes that answer."""
         try:
-            placer.place(set()).remove()
+            placement = self._placer(num_more, check, _LOOK_S).place(set())
         except PlacementError:
             return False
-        return True
+        try:
+            return not self._agents.silent(placement.node_ids, check)
+        finally:
+            placement.remove()
 
     def place(self, times: StartTimes, check: Check) -> None:
         check_at_start()
