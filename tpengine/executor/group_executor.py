@@ -23,7 +23,14 @@ from typing import Any
 
 from tpengine import host
 from tpengine.config import EngineConfig
-from tpengine.errors import EngineError, GroupLostError, RankLoss, WorkerDiedError, is_shortage
+from tpengine.errors import (
+    EngineError,
+    GroupLostError,
+    RankLoss,
+    TemporaryError,
+    WorkerDiedError,
+    is_shortage,
+)
 from tpengine.executor.batch_mirror import BatchMirror
 from tpengine.executor.codec import decode_output, encode
 from tpengine.executor.diagnosis import RankPlace
@@ -233,7 +240,13 @@ class GroupExecutor(Executor):
     def has_room(self, num_more: int) -> bool:
         """See `Executor`."""
         with self._in_turn():
-            return self.home.has_room(num_more, self._check)
+            return self.home.has_room(num_more, self._check_search)
+
+    def _check_search(self) -> None:
+        """Ends a search for room when its turn is needed to replace a lost rank."""
+        self._check()
+        if self.loss is not None:
+            raise TemporaryError(f"room was searched for, and rank {self.loss.rank} was lost")
 
     def rebuild(
         self, num_ranks: int | None = None, left_s: float | None = None
@@ -398,7 +411,7 @@ class GroupExecutor(Executor):
         """Lets one thread at a time start or end groups."""
         self._check()
         if not self._turn.acquire(timeout=_TURN_S):
-            raise EngineError(
+            raise TemporaryError(
                 f"another thread has been starting the ranks for {_TURN_S:g} s; wait for it"
             )
         try:

@@ -186,6 +186,7 @@ class ProcessHome(Home):
             return False
         with contextlib.ExitStack() as undo, contextlib.suppress(PlacementError):
             for _ in range(num_more):
+                check()
                 undo.callback(RankProcess("look for room", self._start_rank).end)
             return True
         return False
