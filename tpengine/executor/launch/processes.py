@@ -202,6 +202,11 @@ class ProcessHome(Home):
     ) -> None:
         """See `Home`. A home that takes over from another one waits for its template, too."""
         super().replace(size, lost, end, times, check)
+        if size > len(self._devices):
+            raise PlacementError(
+                f"{size} ranks need a GPU each, and the last group left "
+                f"{counted(len(self._devices), 'GPU')}; make a new engine for more"
+            )
         self._size = size
         if not self._agents.children:
             self.place(times, check)

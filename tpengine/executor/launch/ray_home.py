@@ -163,7 +163,10 @@ class RayHome(Home):
             "%s; from now on the ranks run as processes of this machine, without Ray", reason
         )
         self.spares.close()
-        return ProcessHome(self._config, [place.devices for place in self._places_before])
+        devices = [place.devices for place in self._places_before]
+        if self._config.device == "cpu":
+            devices = [()] * self._config.parallel.world_size
+        return ProcessHome(self._config, devices)
 
     def make_launcher(self, kept: frozenset[int] | None = None) -> RayLauncher:
         placement = self._placement
