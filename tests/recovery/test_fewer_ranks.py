@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ class Room:
             return start(name, *args)
 
         patch.setattr(processes, "RankProcess", start_rank)
-        patch.setattr(group_size, "_PATIENCE", 0.0)
+        patch.setattr(group_size, "_SHARE_PER_SIZE", 0.0)
         patch.setattr(group_size, "_FIRST_LOOK_S", 0.0)
 
 
@@ -65,7 +66,9 @@ class Served:
     def step_with(self, num_ranks: int) -> None:
         """Until a group of this size has done a few steps."""
         health, engine = self.engine.health(), self.engine
+        ends_at = time.monotonic() + PATIENCE_S
         while (health.num_ranks, health.state.value) != (num_ranks, "running"):
+            assert time.monotonic() < ends_at, f"{num_ranks} ranks do not run: {health}"
             self.step()
             health = engine.health()
         for _ in range(4):
@@ -86,7 +89,9 @@ def engine_of(models: ModelShop, size: int, **args: Any) -> Iterator[Served]:
         served = Served(engine, prompts)
         served.step_with(size)
         yield served
+        ends_at = time.monotonic() + PATIENCE_S
         while engine.has_unfinished_requests():
+            assert time.monotonic() < ends_at, "the requests do not end"
             served.step()
         assert engine.num_free_blocks == engine.num_total_blocks
         num_children = engine.health().num_ranks + num_others
@@ -117,6 +122,8 @@ def test_no_room_for_lost_ranks(
         served.step_with(sizes[0])
         records = served.engine.recoveries
         assert [record.is_resumed for record in records] == [False] * len(sizes)
+        num_recoveries = served.engine.health().num_recoveries
+        assert num_recoveries == len(sizes) - 1, "growing counts as a recovery"
     lack = f"{sizes[0] // 2} of {sizes[0]} ranks"
     assert f"The next attempt with {lack} follows in 0 s" in caplog.text
     assert f"the group is rebuilt with {sizes[-1]} of {sizes[0]} ranks: epoch" in caplog.text
@@ -136,12 +143,18 @@ def test_room_that_only_seems_to_be_there(
         served.step_with(1)
         room.seems = True
         epoch = engine.health().epoch
+        ends_at = time.monotonic() + PATIENCE_S
         while engine.health().epoch < epoch + 2:
+            assert time.monotonic() < ends_at, "the group does not grow"
             served.step()
+            progress = engine.health().recovery
+            assert progress is None or progress.loss is None, "growing counts as a loss"
         room.seems = False
         served.step_with(1)
         lose(engine)
+        ends_at = time.monotonic() + PATIENCE_S
         while not engine.recoveries[-1].is_resumed:
+            assert time.monotonic() < ends_at, "the lost rank is not replaced alone"
             served.step()
         served.step_with(1)
         assert len(engine._recovery._loss_times) == 2, "growing counts as a loss"
@@ -160,7 +173,9 @@ def test_fewer_ranks_without_memory(models: ModelShop, monkeypatch: pytest.Monke
         room.count = 1
         lose(engine)
         num_ranks: list[int] = []
+        ends_at = time.monotonic() + PATIENCE_S
         while num_ranks[-2:] != [1, 2]:
+            assert time.monotonic() < ends_at, f"the numbers of ranks were {num_ranks}"
             served.step()
             num_ranks.append(engine.health().num_ranks)
         room.count = 2

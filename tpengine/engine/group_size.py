@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from tpengine.config import EngineConfig, group_sizes
 
-_PATIENCE = 0.1
+_SHARE_PER_SIZE = 0.1
 """Share of `recovery_timeout` in which attempts with one number of ranks may begin."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 30.0, 600.0
 """Between two looks for room, which double: the least and the most."""
@@ -22,21 +22,25 @@ class GroupSize:
     Attributes:
         num_ranks: of the present group, or of the next one.
         num_wanted: as the user has asked for.
-        is_growing: whether a group in good health is ended for one with all ranks.
         look: the search for room that is running; None: no search runs.
     """
 
     def __init__(self, config: EngineConfig, look_for_room: Callable[[int], Future[bool]]) -> None:
         parallel = config.parallel
         self._sizes = group_sizes(parallel.world_size, parallel.min_ranks)
-        self._patience_s = _PATIENCE * config.recovery.timeout_s
+        self._patience_s = _SHARE_PER_SIZE * config.recovery.timeout_s
         self._look_for_room = look_for_room
-        self.num_ranks = self.num_wanted = self._num_before = self._sizes[0]
-        self.is_growing = False
+        self.num_ranks = self.num_wanted = self._sizes[0]
+        self._grown_from: int | None = None  # of a group that was ended to get all ranks again
         self.look: Future[bool] | None = None
         self._num_sought: int | None = None  # by `look`; None: its result is of no use any more
         self._changes_at = self._looks_at = 0.0
         self._look_s = _FIRST_LOOK_S
+
+    @property
+    def has_run_smaller(self) -> bool:
+        """Whether a hopeless attempt is no end: a group of another size follows it."""
+        return self.is_smaller or self._grown_from is not None
 
     @property
     def is_smaller(self) -> bool:
@@ -64,13 +68,12 @@ class GroupSize:
             return
         place = self._sizes.index(self.num_ranks) + 1
         following = self._sizes[place % len(self._sizes)]
-        self.num_ranks = self._num_before if self.is_growing else following
-        self.is_growing = False
+        self.num_ranks, self._grown_from = self._grown_from or following, None
         self.note_loss(next_at)
 
     def note_ready(self, now: float) -> None:
         """A new group of this size is ready."""
-        self.is_growing = False
+        self._grown_from = None
         self._plan_look(now)
 
     def _plan_look(self, now: float) -> None:
@@ -95,6 +98,6 @@ class GroupSize:
         if look.exception() is not None or not look.result():
             self._plan_look(now)
             return False
-        self._num_before, self.num_ranks, self.is_growing = self.num_ranks, self.num_wanted, True
+        self._grown_from, self.num_ranks = self.num_ranks, self.num_wanted
         self._changes_at = now
         return True

@@ -94,7 +94,9 @@ class Recovery:
         self._failure: BaseException | None = None
         self._poison = PoisonSearch()
         self._size = GroupSize(config, lambda more: _in_thread(partial(executor.has_room, more)))
-        self._loss: errors.RankLoss | None = None
+        self._loss: errors.RankLoss | None = None  # the latest
+        # What is recovered from; None: the group was ended to get all ranks again.
+        self._cause: errors.RankLoss | None = None
         self._loss_times: deque[float] = deque()  # of losses that count against the limit
         self._resumption: Future[str | None] | None = None  # None: none goes on
         self._rebuild: Future[Ledgers] | None = None  # None: between two attempts
@@ -160,7 +162,7 @@ class Recovery:
             EngineDeadError: too many groups were lost lately.
         """
         self._pause()
-        self._loss, self._num_attempts = loss, 1
+        self._loss, self._cause, self._num_attempts = loss, loss, 1
         self._size.note_loss(self._lost_at)
         if self._poison.suspects:
             self._begin_anew(loss)
@@ -183,7 +185,7 @@ class Recovery:
     def _begin_growth(self) -> None:
         """Ends a group in good health for one with all ranks."""
         self._pause()
-        self._num_attempts = 0
+        self._cause, self._num_attempts = None, 0
         self._restart_requests()
         waiting = counted(len(self._scheduler.unfinished_requests()), "request")
         text = "there is room for all %d ranks again: %s will wait for the group that has them"
@@ -279,11 +281,12 @@ class Recovery:
         )
 
     def _progress(self, now: float) -> RecoveryProgress | None:
-        loss, executor = self._loss, self._executor
-        if self.state is not EngineState.RECOVERING or loss is None:
+        cause, executor = self._cause, self._executor
+        if self.state is not EngineState.RECOVERING:
             return None
         phases_s, elapsed_s = dict(executor.start_times_s), now - self._lost_at
-        return RecoveryProgress(loss, elapsed_s, self._num_attempts, phases_s, executor.start_phase)
+        phase = executor.start_phase
+        return RecoveryProgress(cause, elapsed_s, self._num_attempts, phases_s, phase)
 
     def die(self, error: BaseException) -> None:
         """Notes that the engine cannot go on."""
@@ -377,13 +380,12 @@ class Recovery:
         Raises:
             EngineDeadError: it would, or the time for all attempts is up.
         """
-        assert self._loss is not None
         now, limit_s = time.monotonic(), self._config.recovery.timeout_s
         wait_s, size, before = pause_s(self._num_attempts), self._size, self._size.num_ranks
         is_hopeless = not (isinstance(error, errors.GroupLostError) or errors.is_temporary(error))
-        if is_hopeless and not (size.is_smaller or size.is_growing):
-            why = f"{type(error).__name__}: {error}. What was lost: {self._loss.report()}"
-            self._fail_engine(f"its ranks were lost and could not be replaced: {why}", error)
+        if is_hopeless and not size.has_run_smaller:
+            why = f"{type(error).__name__}: {error}{self._describe_loss()}"
+            self._fail_engine(f"{self._describe_end()} and could not be replaced: {why}", error)
         size.change(now + wait_s, is_hopeless)
         if size.num_ranks < before:
             wait_s = 0.0
@@ -392,12 +394,13 @@ class Recovery:
         self._attempt_at = now + wait_s
         logger.error(
             "attempt %d at a new group of ranks failed. The driver's machine: %s. The next attempt"
-            "%s follows in %g s, the last one within %g s of the loss (recovery_timeout). %s",
+            "%s follows in %g s, the last one within %g s of the %s (recovery_timeout). %s",
             self._num_attempts,
             host.describe_resources(error),
             size.describe_lack(),
             wait_s,
             limit_s,
+            "loss" if self._cause is not None else "end of the smaller group",
             self._new_reason(error),
         )
 
@@ -411,13 +414,20 @@ class Recovery:
 
     def _give_up(self, error: Exception) -> NoReturn:
         """Ends the engine, as the time for all attempts at a new group is up."""
-        assert self._loss is not None
         machine = f"the driver's machine: {host.describe_resources(error)}"
         limit = f"recovery_timeout = {self._config.recovery.timeout_s:g} s ({machine})"
         attempts = counted(self._num_attempts, "attempt")
-        text = f"its ranks were lost and not replaced within {limit}, in {attempts}"
-        last = f"{_describe(error)}. What was lost: {self._loss.report()}"
+        text = f"{self._describe_end()} and not replaced within {limit}, in {attempts}"
+        last = f"{_describe(error)}{self._describe_loss()}"
         self._fail_engine(f"{text}. The last one: {last}", error)
+
+    def _describe_end(self) -> str:
+        if self._cause is not None:
+            return "its ranks were lost"
+        return f"its ranks were ended to get all {self._size.num_wanted} again"
+
+    def _describe_loss(self) -> str:
+        return "" if self._cause is None else f". What was lost: {self._cause.report()}"
 
     def _note_rebuilt(self, ledgers: list[MemoryLedger], blocks: BlockManager) -> None:
         num_blocks_before = self._scheduler.block_manager.num_total_blocks
@@ -432,7 +442,8 @@ class Recovery:
         self.state = EngineState.RUNNING
         if not is_resumed:  # else the next search for room would be put off
             self._size.note_ready(time.monotonic())
-        self._num_recoveries += 1
+        if self._cause is not None:
+            self._num_recoveries += 1
         record = RecoveryRecord(
             epoch=self._executor.epoch,
             loss=self._loss,

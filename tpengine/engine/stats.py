@@ -290,7 +290,7 @@ class RecoveryProgress:
     """A recovery that goes on; times in seconds.
 
     Attributes:
-        loss: what it recovers from.
+        loss: what it recovers from; None: the group was ended to get all ranks again.
         elapsed_s: since the loss's detection.
         num_attempts: at a new group, with the present one.
         phases_s: those phases of the latest attempt that have ended.
@@ -298,7 +298,7 @@ class RecoveryProgress:
             not measure it.
     """
 
-    loss: RankLoss
+    loss: RankLoss | None
     elapsed_s: float
     num_attempts: int
     phases_s: Mapping[str, float]
@@ -311,7 +311,7 @@ class EngineHealth:
 
     Attributes:
         epoch: number of the group of ranks, from 1.
-        num_recoveries: groups that were rebuilt.
+        num_recoveries: from losses.
         stalled_s: seconds for which there was work, or no group, and no step was completed.
         failure: the error that ended the engine; None: no error did.
         recovery: the one that goes on; None: none does.

@@ -130,11 +130,11 @@ def _rank_state(rank: int, health: EngineHealth) -> str:
     if health.recovery is None:
         return health.state.value
     loss = health.recovery.loss
-    if health.epoch > loss.epoch:
+    if loss is None or health.epoch > loss.epoch:
         return "starting"
     return "lost" if rank == loss.rank else "ended"
 
 
-def _loss(loss: RankLoss) -> dict[str, Any]:
+def _loss(loss: RankLoss | None) -> dict[str, Any] | None:
     """A loss without its stack and its log, which are for the operator."""
-    return {name: getattr(loss, name) for name in _OF_LOSS}
+    return None if loss is None else {name: getattr(loss, name) for name in _OF_LOSS}

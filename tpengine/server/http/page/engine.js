@@ -124,8 +124,9 @@ function drawRecovery({ recovery, queues }) {
   if (recovery === null) return;
   const { loss } = recovery;
   write(get("recovery-time"), `${recovery.elapsed_s.toFixed(1)} s`);
-  const step = loss.step === null ? "" : `, step ${loss.step}`;
-  write(get("recovery-loss"), `Rank ${loss.rank} was lost (${loss.phase}${step}): ${loss.cause}`);
+  const step = loss?.step == null ? "" : `, step ${loss.step}`;
+  const lost = loss && `Rank ${loss.rank} was lost (${loss.phase}${step}): ${loss.cause}`;
+  write(get("recovery-loss"), lost ?? "There is room for all ranks again: they are started.");
   const done = Object.entries(recovery.phases_s).map(([name, s]) => item(`${name} ${s.toFixed(2)} s`));
   const now = recovery.phase && item(`${recovery.phase} …`, "now");
   get("phases").replaceChildren(...done, ...(now ? [now] : []));
