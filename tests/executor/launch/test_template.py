@@ -116,7 +116,8 @@ def test_a_lost_rank_is_forked_again(folder: Path, monkeypatch: pytest.MonkeyPat
         assert ranks.generate() == expected
         assert the_template(ranks) is first
         assert first.pid not in [place.pid for place in ranks.executor.places]
-    wait_until(lambda: children_of(os.getpid()) == children)
+    # one of an earlier test may end meanwhile
+    wait_until(lambda: set(children_of(os.getpid())) <= set(children))
     wait_until(lambda: open_files() == files)
 
 
@@ -171,7 +172,7 @@ def test_a_template_that_is_killed_while_it_forks(starter: Starter) -> None:
         with suppress(PlacementError):
             end(forked(source))
         end(source)
-        wait_until(lambda: children_of(os.getpid()) == children)
+        wait_until(lambda: set(children_of(os.getpid())) <= set(children))
 
 
 def test_a_fork_that_answers_late(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
