@@ -179,7 +179,7 @@ struct QuantizedLinearArgs {
   int64_t panel_bytes, group_bytes, num_panels;
   int64_t num_outliers;  // fours of a row
   int64_t num_blocks;    // of rows: full ones and a rest for tiles, else as equal as can be
-  int64_t tile_inputs;   // that tiles take at once; 0: there are none, or too few rows for them
+  int64_t tile_inputs;   // of a step by tiles; 0: vectors multiply, as rows are few or tiles lack
 
   bool is_whole() const { return bits == 8 && num_groups == 1 && offsets == Offsets::kNone; }
   // of a row, filled up with zeros
@@ -260,7 +260,7 @@ struct Kernels {
   const char* name;
   int64_t vector_lanes;
   int64_t quantized_rows, whole_rows;  // at most, of a block: with groups, with one per output
-  int64_t tile_rows;  // from so many on tiles multiply quantised weights; 0: there are none
+  int64_t tile_rows;  // fewest rows for which tiles multiply quantised weights; 0: no tiles
   // next: the item that this thread will probably take after this one; null: none
   void (*attention)(const AttentionArgs&, const AttentionItem&, const AttentionItem* next);
   void (*merge_partitions)(const AttentionArgs&, const AttentionItem&);

@@ -38,8 +38,8 @@ class GroupSize:
         self._look_s = _FIRST_LOOK_S
 
     @property
-    def has_run_smaller(self) -> bool:
-        """Whether a hopeless attempt is no end: a group of another size follows it."""
+    def has_another_size(self) -> bool:
+        """Whether a group of another size can follow an attempt that failed for good."""
         return self.is_smaller or self._grown_from is not None
 
     @property

@@ -383,7 +383,7 @@ class Recovery:
         now, limit_s = time.monotonic(), self._config.recovery.timeout_s
         wait_s, size, before = pause_s(self._num_attempts), self._size, self._size.num_ranks
         is_hopeless = not (isinstance(error, errors.GroupLostError) or errors.is_temporary(error))
-        if is_hopeless and not size.has_run_smaller:
+        if is_hopeless and not size.has_another_size:
             why = f"{type(error).__name__}: {error}{self._describe_loss()}"
             self._fail_engine(f"{self._describe_end()} and could not be replaced: {why}", error)
         size.change(now + wait_s, is_hopeless)
