@@ -438,7 +438,7 @@ def test_a_new_rank_that_hangs(
     it. In its place comes a new group, which computes the requests again."""
     orders = Orders.make(tmp_path / "orders")
     obedient = sabotaged_rank(None, partial(install, str(tmp_path / "orders")))
-    monkeypatch.setattr(group_executor, "_SHARE", 0.05)
+    monkeypatch.setattr(group_executor, "_SHARE", 0.15)
     fields = FIELDS | {"tensor_parallel_size": 2, "recovery_timeout": 50.0}
     args = EngineArgs(str(folder), **fields)
     with obedient as places, LLMEngine.from_engine_args(args) as engine:
@@ -450,6 +450,7 @@ def test_a_new_rank_that_hangs(
                 os.kill(pids[1], signal.SIGKILL)
 
             assert serve(engine, prompts, {9: kill}) == expected
+            assert orders.num_left == 0, f"no rank hangs in {moment}"
         assert resumed(engine) == [False, False]
         assert held(engine) == before
         ranks = {place.pid for place in executor_of(engine).places}
