@@ -65,15 +65,19 @@ def test_equals_a_product_in_float64(
 
 @pytest.mark.parametrize("name", [*ISAS, EMULATED])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_bits_alone_and_in_a_crowd(name: str, dtype: torch.dtype) -> None:
-    x, weight, bias = _case((50, 320, 200), dtype)
-    packed = pack_linear_weight(weight)
+@pytest.mark.parametrize("shape", [(50, 320, 200), (150, 3200, 33)], ids=str)
+def test_a_row_is_the_same_bits_alone_and_in_a_crowd(
+    name: str, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    """Tiles take 128 rows of 3,200 inputs at once: the others come in another set."""
+    x, weight, bias = _case(shape, dtype)
+    packed, count = pack_linear_weight(weight), shape[0]
     with backend(name) as op:
-        whole = x.new_empty(50, 200)
+        whole = nan_like(x.new_empty(count, shape[2]))
         with threads(2):
             op("packed_linear")(whole, x, packed, bias)
-        for rows in (slice(0, 1), slice(7, 20), slice(49, 50)):
-            part = x.new_empty(x[rows].shape[0], 200)
+        for rows in (slice(0, 1), slice(7, 20), slice(127, 129), slice(count - 1, count)):
+            part = x.new_empty(x[rows].shape[0], shape[2])
             op("packed_linear")(part, x[rows], packed, bias)
             assert torch.equal(part, whole[rows])
 
