@@ -38,7 +38,7 @@ from transformers import GenerationMixin, WhisperFeatureExtractor
 
 from tpengine import SamplingParams
 from tpengine.engine.log_mel import log_mel
-from tpengine.engine.sound_prompts import read_samples
+from tpengine.engine.sound_prompts import read_parts, read_samples
 from tpengine.errors import ConfigError, InvalidPromptError, RequestError
 
 LENGTHS = [16_000, 1, 7_003, 15_900, 160, 12_345]
@@ -244,20 +244,15 @@ def test_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
         samplerate = 8_000
 
         def __init__(self, content: io.BytesIO) -> None:
-            self.name = content.read()
-            self.frames = 10**9 if self.name == b"long" else len(frames)
-
-        def __enter__(self) -> SoundFile:
-            if self.name == b"wrong":
+            name, self.left = content.read(), frames
+            if name == b"wrong":
                 raise RuntimeError("Format not recognised")
-            return self
+            self.frames = 10**9 if name == b"long" else len(frames)
 
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def read(self, dtype: str, always_2d: bool) -> Any:
+        def read(self, num_frames: int, dtype: str, always_2d: bool) -> Any:
             assert always_2d
-            return frames.astype(dtype)
+            taken, self.left = np.split(self.left, [num_frames])
+            return taken.astype(dtype)
 
     module = types.ModuleType("soundfile")
     monkeypatch.setattr(module, "SoundFile", SoundFile, raising=False)
@@ -265,9 +260,26 @@ def test_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = read_samples(b"flac", 1.0)
     assert (len(samples), samples.dtype) == (1_600, np.float32)
     assert np.allclose(samples, 0.125)
+    assert sum(map(len, read_parts(b"flac", 0.0625, 1.0))) == 1_600
     for name, words in ((b"long", "longer than the 1 s"), (b"wrong", "Format not recognised")):
         with pytest.raises(InvalidPromptError, match=words):
             read_samples(name, 1.0)
+
+
+def test_parts_of_a_long_sound() -> None:
+    """No sample is lost, each part but the last ends in the quiet near its end, and a sound that
+    fits is one part."""
+    (loud,) = sounds([50_000], seed=3)
+    loud += np.sign(loud)
+    loud[14_000:14_400] = loud[28_300:28_700] = 0.0
+    parts = list(read_parts(wav(loud * 0.5), 1.0, 4.0))
+    assert [len(part) for part in parts[:2]] == [pytest.approx(14_200, abs=200)] * 2
+    assert all(0 < len(part) <= RATE for part in parts)
+    assert np.array_equal(np.concatenate(parts), read_samples(wav(loud * 0.5), 4.0))
+    (whole,) = read_parts(wav(loud[:RATE] * 0.5), 1.0, 4.0)
+    assert len(whole) == RATE
+    with pytest.raises(InvalidPromptError, match=r"lasts 3\.125 s, longer than the 3 s"):
+        next(read_parts(wav(loud * 0.5), 1.0, 3.0))
 
 
 def test_damaged_files() -> None:

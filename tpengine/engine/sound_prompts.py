@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -23,6 +23,9 @@ _RATES = range(1000, 768_001)
 _LARGEST = 2.0**15
 """Amplitude above which a sound is refused: powers of its spectrum must fit in float32."""
 _MOST_BYTES_OF_A_SAMPLE = 4
+_Samples = npt.NDArray[np.floating[Any]]
+_Reader = Callable[[int], _Samples]
+"""Returns the next samples of a file, at most so many: the mean of all channels."""
 
 
 def as_two_prompts(prompt: Any, token_ids: Any) -> Mapping[str, Any]:
@@ -98,13 +101,49 @@ def read_samples(audio: Any, most_s: float) -> Floats:
         except OSError as error:
             raise _wrong(f"cannot be read: {error}; give the path of a file") from error
     if isinstance(audio, bytes | bytearray | memoryview):
-        samples, rate = _decode(bytes(audio), most_s)
+        read, rate = _open(bytes(audio), most_s)
+        samples = read(int(most_s * rate) + 1)
     elif isinstance(audio, Sequence) and len(audio) == 2:
         samples, rate = _checked_samples(audio[0]), _as_int(audio[1])
     else:
         hint = f"give (samples, {SAMPLING_RATE}), or the bytes or the path of a file"
         raise _wrong(f"holds no sound with its sampling rate: {type(audio).__name__}; {hint}")
     _check_length(len(samples), rate, most_s)
+    return _convert(samples, rate)
+
+
+def read_parts(content: bytes, part_s: float, most_s: float) -> Iterator[Floats]:
+    """Yields the sound of a file in parts, each as of `read_samples`. A part ends where the sound
+    is quietest in the last sixth of `part_s`, so that few words are cut.
+
+    Args:
+        content: of the file.
+        part_s: longest part, in seconds.
+        most_s: longest sound, in seconds.
+
+    Raises:
+        InvalidPromptError: it cannot be decoded, or is longer.
+    """
+    read, rate = _open(content, most_s)
+    longest = int(part_s * rate)
+    held = read(longest + 1)
+    while len(held) > longest:
+        end = _quietest_place(held[:longest])
+        yield _convert(held[:end], rate)
+        held = np.concatenate([held[end:], read(end)])
+    _check_length(len(held), rate, part_s)
+    yield _convert(held, rate)
+
+
+def _quietest_place(samples: _Samples) -> int:
+    """Returns the middle of the quietest of 50 windows at the end of a part; each is one 300th."""
+    window = max(1, len(samples) // 300)
+    start = len(samples) - 50 * window
+    powers = np.square(samples[start:]).reshape(50, window).sum(axis=1)
+    return start + int(powers.argmin()) * window + window // 2
+
+
+def _convert(samples: _Samples, rate: int) -> Floats:
     if not (np.abs(samples) <= _LARGEST).all():  # nor is it so for NaN
         text = f"holds samples that are not within [-{_LARGEST:g}, {_LARGEST:g}]"
         raise _wrong(f"{text}, or are NaN; give floats in [-1, 1]")
@@ -116,7 +155,7 @@ def read_samples(audio: Any, most_s: float) -> Floats:
     return (np.fft.irfft(spectrum, count) * (count / len(samples))).astype(np.float32)
 
 
-def _checked_samples(samples: Any) -> npt.NDArray[np.floating[Any]]:
+def _checked_samples(samples: Any) -> _Samples:
     try:
         array = np.asarray(samples)
     except Exception as error:  # objects raise anything while they become an array
@@ -143,46 +182,59 @@ def _check_length(num_samples: int, rate: int, most_s: float) -> None:
         raise _wrong("holds no samples; give a sound that is not empty")
     if num_samples > most_s * rate:
         length = f"lasts {num_samples / rate:.4g} s, longer than the {most_s:g} s"
-        raise _wrong(f"{length} that the model reads at once; cut it into parts")
+        raise _wrong(f"{length} that are read at once; cut it into parts")
 
 
-def _decode(content: bytes, most_s: float) -> tuple[npt.NDArray[np.floating[Any]], int]:
-    """Returns samples, the mean of all channels, and sampling rate of a file."""
+def _open(content: bytes, most_s: float) -> tuple[_Reader, int]:
+    """Returns what reads a file, and its sampling rate."""
     try:
-        with wave.open(io.BytesIO(content)) as file:
-            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            if width > _MOST_BYTES_OF_A_SAMPLE:
-                raise wave.Error(f"samples of {width} bytes")
-            # Writers that do not know the number at the start declare too many.
-            num_frames = min(file.getnframes(), len(content) // (width * channels))
-            _check_length(num_frames, rate, most_s)
-            frames = file.readframes(num_frames)
+        file = wave.open(io.BytesIO(content))  # noqa: SIM115, as it stays open for the reader
+        width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+        if width > _MOST_BYTES_OF_A_SAMPLE:
+            raise wave.Error(f"samples of {width} bytes")
     except (wave.Error, EOFError, RuntimeError) as error:  # RuntimeError: a part is too long
-        return _decode_other(content, most_s, error)
-    raw = np.frombuffer(frames, np.uint8, len(frames) // (width * channels) * width * channels)
-    if width == 1:
-        raw = np.bitwise_xor(raw, np.uint8(0x80))  # they alone are unsigned
-    wide = np.zeros((len(raw) // width, _MOST_BYTES_OF_A_SAMPLE), np.uint8)
-    wide[:, -width:] = raw.reshape(-1, width)
-    return wide.view("<i4").reshape(-1, channels).mean(axis=1) / 2**31, rate
+        return _open_other(content, most_s, error)
+    # Writers that do not know the number at the start declare too many.
+    _check_length(min(file.getnframes(), len(content) // (width * channels)), rate, most_s)
+
+    def read(num_frames: int) -> _Samples:
+        frames = file.readframes(min(num_frames, file.getnframes() - file.tell()))
+        raw = np.frombuffer(frames, np.uint8, len(frames) // (width * channels) * width * channels)
+        if width == 1:
+            raw = np.bitwise_xor(raw, np.uint8(0x80))  # they alone are unsigned
+        wide = np.zeros((len(raw) // width, _MOST_BYTES_OF_A_SAMPLE), np.uint8)
+        wide[:, -width:] = raw.reshape(-1, width)
+        means: _Samples = wide.view("<i4").reshape(-1, channels).mean(axis=1)
+        return means / 2**31
+
+    return read, rate
 
 
-def _decode_other(
-    content: bytes, most_s: float, why_no_wave: Exception
-) -> tuple[npt.NDArray[np.floating[Any]], int]:
-    """Decodes what Python itself cannot, if there is a library for it."""
+def _open_other(content: bytes, most_s: float, why_no_wave: Exception) -> tuple[_Reader, int]:
+    """Opens what Python itself cannot read, if there is a library for it."""
     try:
         import soundfile
     except (ImportError, OSError):  # OSError: the library that it loads is not there
         why = str(why_no_wave) or "it is cut off or damaged"  # as of EOFError
         text = f"is no WAV file with integers ({why}), and soundfile, which reads FLAC, MP3"
         raise _wrong(f"{text} and OGG, is not installed; send WAV, or install it") from None
-    try:
-        with soundfile.SoundFile(io.BytesIO(content)) as file:
-            _check_length(file.frames, file.samplerate, most_s)
-            return file.read(dtype="float32", always_2d=True).mean(axis=1), file.samplerate
-    except RuntimeError as error:
-        raise _wrong(f"is no sound that can be decoded: {error}; send WAV or FLAC") from error
+
+    def checked(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            text = f"is no sound that can be decoded: {error}; send WAV or FLAC"
+            raise _wrong(text) from error
+
+    file = checked(lambda: soundfile.SoundFile(io.BytesIO(content)))
+    _check_length(file.frames, file.samplerate, most_s)
+
+    def read(num_frames: int) -> _Samples:
+        frames = checked(lambda: file.read(num_frames, dtype="float32", always_2d=True))
+        means: _Samples = frames.mean(axis=1)
+        return means
+
+    return read, file.samplerate
 
 
 def _wrong(problem: str) -> InvalidPromptError:

@@ -26,8 +26,8 @@ DEFAULT_MESSAGE_BYTES = 4 << 20
 """At most, without pictures and sounds; see `default_message_bytes`."""
 _PARAMETER_BYTES = 512 << 10
 _TOKEN_BYTES = 64
-_SOUND_BYTES = 6 << 20
-"""Of a WAV file of 30 s, with 48,000 samples of 16 bits a second in each of two channels."""
+_SOUND_BYTES = 25 << 20
+"""Of a file with sound; OpenAI's limit."""
 MAX_ERROR_TEXT = 400
 """Bytes of an error's text. It travels in trailers, which clients bound at 8 KiB."""
 MAX_ROLE_BYTES = 64

@@ -83,7 +83,7 @@ class ServerArgs(Options):
     """Most prompt tokens that may wait to start; more are refused."""
     max_message_mib: float | None = option(None, more_than=0, at_most=MAX_MESSAGE_MIB)
     """Largest request in MiB, after decompression; default: 0.5 and 64 bytes for each token of
-    max_model_len, at most 4; 27 more for a model that reads pictures, 6 for one of sound."""
+    max_model_len, at most 4; 27 more for a model that reads pictures, 25 for one of sound."""
     isolate: bool = option(False)
     """Run the only rank in a process of its own, so that a crash in it loses no request; each step
     takes longer. No effect with several ranks, or with --executor processes or ray; refused with

@@ -28,6 +28,7 @@ from support.small_whispers import (
 
 from server.http.openai_door import Door
 from tpengine import LLM, SamplingParams
+from tpengine.engine.sound_prompts import read_parts
 
 SMALL: dict[str, Any] = {"dtype": "float32", "num_device_blocks_override": 64}
 FILE = wav(sounds([12_000], seed=8)[0])
@@ -97,6 +98,30 @@ def test_openai_package(whisper: Path, client: openai.OpenAI) -> None:
     assert sampled[0].text == sampled[1].text != sampled[2].text
 
 
+def test_a_long_sound(whisper: Path, client: openai.OpenAI) -> None:
+    """Its parts are written down one by one."""
+    file = wav(sounds([40_000], seed=9)[0])
+    parts = list(read_parts(file, 1.0, 3.0))
+    assert len(parts) == 3
+    with LLM(str(whisper), **SMALL) as llm:
+        prompts: Any = [
+            {"prompt_token_ids": [START, GERMAN, TRANSCRIBE, NO_TIMES]}
+            | {"multi_modal_data": {"audio": (part, 16_000)}}
+            for part in parts
+        ]
+        params = SamplingParams(temperature=0.0, max_tokens=None)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    expected = "".join(output.outputs[0].text for output in outputs).strip()
+    create = client.audio.transcriptions.create
+    answer: Any = create(
+        model="none", file=("a.wav", file), language="de", response_format="verbose_json"
+    )
+    assert (answer.text, answer.duration) == (expected, 2.5)
+    heard = create(model="none", file=("a.wav", file), response_format="verbose_json")
+    alone = create(model="none", file=("a.wav", wav(parts[0])), response_format="verbose_json")
+    assert heard.language == alone.language
+
+
 def test_a_large_file(client: openai.OpenAI) -> None:
     """A second, in 4 MiB: the limit of bodies has room for a sound."""
     file = wav(np.zeros(480_000, np.float32), 480_000, 4, 2)
@@ -118,9 +143,9 @@ def form(fields: dict[str, Any], file: bytes | None = FILE, boundary: str = "xx"
 
 def test_refusals(url: str) -> None:
     door, kind = Door(url), "multipart/form-data; boundary=xx"
-    long = wav(np.zeros(16_001, np.float32))
+    long = wav(np.zeros(1_500_001, np.float32), 1_000)
     cases: list[tuple[bytes, str, str | None]] = [
-        (form({"model": "none"}, long), "lasts 1 s, longer than the 1 s", "file"),
+        (form({"model": "none"}, long), "lasts 1500 s, longer than the 1500 s", "file"),
         (form({}, b"no sound"), "is no WAV file", "file"),
         (form({}, None), "is missing", "file"),
         (form({"file": "text"}, None), "is missing, or has no filename", "file"),

@@ -1,7 +1,7 @@
 """OpenAI's routes that write down speech.
 
-A call is a form with a file. Without a language the model first says which one it hears, in a
-request of its own.
+A call is a form with a file. Each part of a long sound is a request of its own. Without a language
+the model first says which one it hears in the first part, in one more request.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from tpengine.async_engine.request_table import unique_id
 from tpengine.config import SAMPLING_RATE, EncoderConfig
 from tpengine.engine.log_mel import Floats
 from tpengine.engine.requests import GenerateRequest
-from tpengine.engine.sound_prompts import begin, read_samples
+from tpengine.engine.sound_prompts import begin, read_parts
 from tpengine.errors import InvalidPromptError
+from tpengine.outputs import CompletionOutput
 from tpengine.sampling_params import RequestOutputKind, SamplingParams
 from tpengine.server.auth import Call
 from tpengine.server.batches import serve_all
@@ -40,6 +41,8 @@ _READ = (
     "request_id", "stream",
 )  # fmt: skip
 _NUMBERS: dict[str, Callable[[str], float]] = {"temperature": float, "seed": int, "priority": int}
+_MOST_S = 1500.0
+"""Of a sound; OpenAI's limit."""
 _BEFORE = "<|startofprev|>"
 """The token in front of what was said before."""
 
@@ -66,7 +69,7 @@ class _Speech:
     """What a call asks for.
 
     Attributes:
-        samples: see `read_samples`.
+        parts: of the sound, see `read_parts`.
         language: a key of `SoundConfig.languages`; None: the model is to say it.
         before: ids of what was said before.
         form: of the answer, one of `_FORMS`.
@@ -75,7 +78,7 @@ class _Speech:
 
     encoder: EncoderConfig
     task: str
-    samples: Floats
+    parts: list[Floats]
     language: str | None
     before: list[int]
     form: str
@@ -83,14 +86,19 @@ class _Speech:
     common: dict[str, Any]
     request_id: str
 
-    async def serve(self, state: ServerState, token_ids: list[int], params: SamplingParams) -> Any:
-        """The output for a prompt of the decoder."""
-        data = {"audio": (self.samples, SAMPLING_RATE)}
-        prompt: Any = {"prompt_token_ids": token_ids, "multi_modal_data": data}
-        request_id = unique_id(self.request_id)
-        request = GenerateRequest(prompt, request_id=request_id, params=params, **self.common)
-        (output,) = await serve_all(state, [("file", request)])
-        return output.outputs[0]
+    async def serve(
+        self, state: ServerState, parts: list[Floats], token_ids: list[int], params: SamplingParams
+    ) -> list[CompletionOutput]:
+        """The outputs for parts of the sound and a prompt of the decoder."""
+
+        def ask(part: Floats) -> GenerateRequest:
+            data = {"audio": (part, SAMPLING_RATE)}
+            prompt: Any = {"prompt_token_ids": token_ids, "multi_modal_data": data}
+            request_id = unique_id(self.request_id)
+            return GenerateRequest(prompt, request_id=request_id, params=params, **self.common)
+
+        outputs = await serve_all(state, [("file", ask(part)) for part in parts])
+        return [output.outputs[0] for output in outputs]
 
 
 async def _read(call: Call, state: ServerState, task: str) -> _Speech:
@@ -129,11 +137,12 @@ async def _read(call: Call, state: ServerState, task: str) -> _Speech:
     begin(encoder, language, task)  # refuses a language before the sound is decoded
     before = await _ids_before(text, state) if text else []
     try:
-        samples = await asyncio.to_thread(read_samples, file, encoder.sound.longest_s)
+        reading = read_parts(file, encoder.sound.longest_s, _MOST_S)
+        parts = await asyncio.to_thread(list, reading)
     except InvalidPromptError as error:
         raise FieldError("file", str(error).removeprefix("audio ")) from None
     own = language, before, form, params, common, call.request_id
-    return _Speech(encoder, task, samples, *own)
+    return _Speech(encoder, task, parts, *own)
 
 
 async def _ids_before(text: str, state: ServerState) -> list[int]:
@@ -154,15 +163,16 @@ async def _write(speech: _Speech, state: ServerState) -> Response:
     if speech.language is None and sound.languages:
         by_id = {token_id: name for name, token_id in sound.languages.items()}
         hears = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=list(by_id))
-        first = await speech.serve(state, list(encoder.start_token_ids[:1]), hears)
+        start = list(encoder.start_token_ids[:1])
+        (first,) = await speech.serve(state, speech.parts[:1], start, hears)
         speech.language = by_id[first.token_ids[0]]
     token_ids = speech.before + begin(encoder, speech.language, speech.task)
-    output = await speech.serve(state, token_ids, speech.params)
-    text = output.text.strip()
+    outputs = await speech.serve(state, speech.parts, token_ids, speech.params)
+    text = "".join(output.text for output in outputs).strip()
     if speech.form == "text":
         return Response(f"{text}\n", media_type="text/plain")
     fields: dict[str, Any] = {"text": text}
-    duration_s = len(speech.samples) / SAMPLING_RATE
+    duration_s = sum(map(len, speech.parts)) / SAMPLING_RATE
     if speech.form == "verbose_json":
         language = speech.language or "en"
         fields |= {"task": speech.task, "language": language, "duration": duration_s}
