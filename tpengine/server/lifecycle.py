@@ -42,6 +42,8 @@ logger = init_logger(__name__)
 EXIT_OK, EXIT_FAILED = 0, 1
 _POLL_S = 0.2
 """Interval at which the engine's health is read."""
+_WAIT_S = 0.01
+"""Interval at which open calls are counted, until they have finished."""
 _WRITE_S = 2.0
 """Minimum time for the last outputs of finished requests to be sent."""
 _STEP_S = 5.0
@@ -321,7 +323,10 @@ class _Server:
             end += state.drain_timeout_s
             calls, left_s = counted(state.num_open_calls, "open call"), state.drain_timeout_s
             logger.info("%s: no new requests; %s, %.1f s to finish", state.why, calls, left_s)
-            num_cut = await engine.drain(left_s)
+            # The doors take no new calls; those that have begun may begin with all their prompts.
+            while state.num_batches and time.monotonic() < end and engine.health().alive:
+                await asyncio.sleep(_WAIT_S)
+            num_cut = await engine.drain(max(0.0, end - time.monotonic()))
             if num_cut:
                 logger.warning("aborted %s that had not finished", counted(num_cut, "request"))
             if not engine.health().alive:
@@ -329,7 +334,7 @@ class _Server:
         # Clients have still to read what is generated; a slow one has the rest of the time.
         end = max(end, time.monotonic() + _WRITE_S)
         while (state.num_open_calls or state.kept.are_read) and time.monotonic() < end:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(_WAIT_S)
         await self._close_doors(0.5)
         try:
             await engine.shutdown(_STEP_S)

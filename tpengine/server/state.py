@@ -51,6 +51,7 @@ class ServerState:
         last_words: error text for clients whose requests have not finished by then.
         created: time in seconds since 1970 at which the server began to load.
         num_open_calls: calls that generate and have not ended.
+        num_batches: calls with many prompts, some of which may still wait for places.
         limits: bounds of requests, calls and connections, for all doors.
         max_message_bytes: of a request; by default the model's length decides it.
         salts_prefixes: whether a request finds only prompts of its own client in the prefix cache.
@@ -78,7 +79,7 @@ class ServerState:
         self.closing = asyncio.Event()
         self.why = ""
         self.last_words = _LAST_WORDS
-        self.num_open_calls = 0
+        self.num_open_calls = self.num_batches = 0
         self.max_message_bytes = self.limits.max_message_bytes
         self.salts_prefixes = False
         self._max_text_bytes: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -275,11 +276,12 @@ def test_fields_at_fault(
 
 
 def test_a_server_of_an_embedding_model(tmp_path: Path) -> None:
-    """The program starts, its page opens, its key is asked for, and a call may have as many
-    inputs as OpenAI's."""
+    """The program starts, its page opens, its key is asked for, a call may have as many inputs as
+    OpenAI's, and one that has begun is served whole by a server that is told to end."""
     folder = write_pooler(tmp_path / "birds", "embed")
     options = ["--model", str(folder), "--dtype", "float32", "--http-port", "0"]
     options += ["--num-device-blocks-override", "64", "--api-key", KEY]
+    options += ["--max-queued-requests", str(16 * QUEUE)]
     with serving(tmp_path, *options) as process:
         door = Door(process.http_address, KEY)
         assert [door.open(path).status for path in ("/", "/engine/state")] == [200, 200]
@@ -290,6 +292,10 @@ def test_a_server_of_an_embedding_model(tmp_path: Path) -> None:
         assert (len(many.data), many.usage.total_tokens) == (MAX_INPUTS, 2 * MAX_INPUTS)
         assert process.metric("tpengine:prompt_tokens_total") == 1 + 2 * MAX_INPUTS  # 1: start-up
         assert Door(process.http_address).refused(*EMBEDS)[0] == 401
+        call = door.begin("embeddings", {"input": texts, **cut})
+        wait_until(lambda: process.metric("tpengine:num_requests_running") > 0, WAIT_S)
+        process.process.send_signal(signal.SIGTERM)
+        assert len(json.load(call.getresponse())["data"]) == MAX_INPUTS
 
 
 @pytest.mark.check
