@@ -124,7 +124,8 @@ def _fastembed(folder: str, args: argparse.Namespace) -> Any:
         pytest.skip("ONNX Runtime multiplies no bfloat16 on a CPU")
     model = transformers.AutoModel.from_pretrained(folder, use_cache=False).eval()
     ids = torch.ones(2, 8, dtype=torch.int64)
-    example = {"input_ids": ids, "attention_mask": ids}
+    # A mask of ones alone would be left out of the graph.
+    example = {"input_ids": ids, "attention_mask": ids.tril(5)}
     sizes = dict.fromkeys(example, dict.fromkeys(range(2), torch.export.Dim.DYNAMIC))
     options: dict[str, Any] = {"dynamic_shapes": sizes, "output_names": ["hidden"]}
     torch.onnx.export(model, (), f"{folder}/model.onnx", kwargs=example, **options)
