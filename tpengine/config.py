@@ -199,6 +199,7 @@ class ModelConfig:
         max_model_len: most tokens of a sequence, prompt and output.
         end_token_ids: ids that end a sequence, from `config.json` and `generation_config.json`.
         quantization: one of `QUANTIZATIONS`.
+        calibrates: whether scales of int4 are chosen by what the model computes.
         max_logprobs: most log probabilities that a request may ask for at a position; -1: no limit.
         logprobs_mode: one of `LOGPROBS_MODES`: of the logits as the model computed them, or after
             edits, temperature and truncation.
@@ -218,6 +219,7 @@ class ModelConfig:
     load_format: str
     end_token_ids: frozenset[int]
     quantization: str | None = None
+    calibrates: bool = False
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
     model_impl: str = "tpengine"

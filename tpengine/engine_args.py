@@ -151,6 +151,9 @@ class EngineArgs(Options):
     """Rounds weights when they are read: int8 has a scale per output, int4 one per 32 inputs (-g64,
     -g128: per 64, 128). On CPU inputs have 8 bits too, and table and head of the vocabulary have 8;
     on a GPU these have 16. Default: as the file stores them, whose form may be named too."""
+    calibrate: bool = option(True)
+    """On CPU, choose the scales of int4 by texts that the model writes at the start: about half of
+    the loss. Weights are read twice. Not of models that do not generate or have two halves."""
     enforce_eager: bool = option(False)
     """Never record decode steps (CUDA graphs; on CPU: lists of operations)."""
     enable_lora: bool = option(False)
@@ -556,6 +559,8 @@ class EngineArgs(Options):
             max_model_len = min(max_model_len, read_max_seq_length(folder) or max_model_len)
         tokenizer = self.find_tokenizer(folder)
         self._files().fetch_weights(folder, self.load_format, each(self.ignore_patterns))
+        rounding = chosen_quantization(self.quantization, hf_config, folder)
+        is_int4, writes = (rounding or "").startswith("int4"), pooling is None and encoder is None
         return self._named(
             cfg.ModelConfig,
             model=folder,
@@ -563,7 +568,8 @@ class EngineArgs(Options):
             hf_config=hf_config,
             max_model_len=max_model_len,
             end_token_ids=model_files.read_end_token_ids(folder, hf_config),
-            quantization=chosen_quantization(self.quantization, hf_config, folder),
+            quantization=rounding,
+            calibrates=self.calibrate and is_int4 and writes and self.load_format != "dummy",
             model_impl=implementation,
             pooling=pooling,
             encoder=encoder,

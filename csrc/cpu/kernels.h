@@ -172,6 +172,8 @@ struct QuantizedLinearArgs {
   // are.
   const uint8_t* packed;
   const void* bias;  // [out_features]; null: none
+  // Of weights that are rounded: [in_features], what an input counts; null: all count the same.
+  const float* importance;
   int64_t num_rows, in_features, out_features, out_stride, x_stride;
   int bits;
   Offsets offsets;

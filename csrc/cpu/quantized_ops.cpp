@@ -38,7 +38,8 @@ void take_format(const char* op, QuantizedLinearArgs& args, const Tensor& packed
   args.packed = packed.data<uint8_t>();
 }
 
-void quantize_weight(const Tensor& packed, const Tensor& weight, int64_t bits, int64_t group_size) {
+void quantize_weight(const Tensor& packed, const Tensor& weight,
+                     const Optional<Tensor>& importance, int64_t bits, int64_t group_size) {
   const char* op = "quantize_weight";
   QuantizedLinearArgs args = {};
   args.dtype = element_type(op, "weight", weight);
@@ -48,6 +49,10 @@ void quantize_weight(const Tensor& packed, const Tensor& weight, int64_t bits, i
   args.x_stride = weight.stride(0);
   args.out_features = weight.size(0);
   args.in_features = weight.size(1);
+  if (importance) {
+    check_vector(op, "importance", *importance, aoti_torch_dtype_float32(), args.in_features);
+    args.importance = importance->data<float>();
+  }
   if (bits == 4) check_at_most(op, "group_size in 4 bits", group_size, kMostGroupOf4Bits);
   take_format(op, args, packed, bits, group_size, 0);
   args.out = packed.raw();

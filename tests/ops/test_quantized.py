@@ -4,6 +4,7 @@ integers that never saw the packed layout."""
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -231,12 +232,25 @@ def test_rounding_is_the_same_everywhere(name: str, dtype: torch.dtype) -> None:
     weight = torch.randn(70, INPUTS, generator=generator(2)) * torch.logspace(-7, 9, 70)[:, None]
     weight = weight.to(dtype)
     weight[3] = 0.0
-    for form in (FORMATS[kind] for kind in FORMATS if FORMATS[kind].offsets == NO_OFFSETS):
+    counts = torch.logspace(-6, 6, INPUTS)[torch.randperm(INPUTS, generator=generator(3))]
+    forms = (FORMATS[kind] for kind in FORMATS if FORMATS[kind].offsets == NO_OFFSETS)
+    for form, importance in itertools.product(forms, (None, counts)):
         with backend("reference") as op:
             expected = quantize_weight(weight, form).packed.clone()
-            op("quantize_weight")(expected, weight, form.bits, form.group_size)
+            op("quantize_weight")(expected, weight, importance, form.bits, form.group_size)
         with backend(name):
-            assert torch.equal(quantize_weight(weight, form).packed, expected)
+            assert torch.equal(quantize_weight(weight, form, importance).packed, expected)
+
+
+def test_inputs_that_count_more_lose_less() -> None:
+    weight, importance = torch.randn(64, INPUTS, generator=generator(8)), torch.ones(INPUTS)
+    importance[::16] = 1000.0
+    form = FORMATS["int4 g32"]
+    plain, weighted = (
+        dequantized(quantize_weight(weight, form, counts)) - weight for counts in (None, importance)
+    )
+    assert weighted[:, ::16].square().mean() < 0.3 * plain[:, ::16].square().mean()
+    assert weighted.square().mean() < 4 * plain.square().mean()
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -258,7 +272,7 @@ def test_what_is_not_finite_stays_so(name: str, kind: str) -> None:
             weight[5, place] = fault
             with backend(name) as op:
                 packed = quantize_weight(weight, form).packed
-                op("quantize_weight")(packed, weight, form.bits, form.group_size)
+                op("quantize_weight")(packed, weight, None, form.bits, form.group_size)
                 op("quantized_linear")(out[3:], case.x[3:], packed, None, *arguments(case.weight))
             assert not out[3:, 5].isfinite().any()
             assert out[3:, :5].isfinite().all()

@@ -8,9 +8,11 @@ from torch import Tensor
 from tpengine.ops import quantized_ops as quantized
 
 
-def quantize_weight(weight: Tensor, form: quantized.QuantizedFormat) -> quantized.QuantizedWeight:
+def quantize_weight(
+    weight: Tensor, form: quantized.QuantizedFormat, importance: Tensor | None = None
+) -> quantized.QuantizedWeight:
     result = quantized.empty_quantized(*weight.shape, form)
-    quantized.quantize_weight_into(result, weight)
+    quantized.quantize_weight_into(result, weight, importance)
     return result
 
 

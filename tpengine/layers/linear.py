@@ -53,10 +53,11 @@ class Linear:
         self.bias = weights.empty(out_features) if bias else None
         self.out_features = out_features
         self._form: LinearForm | None = None
+        importance = weights.importance.get(len(weights.linears))
         weights.linears.append(self)
         take = partial(self._take, weights)
-        rounded = self._rounded_format(weights, in_features)
-        self.matrix = Matrix(weights, out_features, in_features, take, rounded, self.may_be_stored)
+        how = self._rounded_format(weights, in_features), self.may_be_stored, importance
+        self.matrix = Matrix(weights, out_features, in_features, take, *how)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""

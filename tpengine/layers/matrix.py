@@ -57,6 +57,7 @@ class Matrix:
             rounded, or if parts of it keep the numbers of their file.
         rounded: the format to which it is rounded; None: it is not.
         may_be_stored: whether parts of it may keep the numbers of a quantised file.
+        importance: see `ops.quantized_ops.quantize_weight_into`.
 
     Attributes:
         outline: a tensor without memory. The targets of the declared parts are views of it.
@@ -70,12 +71,14 @@ class Matrix:
         take: Callable[[torch.Tensor | LinearForm], None],
         rounded: QuantizedFormat | None = None,
         may_be_stored: bool = True,
+        importance: torch.Tensor | None = None,
     ) -> None:
         shape = (out_features, in_features)
         self.outline = torch.empty(shape, dtype=weights.dtype, device="meta")
         self._weights = weights
         self._take = take
         self._rounded = rounded
+        self._importance = importance
         self._rounds_parts = rounded is not None and not gpu_quantized.is_on_gpu(weights)
         """Else a weight that is rounded is rounded whole."""
         self._may_be_stored = may_be_stored and weights.as_stored
@@ -141,7 +144,7 @@ class Matrix:
         values = values.to(self.outline.dtype if self._rounded else torch.float32)
         _check_range(values, piece.format)
         values = F.pad(values, (0, piece.in_features - values.shape[1]))
-        quantize_weight_into(piece, values.contiguous())
+        quantize_weight_into(piece, values.contiguous(), self._importance)
         return values[:, 0]
 
     def _empty(self, place: _Place, form: QuantizedFormat) -> QuantizedWeight:

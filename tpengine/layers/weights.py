@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -231,6 +231,8 @@ class Weights:
     parallel: ParallelState
     quantization: str | None = None
     as_stored: bool = False
+    importance: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """By place in `linears`: see `ops.quantized_ops.quantize_weight_into`."""
     arena: HugePageArena = field(default_factory=HugePageArena)
     """Memory for packed weights, which a CPU reads in every step."""
     shards: dict[str, list[WeightShard]] = field(default_factory=dict)
@@ -269,7 +271,8 @@ class Weights:
 
     @property
     def form(self) -> str:
-        """What became of a quantised file, for the line at the start; empty for other files."""
+        """What became of a quantised file, and how scales were chosen, for the line at the start;
+        empty if there is nothing to tell."""
         forms = []
         if self.stored_bits:
             forms.append(f"{' and '.join(map(str, sorted(self.stored_bits)))} bits as stored")
@@ -280,6 +283,8 @@ class Weights:
             if self.quantization is not None:
                 kind += f", then rounded to {self.quantization}"
             forms.append(f"{'others ' if forms else ''}dequantised to {kind}")
+        if self.importance:
+            forms.append(f"scales of {self.quantization} by calibration")
         return ", ".join(forms)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -89,7 +89,9 @@ def pack_quantized_into(
     pack_groups(weight.packed, q, scales, offsets, form.bits, form.group_size)
 
 
-def quantize_weight_into(result: QuantizedWeight, weight: Tensor) -> None:
+def quantize_weight_into(
+    result: QuantizedWeight, weight: Tensor, importance: Tensor | None = None
+) -> None:
     """Rounds a weight to groups without offsets, and packs it.
 
     In 8 bits a group's scale comes from its largest magnitude; in 4 bits it is the one of a few
@@ -99,11 +101,14 @@ def quantize_weight_into(result: QuantizedWeight, weight: Tensor) -> None:
         result: from `empty_quantized`; written.
         weight: `[out_features, in_features]`, float32 or bfloat16; in 4 bits groups have at most
             128 inputs.
+        importance: float32 `[in_features]`, more than 0: what the square error of an input counts
+            when the scale of a group in 4 bits is chosen; None: all count the same.
 
     Raises:
         RuntimeError: dtype, strides or format do not fit.
     """
-    _quantize_weight(result.packed, weight, result.format.bits, result.format.group_size)
+    form = result.format
+    _quantize_weight(result.packed, weight, importance, form.bits, form.group_size)
 
 
 def empty_quantized(

@@ -41,15 +41,20 @@ def pack_groups(
     torch.cat(parts, dim=2, out=packed.view(panels, groups, -1))
 
 
-def quantize_weight(packed: Tensor, weight: Tensor, bits: int, group_size: int) -> None:
+def quantize_weight(
+    packed: Tensor, weight: Tensor, importance: Tensor | None, bits: int, group_size: int
+) -> None:
     """See `ops.quantized_ops.quantize_weight_into`."""
     padded = F.pad(weight.float(), (0, 0, 0, -weight.shape[0] % LINEAR_PANEL))
-    q, scales = round_to_groups(padded, bits, group_size)
+    q, scales = round_to_groups(padded, bits, group_size, importance)
     pack_groups(packed, q, scales, None, bits, group_size)
 
 
-def round_to_groups(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Rounds a float32 weight to groups without offsets.
+def round_to_groups(
+    weight: Tensor, bits: int, group_size: int, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rounds a float32 weight to groups without offsets; `importance`: see
+    `ops.quantized_ops.quantize_weight_into`.
 
     Returns:
         uint8 `[out_features, num_groups * group_size]` and float16 `[out_features, num_groups]`.
@@ -59,23 +64,26 @@ def round_to_groups(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor,
     if bits == 8:
         steps = values.abs().amax(2) / 127.0
     else:
-        steps = _best_steps(values)
+        known = values.new_ones(weight.shape[1]) if importance is None else importance
+        padded = F.pad(known, (0, -weight.shape[1] % group_size), value=1.0)
+        steps = _best_steps(values, padded.view(-1, group_size))
     scales = steps.half()
     q = (_round_to(values, scales.float(), middle) + middle).flatten(1).to(torch.uint8)
     return q, scales
 
 
-def _best_steps(values: Tensor) -> Tensor:
-    """Returns per output and group the step whose numbers, -8 to 7, have the least square error."""
+def _best_steps(values: Tensor, importance: Tensor) -> Tensor:
+    """Returns per output and group the step whose numbers, -8 to 7, have the least square error,
+    weighted by inputs, `[num_groups, group_size]`."""
     extreme = values.gather(2, values.abs().argmax(2, keepdim=True)).squeeze(2)
     best, gain = torch.zeros_like(extreme), torch.zeros_like(extreme)
     for share in _TRIED_STEPS:
         q = _round_to(values, extreme * -0.125 * share, 8)
         product, square = torch.zeros_like(extreme), torch.zeros_like(extreme)
         for k in range(values.shape[2]):
-            product = _fused(values[..., k], q[..., k], product)
-            square = _fused(q[..., k], q[..., k], square)
-        square = square.clamp(min=1.0)
+            product = _fused(values[..., k] * importance[:, k], q[..., k], product)
+            square = _fused(q[..., k] * importance[:, k], q[..., k], square)
+        square = torch.where(square > 0.0, square, 1.0)
         new_gain = product * product / square
         best = torch.where(new_gain > gain, product / square, best)
         gain = torch.maximum(new_gain, gain)

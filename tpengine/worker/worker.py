@@ -32,6 +32,7 @@ from tpengine.structured.grammars import Vocabulary
 from tpengine.worker import device
 from tpengine.worker.adapter_store import AdapterStore
 from tpengine.worker.cache_engine import CacheEngine, CacheShape, KeptBlocks, staged_blocks
+from tpengine.worker.calibration import InputMeter, Texts, attach_meters
 from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
 from tpengine.worker.draft_model import DraftModel
 from tpengine.worker.gpu.attention_plans import (
@@ -199,10 +200,12 @@ class Worker:
         return self._digest
 
     def _load_model(self) -> None:
-        model, rounding = self._config.model, self._config.model.quantization
-        as_stored = device.keeps_stored(model.dtype, rounding, self._device.type)
-        weights = Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
-        self._model = load_model(model, weights, lambda made: self._check(made, weights))
+        weights = self._make_weights()
+        if self._config.model.calibrates and self._device.type == "cpu":
+            weights.importance = self._calibrate()
+        self._model = load_model(
+            self._config.model, weights, lambda made: self._check(made, weights)
+        )
         self._weights_bytes, self._digest = weights.num_bytes, weights.digest
         self._load_pictures()
         if (config := self._config.of_draft_model) is not None:
@@ -213,6 +216,29 @@ class Worker:
         if self._cache_dtype == torch.float8_e4m3fn:
             set_kv_scales(self._model, weights, self._config, self._parallel)
         self._gpu = self._make_gpu_attention(self._model)
+
+    def _make_weights(self) -> Weights:
+        model, rounding = self._config.model, self._config.model.quantization
+        as_stored = device.keeps_stored(model.dtype, rounding, self._device.type)
+        return Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
+
+    def _calibrate(self) -> dict[int, torch.Tensor]:
+        """Loads the model to measure what the inputs of its layers count; returns what
+        `Weights.importance` is."""
+        weights, meters = self._make_weights(), dict[int, InputMeter]()
+        self._model = load_model(
+            self._config.model, weights, lambda _: meters.update(attach_meters(weights.linears))
+        )
+        config, texts = self._config, Texts.of(self._config)
+        config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=texts.count))
+        runner = self._make_runner(self._make_cache(self._model, texts.num_blocks), config)
+        with self._forward():
+            for step in texts.steps(config.model.vocab_size, config.model.seed):
+                runner.execute(step)
+                runner.finish()
+        self._model = None  # its memory is free before the weights are read again
+        counts = {place: meter.importance for place, meter in meters.items()}
+        return {place: own for place, own in counts.items() if own is not None}
 
     def _choose_layers(self) -> None:
         """Finds which layers this rank's stage has."""
@@ -576,11 +602,11 @@ class Worker:
             return None
         return GpuAttention(model, self._config, self._dtype, self._cache_dtype, self._device)
 
-    def _make_runner(self, cache: CacheEngine) -> ModelRunner:
+    def _make_runner(self, cache: CacheEngine, config: EngineConfig | None = None) -> ModelRunner:
         model, scheduler = self._require_model(), self._config.scheduler
         try:
             return ModelRunner(
-                self._config,
+                config or self._config,
                 model,
                 cache,
                 self._device,

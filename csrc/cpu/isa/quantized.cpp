@@ -375,6 +375,7 @@ constexpr float kTriedSteps[] = {1.1f, 1.05f, 1.f, 0.95f, 0.9f, 0.85f, 0.8f, 0.7
 
 struct WeightTile {
   float values[kTileInputs * kLinearPanel];  // [inputs][kLinearPanel], zeros beyond the weight
+  float importance[kTileInputs];             // of each input, one if none is known
   int64_t inputs;
 };
 
@@ -384,6 +385,8 @@ void take_tile(const QuantizedLinearArgs& a, int64_t panel, int64_t first, int64
   tile->inputs = inputs;
   const int64_t known = max64(0, min64(inputs, a.in_features - first));
   memset(tile->values, 0, sizeof(float) * inputs * kLinearPanel);
+  for (int64_t k = 0; k < inputs; ++k)
+    tile->importance[k] = a.importance != nullptr && k < known ? a.importance[first + k] : 1.f;
   for (int64_t lane = 0; lane < kLinearPanel; ++lane) {
     const int64_t output = panel * kLinearPanel + lane;
     if (output >= a.out_features) break;
@@ -392,7 +395,7 @@ void take_tile(const QuantizedLinearArgs& a, int64_t panel, int64_t first, int64
   }
 }
 
-// Of each output the step whose numbers, -8 to 7, have the least square error.
+// Of each output the step whose numbers, -8 to 7, have the least square error, weighted by inputs.
 void find_steps(const WeightTile& tile, const float* extreme, float* steps) {
   for (int64_t c = 0; c < kLinearPanel; c += kLanes) {
     float gain[kLanes] = {}, products[kLanes], squares[kLanes], inverse[kLanes];
@@ -406,13 +409,14 @@ void find_steps(const WeightTile& tile, const float* extreme, float* steps) {
       for (int64_t k = 0; k < tile.inputs; ++k) {
         const Vec value = load(tile.values + k * kLinearPanel + c);
         const Vec q = vmin(vmax(round_even(value * load(inverse)), set1(-8.f)), set1(7.f));
-        product = fused(value, q, product);
-        square = fused(q, q, square);
+        const Vec weight = set1(tile.importance[k]);
+        product = fused(value * weight, q, product);
+        square = fused(q * weight, q, square);
       }
       store(products, product);
       store(squares, square);
       for (int i = 0; i < kLanes; ++i) {
-        const float divisor = squares[i] > 1.f ? squares[i] : 1.f;
+        const float divisor = squares[i] > 0.f ? squares[i] : 1.f;
         const float found = products[i] * products[i] / divisor;
         if (found > gain[i]) {
           gain[i] = found;
