@@ -151,9 +151,6 @@ class EngineArgs(Options):
     """Rounds weights when they are read: int8 has a scale per output, int4 one per 32 inputs (-g64,
     -g128: per 64, 128). On CPU inputs have 8 bits too, and table and head of the vocabulary have 8;
     on a GPU these have 16. Default: as the file stores them, whose form may be named too."""
-    calibrate: bool = option(True)
-    """On CPU, choose the scales of int4 by texts that the model writes at the start: about half of
-    the loss. Weights are read twice. Not of models that do not generate or have two halves."""
     enforce_eager: bool = option(False)
     """Never record decode steps (CUDA graphs; on CPU: lists of operations)."""
     enable_lora: bool = option(False)
@@ -210,6 +207,9 @@ class EngineArgs(Options):
     as --num-speculative-tokens."""
 
     _: KW_ONLY
+    calibrate: bool = option(True)
+    """On CPU, choose the scales of int4 by texts that the model writes at the start: about half of
+    the loss. Weights are read twice. Not of models that do not generate or have two halves."""
     task: str = option("auto", cfg.TASKS)
     """What the model is for: generate text, or embed, score or classify it; auto is what its files
     say. A model that generates can embed too, by its last token. See docs/embeddings.md."""

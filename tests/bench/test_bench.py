@@ -142,7 +142,7 @@ def test_variants_of_a_quantized_folder(
     ends = {
         "float32": "dequantised to float32",
         "bfloat16": "4 bits as stored",
-        "bfloat16 int4-g128": "dequantised to bfloat16, then rounded to int4-g128",
+        "bfloat16 int4-g128": "dequantised to bfloat16, then rounded to int4-g128, calibrated",
     }
     for name, end in ends.items():
         assert lines[name].endswith(f" %)   {end}")

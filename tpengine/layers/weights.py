@@ -271,8 +271,8 @@ class Weights:
 
     @property
     def form(self) -> str:
-        """What became of a quantised file, and how scales were chosen, for the line at the start;
-        empty if there is nothing to tell."""
+        """What became of a quantised file, and whether scales were chosen by calibration, for the
+        line at the start; empty if there is nothing to tell."""
         forms = []
         if self.stored_bits:
             forms.append(f"{' and '.join(map(str, sorted(self.stored_bits)))} bits as stored")
@@ -284,7 +284,7 @@ class Weights:
                 kind += f", then rounded to {self.quantization}"
             forms.append(f"{'others ' if forms else ''}dequantised to {kind}")
         if self.importance:
-            forms.append(f"scales of {self.quantization} by calibration")
+            forms.append("calibrated")
         return ", ".join(forms)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -70,8 +70,10 @@ class Texts:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Texts:
-        """The texts that fit into the engine's steps, and into its longest sequence."""
-        count = min(_NUM_TEXTS, config.scheduler.max_num_batched_tokens)
+        """The texts that fit into the engine's longest sequence, and between its stages."""
+        scheduler = config.scheduler
+        most = _NUM_TEXTS if scheduler.num_stages == 1 else scheduler.max_num_batched_tokens
+        count = min(_NUM_TEXTS, most)
         length = min(_NUM_TOKENS, config.scheduler.max_model_len)
         return cls(count, length, config.cache.block_size)
 
