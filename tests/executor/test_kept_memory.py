@@ -440,12 +440,11 @@ def test_a_new_rank_that_hangs(
                 orders.give([(1, f"hang {moment}", 0)])
                 os.kill(pids[1], signal.SIGKILL)
 
-                served.check({9: kill})
-                assert orders.num_left == 0, f"no rank hangs in {moment}"
-
-            assert served.resumed == [False, False]
-            assert served.held() == before
-            ranks = {place.pid for place in served.executor.places}
+            served.check({9: kill})
+            assert orders.num_left == 0, f"no rank hangs in {moment}"
+        assert served.resumed == [False, False]
+        assert served.held() == before
+        ranks = {place.pid for place in served.executor.places}
         assert not any(NodeAgent.state(p.process) for p in places if p.pid not in ranks)
 
 
@@ -485,9 +484,8 @@ def test_memory_of_others_is_not_used(models: ModelShop, caplog: pytest.LogCaptu
                 change()
                 os.kill(pids[1], signal.SIGKILL)
 
-                served.check({8: kill})
-
-            assert served.resumed == [False] * len(changes)
+            served.check({8: kill})
+        assert served.resumed == [False] * len(changes)
     refusals = [x.getMessage() for x in caplog.records if "which was lost, is not" in x.msg]
     for what, refusal in zip(changes, refusals, strict=True):
         assert f"has left is not used: its {what}" in refusal
