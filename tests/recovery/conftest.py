@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from support.models import ModelShop
 from support.tiny_llama import TinyLlama, edit_json
 from support.zoo import PLAIN
@@ -23,13 +22,6 @@ FAKE_VOCAB = TinyLlama(
 """Only its configuration is used; the vocabulary of the fake worker has 997 tokens."""
 
 MakeConfig = Callable[..., EngineConfig]
-EXAMPLES = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],  # shrinking a failure takes too long
-    suppress_health_check=list(HealthCheck),
-)
 
 
 def config_maker(folder: Path, **defaults: Any) -> MakeConfig:

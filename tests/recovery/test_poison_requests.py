@@ -6,12 +6,11 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from scheduling.fake_worker import FakeWorker
 from scheduling.loop import Limits, Loop, make_request, plain
 
-from recovery.conftest import EXAMPLES
 from tpengine import SamplingParams
 from tpengine.engine.poison_requests import PoisonSearch
 from tpengine.engine.stats import EngineState
@@ -224,7 +223,14 @@ def test_random_poisons(fake_config: MakeConfig) -> None:
     config = fake_config(max_num_seqs=8, max_num_batched_tokens=32)
     num_poisonous = accidents = 0
 
-    @settings(EXAMPLES, max_examples=60)
+    @settings(
+        max_examples=60,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(
         count=st.integers(1, 14),
         poisonous=st.dictionaries(
@@ -235,7 +241,9 @@ def test_random_poisons(fake_config: MakeConfig) -> None:
         num_blocks=st.sampled_from([8, 20, 100]),
         seed=st.integers(0, 1000),
     )
-    def run(count: int, poisonous: Any, accident: int, n: int, num_blocks: int, seed: int) -> None:
+    def run(
+        count: int, poisonous: dict[int, int], accident: int, n: int, num_blocks: int, seed: int
+    ) -> None:
         nonlocal num_poisonous, accidents
         poisonous = {number % count: at for number, at in poisonous.items()}
         jobs, fate = make_jobs(count, poisonous, n=n)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.engines import with_steps_in_flight
 from support.patches import on_call
 
-from recovery.conftest import EXAMPLES
 from tpengine import RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.engine import recovery
@@ -194,7 +193,14 @@ def test_random_losses(
     on_call(monkeypatch, Scheduler, "restart", count)
     monkeypatch.setattr(Scheduler, "schedule", counting_schedule)
 
-    @settings(EXAMPLES, max_examples=60 if keeps_memory else 140)
+    @settings(
+        max_examples=60 if keeps_memory else 140,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],  # shrinking a failure takes too long
+        suppress_health_check=list(HealthCheck),
+    )
     @given(trace=traces)
     def run(trace: Trace) -> None:
         play(trace, configs[trace.engine], events, keeps_memory)
