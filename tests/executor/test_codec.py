@@ -91,8 +91,10 @@ def test_examples_leave_no_field_at_its_default(message: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "decode"),
     [
-        *((step, codec.decode_step) for step in (FULL_STEP, messages.StepInput(1, [], []))),
-        *((output, codec.decode_output) for output in (FULL_OUTPUT, messages.StepOutput(1, []))),
+        (FULL_STEP, codec.decode_step),
+        (messages.StepInput(1, [], []), codec.decode_step),
+        (FULL_OUTPUT, codec.decode_output),
+        (messages.StepOutput(1, []), codec.decode_output),
     ],
     ids=["step", "empty step", "output", "empty output"],
 )
@@ -138,7 +140,9 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 
 def test_another_versions_message_is_refused() -> None:
     with pytest.raises(EngineError, match="same version"):
-        codec.decode_step(codec.encode((1, *[[]] * 10, [[], [], []], [], "new field")))
+        codec.decode_step(
+            codec.encode((1, [], [], [], [], [], [], [], [], [], [], [[], [], []], [], "new field"))
+        )
     with pytest.raises(EngineError, match="same version"):
         codec.decode_output(codec.encode((1,)))
 

@@ -41,7 +41,8 @@ BAD = {
     "priority out of range": bad("priority", "1001", prompt="a", priority=1001),
     "negative wait": bad("max_queue_ms", "-1", prompt="a", max_queue_ms=-1),
     "beyond the vocabulary": bad(
-        *("sampling.stop_token_ids", str(VOCABULARY)),
+        "sampling.stop_token_ids",
+        str(VOCABULARY),
         prompt="a",
         sampling=calls.sampling(stop_token_ids=[VOCABULARY]),
     ),
