@@ -45,8 +45,6 @@ from types import CodeType, FunctionType
 
 import pytest
 
-from tpengine.ops.library import EMULATED_CPU_ISA
-
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data" / "breaks.toml"
 OBJECTS = ROOT / "build" / "breaks"
@@ -104,6 +102,7 @@ def check_line(fault: Break) -> None:
 
 def enter_tree(tree: Path) -> None:
     """Copies the working tree, its compiled libraries as links, and goes on there."""
+    assert "tpengine" not in sys.modules, "the tests would run the code of the working tree"
     command = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.split("\0"):
@@ -127,6 +126,8 @@ def build_cpu(tree: Path) -> None:
     Raises:
         LostError: the code with the break does not compile.
     """
+    from tpengine.ops.library import EMULATED_CPU_ISA  # of the tree, which is entered by now
+
     OBJECTS.mkdir(parents=True, exist_ok=True)
     objects, stub = [], tree / "libtorch_cpu.so"
     isas = {"generic": ["-DTPENGINE_ISA=generic"]}

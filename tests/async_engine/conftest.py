@@ -40,20 +40,10 @@ def make(folder: Path) -> Iterator[MakeEngine]:
     engines: list[AsyncLLMEngine] = []
     before = set(threading.enumerate())
 
-    def build(
-        limits: QueueLimits | None = None,
-        max_step_s: float = 30.0,
-        log_requests: bool = True,
-        **args: Any,
-    ) -> Any:
-        engine = AsyncLLMEngine(
-            partial(make_engine, folder, **args),
-            limits,
-            max_step_s=max_step_s,
-            log_requests=log_requests,
-        )
-        engines.append(engine)
-        return engine
+    def build(limits: QueueLimits | None = None, **args: Any) -> AsyncLLMEngine:
+        own = {name: args.pop(name) for name in ("max_step_s", "log_requests") if name in args}
+        engines.append(AsyncLLMEngine(partial(make_engine, folder, **args), limits, **own))
+        return engines[-1]
 
     yield build
     for engine in engines:

@@ -52,7 +52,6 @@ async def test_a_request_that_is_cut_off_keeps_its_output(make_held: MakeHeld) -
     assert await engine.drain(0) == 1
     with pytest.raises(RequestAbortedError) as caught:
         await reader
-    assert caught.value.output is not None
     assert len(caught.value.output.outputs[0].token_ids) == 1
     assert engine.llm_engine.num_free_blocks == engine.llm_engine.num_total_blocks
 

@@ -38,9 +38,8 @@ async def test_blocks_are_back_before_a_step(make_held: MakeHeld, way: str) -> N
     other = asyncio.create_task(read_ids(engine, [9] * 20, stream(30), request_id="other"))
     deadline = time.monotonic() + 600 if way == "deadline" else None
     read = read_mailbox if way == "abort of a server" else read_ids
-    reader = asyncio.create_task(
-        read(engine, [5] * 40, stream(30), request_id="it", deadline=deadline)
-    )
+    asked = read(engine, [5] * 40, stream(30), request_id="it", deadline=deadline)
+    reader = asyncio.create_task(asked)
     await held.reached(1)
     held.let(2)
     await held.reached(3)  # the step is being computed
@@ -124,9 +123,8 @@ async def test_an_id_may_be_used_again_at_once(engine: AsyncLLMEngine) -> None:
 
 @pytest.mark.parametrize("where", ["queued", "prefill", "decode"])
 async def test_deadline_says_how_far_it_came(make_held: MakeHeld, where: str) -> None:
-    engine, held = make_held(
-        max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=False
-    )
+    sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 16}
+    engine, held = make_held(**sizes, enable_prefix_caching=False)
     num_steps = {"queued": 0, "prefill": 1, "decode": 4}[where]
     timers, deadline = hold_timers(), time.monotonic() + 600
     if where == "queued":  # the first request takes all sixteen tokens of a step

@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.engines import make_engine
 from support.event_loop import run_async
+from support.patches import fail_at, on_call
 from support.waiting import wait_until
 
 from async_engine import tools
@@ -33,14 +35,7 @@ from tpengine.worker.worker import Worker
 
 def test_failing_step_reaches_each_once(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
-    execute = Worker.execute_model
-
-    def fail(self: Worker, step: Any) -> Any:
-        if step.step == 5:
-            raise OSError("the device is on fire")
-        return execute(self, step)
-
-    monkeypatch.setattr(Worker, "execute_model", fail)
+    fail_at(monkeypatch, Worker, "execute_model", 5, OSError("the device is on fire"))
 
     async def one(index: int) -> Exception:
         outputs = engine.generate(None, tools.stream(50), prompt_token_ids=[index + 4] * 9)
@@ -77,18 +72,13 @@ async def test_the_reason_is_known_while_the_ranks_end(
     """Recovery has given up, and ends the ranks, which may take half a minute."""
     loss = RankLoss(1, "10.0.0.7, pid 4711", 1, 5, "execute_model", "killed by signal 9")
     engine, ends, may_end = make(max_recoveries=0), threading.Event(), threading.Event()
-    shutdown = LocalExecutor.shutdown
 
-    def lose(self: Worker, step: Any) -> Any:
-        raise GroupLostError(loss)
-
-    def end_slowly(self: LocalExecutor) -> None:
+    def wait(_: LocalExecutor) -> None:
         ends.set()
         assert may_end.wait(tools.TIMEOUT_S)
-        shutdown(self)
 
-    monkeypatch.setattr(Worker, "execute_model", lose)
-    monkeypatch.setattr(LocalExecutor, "shutdown", end_slowly)
+    monkeypatch.setattr(Worker, "execute_model", Mock(side_effect=GroupLostError(loss)))
+    on_call(monkeypatch, LocalExecutor, "shutdown", wait)
     request = asyncio.create_task(tools.read_ids(engine, [5], tools.stream(3)))
     await asyncio.to_thread(ends.wait, tools.TIMEOUT_S)
     reason = engine.health().reason

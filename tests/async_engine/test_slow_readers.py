@@ -45,7 +45,6 @@ def test_merged_deltas_are_the_deltas(steps: list[tuple[dict[int, list[int]], bo
             take(box.take_unread())
     box.put(delta({0: []}, finished=True, num_output_tokens=7))
     last = box.take_unread()
-    assert last is not None
     assert last.finished
     assert last.outputs[0].finish_reason == "length"
     take(last)

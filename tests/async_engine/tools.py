@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.engines import greedy
+from support.patches import on_call
 
 from tpengine import AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.engine.requests import GenerateRequest
@@ -97,16 +98,14 @@ class Gate:
         self.steps: list[tuple[int, int]] = []
         self._permits = threading.Semaphore(0)
         self._is_open = threading.Event()
-        execute = Worker.execute_model
 
-        def held(worker: Worker, step: Any) -> Any:
+        def hold(_: Worker, step: Any) -> None:
             self.steps.append((len(step.slots), engine.llm_engine.num_free_blocks))
             end = time.monotonic() + TIMEOUT_S
             while not self._is_open.is_set() and not self._permits.acquire(timeout=0.01):
                 assert time.monotonic() < end, "the test did not let this step through"
-            return execute(worker, step)
 
-        monkeypatch.setattr(Worker, "execute_model", held)
+        on_call(monkeypatch, Worker, "execute_model", hold)
 
     def let(self, count: int = 1) -> None:
         """Lets that many steps through."""
@@ -136,14 +135,10 @@ class TokenizerGate:
     def __init__(self, engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.inside, self.go_on = threading.Event(), threading.Event()
         self.texts: list[str] = []
-        tokenizer = engine.llm_engine.tokenizer
-        assert tokenizer is not None
-        encode = tokenizer.encode
 
-        def held(text: str, *args: Any) -> list[int]:
+        def hold(text: str, *_: Any) -> None:
             self.texts.append(text)
             self.inside.set()
             assert self.go_on.wait(TIMEOUT_S)
-            return encode(text, *args)
 
-        monkeypatch.setattr(tokenizer, "encode", held)
+        on_call(monkeypatch, engine.llm_engine.tokenizer, "encode", hold)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patches import on_call
 from support.small_llavas import PNG, write_llava
 from support.terminal import END_S, START_S, Terminal
 from support.tiny_llama import edit_json
@@ -44,15 +45,13 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
     """The messages of each prompt of a chat that is streamed, and the parameters of each prompt."""
     noted: Streamed = []
-    stream = LLM.stream
 
-    def noted_stream(
+    def note(
         llm: LLM, prompt: Any, params: SamplingParams, ids: Any = None, messages: Any = ()
-    ) -> Any:
+    ) -> None:
         noted.append((messages, params))
-        return stream(llm, prompt, params, ids, messages)
 
-    monkeypatch.setattr(LLM, "stream", noted_stream)
+    on_call(monkeypatch, LLM, "stream", note)
     return noted
 
 
@@ -134,10 +133,8 @@ def test_sampling_comes_from_the_model(
     edit_json(folder / "generation_config.json", lambda config: config.update(recommended))
     model = ["--model", str(folder), *SMALL]
     assert main(["chat", "Hello", *model, "--top-p", "0.5"]) == 0
-    assert (
-        "max_tokens 7, temperature 0.3, top_k -1, top_p 0.5 (given); defaults: the model's"
-        in capsys.readouterr().err
-    )
+    used = "max_tokens 7, temperature 0.3, top_k -1, top_p 0.5 (given); defaults: the model's"
+    assert used in capsys.readouterr().err
     assert main(["generate", "Hello", *model]) == 0
     assert "max_tokens 7, temperature 0.3, top_k -1; defaults" in capsys.readouterr().err
     assert main(["chat", "Hello", *SMALL, "--top-p", "0.9", "--temperature", "0.7"]) == 0
@@ -184,10 +181,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_pictures_of_a_chat(
-    llava: Path,
-    streamed: Streamed,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    llava: Path, streamed: Streamed, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     cat = f"/image {llava / 'cat.png'}"
     wrong = ["/image", f"/image {llava / 'config.json'}", "/image /dev/zero", cat, "word " * 50]

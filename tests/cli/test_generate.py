@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patches import fail_at
 from support.programs import err_of_interrupted
 from support.small_llavas import PNG, write_llava
 
@@ -49,12 +50,7 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_where_prompts_come_from(
-    words: list[str],
-    num_shown: int,
-    completion: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], num_shown: int, completion: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text(f"{PROMPT}\n\n{PROMPT}\n")
@@ -131,23 +127,10 @@ def test_one_bad_prompt_does_not_stop_the_others(
     assert "max_model_len = 512" in shown.err
 
 
-def fail_at_the_fourth_call(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException
-) -> None:
-    method, calls = getattr(owner, name), iter(range(4))
-
-    def short_lived(*args: Any) -> Any:
-        if next(calls) == 3:
-            raise error
-        return method(*args)
-
-    monkeypatch.setattr(owner, name, short_lived)
-
-
 def test_the_death_of_the_engine_ends_the_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fail_at_the_fourth_call(monkeypatch, LLMEngine, "step", EngineDeadError("gone"))
+    fail_at(monkeypatch, LLMEngine, "step", 4, EngineDeadError("gone"))
     assert main(["generate", PROMPT, *GREEDY]) == 1
     shown = capsys.readouterr().out
     assert len(shown) > len(PROMPT) + 1
@@ -157,7 +140,7 @@ def test_the_death_of_the_engine_ends_the_line(
 def test_an_interrupt_prints_how_many_prompts_are_finished(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fail_at_the_fourth_call(monkeypatch, LLM, "stream", KeyboardInterrupt())
+    fail_at(monkeypatch, LLM, "stream", 4, KeyboardInterrupt())
     assert main(["generate", PROMPT, "a " * 600, *[PROMPT] * 3, *GREEDY]) == 130
     shown = capsys.readouterr()
     assert shown.err.endswith("\ntpengine: interrupted; 2 of 5 prompts finished, 1 failed\n")

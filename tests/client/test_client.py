@@ -351,7 +351,7 @@ ABORTED = write_details(errors.RequestAbortedError("it was aborted"), "it was ab
         (StatusCode.CANCELLED, ABORTED, errors.RequestAbortedError),
     ],
 )
-def test_a_cancellation_is_not_swallowed(code: StatusCode, trailers: Any, kind: type) -> None:
+async def test_a_cancellation_is_not_swallowed(code: StatusCode, trailers: Any, kind: type) -> None:
     """The call may end at the same moment, with any status; details are the server's."""
 
     async def told(value: Any) -> Any:
@@ -364,9 +364,6 @@ def test_a_cancellation_is_not_swallowed(code: StatusCode, trailers: Any, kind: 
         trailing_metadata=lambda: told(trailers),
     )
 
-    async def cancel() -> None:
-        with pytest.raises(kind):
-            async with typed_errors(call, "HOST:PORT"):
-                raise asyncio.CancelledError
-
-    asyncio.run(cancel())
+    with pytest.raises(kind):
+        async with typed_errors(call, "HOST:PORT"):
+            raise asyncio.CancelledError

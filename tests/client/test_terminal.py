@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server.guarded import guarded_server
@@ -44,11 +45,7 @@ def test_keys_in_a_chat(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("source", ["pipe", "file"])
 def test_lines_of_standard_input(
-    source: str,
-    server: ServerProcess,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    source: str, server: ServerProcess, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     lines = b"Hello\n\n  \nGood\r\nno text: \xff\nThe last"
     file = tmp_path / "lines"

@@ -39,9 +39,8 @@ async def _first(client: GenerationClient, **options: Any) -> Any:
     ],
 )
 def test_parameters_that_do_not_fit(name: str, params: SamplingParams) -> None:
-    with pytest.raises(
-        errors.InvalidSamplingParamsError, match=rf"^{name} can hold only"
-    ) as refused:
+    words = rf"^{name} can hold only"
+    with pytest.raises(errors.InvalidSamplingParamsError, match=words) as refused:
         to_request(PROMPT, params, RequestFields())
     assert str(HUGE) in str(refused.value) or "ud800" in str(refused.value)
 
@@ -78,9 +77,7 @@ async def test_refused_arguments(kind: type[errors.RequestError], words: str, ta
 
 async def test_numbers_that_mean_the_same_are_sent(server: ServerProcess, llm: LLM) -> None:
     """In process these numbers may have any size."""
-    params = SamplingParams(
-        max_tokens=HUGE, seed=2**64 - 1, temperature=0.9, stop=["."], logprobs=0
-    )
+    params = SamplingParams(max_tokens=HUGE, seed=2**64 - 1, temperature=0.9, stop=".", logprobs=0)
     (offline,) = llm.generate(PROMPT, params, use_tqdm=False)
     async with GenerationClient(server.target) as client:
         assert (await client.generate(PROMPT, params)).outputs == offline.outputs

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from scheduling.loop import make_request
 from support.costs import cost_ratio
 from support.engines import run as run_engine
 from support.small_llamas import SHAPES, VOCAB_SIZE, Job, MakeEngine, run
 from support.step_log import log_steps
 
 from tpengine.engine.beam_search import BeamSearch, num_candidates
-from tpengine.messages import Candidates, SamplingRules
-from tpengine.outputs import RequestMetrics, RequestOutput
+from tpengine.messages import Candidates
+from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling.sequence import Request, Sequence
+from tpengine.scheduling.sequence import Sequence
 from tpengine.scheduling.step import StepDecisions
 
 MAX_TOKENS = 14
@@ -113,7 +114,6 @@ def beams_of(output: RequestOutput, length_penalty: float) -> Beams:
     beams = []
     for index, completion in enumerate(output.outputs):
         assert completion.index == index
-        assert completion.cumulative_logprob is not None
         score = completion.cumulative_logprob / len(completion.token_ids) ** length_penalty
         beams.append((list(completion.token_ids), score))
     return beams
@@ -243,15 +243,8 @@ def test_end_ids_cost_little() -> None:
         )
         sequences = [Sequence(i, i, [1, 2, 3 + i], 2) for i in range(width)]
         count = num_candidates(width, len(end_ids))
-        times = RequestMetrics.of_arrival(0.0)
-        request = Request(
-            *(None, [1, 2], params, SamplingRules(), 0, frozenset(end_ids), count),
-            request_id="r",
-            seed=0,
-            arrival_index=0,
-            sequences=sequences,
-            metrics=times,
-        )
+        own = {"end_token_ids": frozenset(end_ids), "num_candidates": count}
+        request = replace(make_request(0, [1, 2], params), sequences=sequences, **own)
         sampled = []
         for sequence in sequences:
             scores = sorted((-10 * rng.random() for _ in range(count)), reverse=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from support.patches import fail_at
 from support.small_llamas import MakeEngine, run
 
 from tpengine.engine import output_processor
@@ -24,12 +23,9 @@ BEAMS = SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=8,
     [
         (replace(FREE, n=33, best_of=None), "33 sequences, but max_num_seqs = 32"),
         (replace(FREE, n=1, best_of=33), "33 sequences, but max_num_seqs = 32"),
+        (replace(BEAMS, n=30, best_of=None), "30 beams .* together.*max_num_batched_tokens = 24"),
         (
-            replace(BEAMS, n=30, best_of=None),
-            "30 beams advance together.*max_num_batched_tokens = 24",
-        ),
-        (
-            replace(BEAMS, n=20, best_of=None, stop_token_ids=tuple(range(240))),
+            replace(BEAMS, n=20, best_of=None, stop_token_ids=[*range(240)]),
             "260 candidates.*has 256",
         ),
     ],
@@ -61,8 +57,9 @@ def test_what_raises_while_output_is_processed_ends_its_request_alone(
     wanted = run(engine, others)
     # Of these requests only the bad one searches beams or asks for log probabilities. It fails at
     # its fifth token, of the second of its three sequences.
-    _fail_at(monkeypatch, BeamSearch, "advance", 5)
-    _fail_at(monkeypatch, output_processor, "as_logprobs", 4 * 3 + 2)
+    error = ZeroDivisionError("no such luck")
+    fail_at(monkeypatch, BeamSearch, "advance", 5, error)
+    fail_at(monkeypatch, output_processor, "as_logprobs", 4 * 3 + 2, error)
     answers = run(engine, [*others[:2], ("bad", PROMPT, params), *others[2:]])
     bad = answers.pop("bad")
     assert bad.finished
@@ -72,18 +69,5 @@ def test_what_raises_while_output_is_processed_ends_its_request_alone(
         assert [o.token_ids for o in answers[key].outputs] == [o.token_ids for o in output.outputs]
         assert answers[key].error is None
     run(engine, [(str(i), PROMPT[:1], replace(FREE, max_tokens=1)) for i in range(32)])
-    assert engine.last_step is not None
     assert engine.last_step.num_rows == 32, "a slot of the request that failed is not free"
     assert run(engine, others[:1])["0"].outputs[0].token_ids == wanted["0"].outputs[0].token_ids
-
-
-def _fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
-    """Makes one call of a function raise."""
-    calls, function = itertools.count(1), getattr(owner, name)
-
-    def failing(*args: Any) -> Any:
-        if next(calls) == call:
-            raise ZeroDivisionError("no such luck")
-        return function(*args)
-
-    monkeypatch.setattr(owner, name, failing)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.patches import on_call
 from support.small_tokenizers import SPECIALS, metaspace, stream_all
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -164,32 +165,24 @@ def test_slow_tokenizer() -> None:
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many ids each call of a tokenizer's `decode` gets."""
-    lengths: list[int] = []
-    decode = Tokenizer.decode
-
-    def counted(self: Tokenizer, token_ids: Sequence[int], *args: Any) -> str:
-        lengths.append(len(token_ids))
-        return decode(self, token_ids, *args)
-
-    monkeypatch.setattr(Tokenizer, "decode", counted)
-    return lengths
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What each call of a tokenizer's `decode` gets."""
+    return on_call(monkeypatch, Tokenizer, "decode")
 
 
-def test_decode_state_does_not_grow_with_the_text(decoded: list[int]) -> None:
+def test_decode_state_does_not_grow_with_the_text(decoded: list[tuple[Any, ...]]) -> None:
     word = METASPACE.encode("Hello world")
     stream = WindowStream(METASPACE, word * 50, METASPACE.special_token_ids)
     for token_id in word * 200:
         stream.push(token_id)
     assert len(decoded) >= 200
-    assert max(decoded) <= 8 + 16
+    assert max(len(token_ids) for _, token_ids, *_ in decoded) <= 8 + 16
 
 
-def test_babbled_bytes_are_not_held_for_ever(decoded: list[int]) -> None:
+def test_babbled_bytes_are_not_held_for_ever(decoded: list[tuple[Any, ...]]) -> None:
     stream = WindowStream(BYTE_LEVEL, [], BYTE_LEVEL.special_token_ids)
     assert "".join(map(stream.push, single_bytes(b"\x80" * 50))) + stream.flush() == FFFD * 50
-    assert max(decoded) <= 8 + 16
+    assert max(len(token_ids) for _, token_ids, *_ in decoded) <= 8 + 16
 
 
 @pytest.mark.parametrize("tokenizer", [STRIPPING, METASPACE], ids=["table", "window"])
@@ -236,7 +229,6 @@ def test_half_character_after_a_stop_is_not_flushed() -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, [], SamplingParams(stop=["a"]))
     assert stream_all(detokenizer, single_bytes(b"xa"))[0] == "x"
     table = BYTE_LEVEL.byte_table
-    assert table is not None
     # A token that ends inside a character, as trained vocabularies have: " " and half a letter.
     halves = (i for i, p in enumerate(table.pieces) if FFFD in p.decode("utf-8", "replace"))
     mixed = next(i for i in halves if table.pieces[i][:1] == b" ")

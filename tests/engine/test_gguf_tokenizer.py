@@ -69,8 +69,7 @@ def test_byte_level_ids(pre: str, tmp_path: Path) -> None:
     backend, tokens, merges = trained(splits)
     chat = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     path = write(tmp_path / "v.gguf", "gpt2", pre, tokens, token_merges=merges, chat_template=chat)
-    tokenizer = load(path)
-    assert tokenizer is not None
+    tokenizer: Any = load(path)
     expected = backend
     if pre not in ("gpt-2", "smollm"):
         expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file="v.gguf").backend_tokenizer
@@ -105,17 +104,9 @@ def test_sentencepiece_ids(prefixed: bool, tmp_path: Path) -> None:
     tokens = list(dict.fromkeys(tokens))
     types = [3] * 3 + [6] * 256 + [1] * (len(tokens) - 259)
     scores = [0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)]
-    path = write(
-        tmp_path / "v.gguf",
-        "llama",
-        "default",
-        tokens,
-        types=types,
-        token_scores=scores,
-        add_space_prefix=prefixed,
-    )
+    fields = {"types": types, "token_scores": scores, "add_space_prefix": prefixed}
+    path = write(tmp_path / "v.gguf", "llama", "default", tokens, **fields)
     tokenizer = load(path)
-    assert tokenizer is not None
     numbers = {token: i for i, token in enumerate(tokens)}
     for text in ("Hello world", "été 平方", "it's  two", "\n", *TEXTS[:2]):
         shown = ("\u2581" if prefixed else "") + text.replace(" ", "\u2581")
@@ -129,19 +120,11 @@ def test_sentencepiece_ids(prefixed: bool, tmp_path: Path) -> None:
 
 def test_tokens_of_phi3_strip_what_follows_them(tmp_path: Path) -> None:
     tokens = ["<unk>", "<s>", "<|endoftext|>", "<|user|>", "<|end|>", "\u2581", "\n", "H", "i"]
+    fields = {"types": [2, 3, 3, 3, 4, 1, 1, 1, 1], "token_scores": [0.0] * len(tokens)}
     for architecture, kept in (("phi3", []), ("llama", [6])):
-        path = write(
-            tmp_path / f"{architecture}.gguf",
-            "llama",
-            "default",
-            tokens,
-            architecture=architecture,
-            types=[2, 3, 3, 3, 4, 1, 1, 1, 1],
-            token_scores=[0.0] * len(tokens),
-            add_space_prefix=False,
-        )
+        fields |= {"architecture": architecture, "add_space_prefix": False}
+        path = write(tmp_path / f"{architecture}.gguf", "llama", "default", tokens, **fields)
         tokenizer = load(path)
-        assert tokenizer is not None
         ids = tokenizer.encode("<|user|>\nHi<|end|>\n<s>\n", add_special_tokens=False)
         assert ids == [3, *kept, 7, 8, 4, *kept, 1, 6]
         assert tokenizer.decode(ids) == "Hi\n" if not kept else "\nHi\n\n"
@@ -177,7 +160,6 @@ def test_templates_have_names(tmp_path: Path) -> None:
     plain = {"name": "default", "template": "{{ 'plain' }}{{ bos_token }}"}
     path = write(tmp_path / "v.gguf", "gpt2", "gpt-2", CONTROLS, chat_template=[*named, plain])
     tokenizer = load(path)
-    assert tokenizer is not None
     talk = [{"role": "user", "content": "Hello"}]
     assert tokenizer.render_chat(talk) == "plain<|im_start|>"
     assert tokenizer.render_chat(talk, tools=[{"type": "function"}]) == "tool_use"

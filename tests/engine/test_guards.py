@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.engines import run
+from support.patches import on_call
 
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.errors import EngineError, InvalidPromptError
@@ -27,14 +28,12 @@ def engine() -> Iterator[LLMEngine]:
 
 def test_a_second_thread_is_refused(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on = threading.Event(), threading.Event()
-    execute = Worker.execute_model
 
-    def slow(self: Worker, step: Any) -> Any:
+    def wait(*_: Any) -> None:
         inside.set()
         assert go_on.wait(TIMEOUT_S)
-        return execute(self, step)
 
-    monkeypatch.setattr(Worker, "execute_model", slow)
+    on_call(monkeypatch, Worker, "execute_model", wait)
     engine.add_request("one", "Hello", SamplingParams(temperature=0.0, max_tokens=3))
     thread = threading.Thread(target=run, args=(engine,))
     thread.start()

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from executor.ray_engines import at_step
-from support.engines import open_engine
+from executor.ray_engines import at_step, executor_of
+from support.engines import bits, open_engine
 from support.messages import refused
+from support.patches import on_call
 from support.whole_models import IMAGE, PICTURES, PROMPTS, WORDS, picture, serve_prompts, write
 
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, InvalidPromptError
-from tpengine.executor.group_executor import GroupExecutor
+from tpengine.models.vision_tower import VisionTower
 from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.worker import picture_store, tower_turns
 from tpengine.worker.tower_turns import TowerTurns
@@ -64,13 +65,7 @@ OTHERS = ["gemma3", "llava", "smolvlm", "qwen2_5_vl"]
 
 def summaries(outputs: list[RequestOutput]) -> list[Any]:
     assert [output.error for output in outputs] == [None] * len(outputs)
-    return [
-        (
-            output.prompt_logprobs,
-            [(o.token_ids, o.cumulative_logprob, o.logprobs) for o in output.outputs],
-        )
-        for output in outputs
-    ]
+    return [(output.prompt_logprobs, bits(output)) for output in outputs]
 
 
 @pytest.fixture(
@@ -136,9 +131,7 @@ def test_lost_ranks(folder: Path) -> None:
         pipeline_parallel_size=2, pp_layer_partition="2,1", max_num_batched_tokens=8,
     )  # fmt: skip
     with LLMEngine.from_engine_args(args) as engine:
-        executor = engine._executor
-        assert isinstance(executor, GroupExecutor)
-        expected = summaries(serve_prompts(engine, REQUESTS, PARAMS))
+        expected, executor = summaries(serve_prompts(engine, REQUESTS, PARAMS)), executor_of(engine)
         for rank in range(2):
             kill = partial(os.kill, executor.places[rank].pid, signal.SIGKILL)
             outputs = serve_prompts(engine, REQUESTS, PARAMS, at_step(4, kill))
@@ -159,16 +152,8 @@ def engine(llava: Path) -> Iterator[LLMEngine]:
 
 def test_a_picture_is_computed_once(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another question about it, and the same one again, need no tower; another picture does."""
-    from tpengine.models.vision_tower import VisionTower
-
-    sizes, features = list[int](), VisionTower.features
-    monkeypatch.setattr(
-        VisionTower,
-        "features",
-        lambda self, pixels, height, width: (
-            sizes.append(height) or features(self, pixels, height, width)
-        ),
-    )
+    sizes: list[int] = []
+    on_call(monkeypatch, VisionTower, "features", lambda _, __, height, ___: sizes.append(height))
     first = ([1, IMAGE, 5], PICTURES[:1])
     serve_prompts(engine, [first])
     assert sizes == [40]
@@ -202,16 +187,11 @@ def test_wrong_pictures_are_refused(
 def test_a_picture_without_features_ends_its_request_alone(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpengine.models.vision_tower import VisionTower
-
-    features = VisionTower.features
-
-    def fail(self: Any, pixels: bytes, height: int, width: int) -> Any:
+    def fail(_: Any, pixels: bytes, height: int, width: int) -> None:
         if height == 28:
             raise ValueError("too odd")
-        return features(self, pixels, height, width)
 
-    monkeypatch.setattr(VisionTower, "features", fail)
+    on_call(monkeypatch, VisionTower, "features", fail)
     prompts = [([1, IMAGE, 5], [image]) for image in PICTURES[:3]]
     outputs = serve_prompts(engine, prompts)
     assert [output.error is None for output in outputs] == [True, False, True]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.byte_llama import write
 from support.engines import greedy, open_engine
+from support.patches import on_call
 from support.waiting import PATIENCE_S, wait_until
 
 from tpengine import RequestOutput, SamplingParams
@@ -26,14 +27,12 @@ class Compiler:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiled: list[str] = []
         self.go_on = threading.Event()
-        compile_one = Vocabulary._compile
 
-        def compile_held(vocabulary: Vocabulary, grammar: str) -> Any:
+        def hold(_: Vocabulary, grammar: str) -> None:
             assert "held" not in grammar or self.go_on.wait(PATIENCE_S)
             self.compiled.append(grammar)
-            return compile_one(vocabulary, grammar)
 
-        monkeypatch.setattr(Vocabulary, "_compile", compile_held)
+        on_call(monkeypatch, Vocabulary, "_compile", hold)
 
 
 def held(regex: str, **fields: Any) -> SamplingParams:
@@ -78,13 +77,8 @@ def test_grammars_of_unfinished_requests_stay_compiled(
 ) -> None:
     """Of more requests than are kept otherwise; and swapped ones come back without compiling."""
     compiler = Compiler(monkeypatch)
-    args = {
-        "max_num_seqs": 4,
-        "block_size": 8,
-        "num_device_blocks_override": 7,
-        "max_model_len": 48,
-    }
-    with open_engine(write(tmp_path), preemption_mode="swap", **args) as engine:
+    args = {"max_num_seqs": 4, "block_size": 8, "num_device_blocks_override": 7}
+    with open_engine(write(tmp_path), preemption_mode="swap", max_model_len=48, **args) as engine:
         for number in range(70):
             params = held(f"[ac]{{12}}{number}", seed=1)
             engine.add_request(str(number), None, params, prompt_token_ids=[5])

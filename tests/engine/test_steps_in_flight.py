@@ -4,6 +4,7 @@ tokens, texts, log probabilities as bits, ends. That the plans are right is chec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,23 +67,20 @@ class Served:
 
 
 def answers(
-    models: ModelShop,
-    num_steps: int,
-    stops: list[dict[str, Any]],
-    known: list[Any] | None = None,
-    num_stages: int = 1,
-    **args: Any,
+    models: ModelShop, num_steps: int, stops: Any, known: Any = None, **args: Any
 ) -> Served:
     """The outputs with so many steps in flight at most.
 
     Args:
+        stops: what ends the last two requests, a dict for each.
         known: the outputs that are expected, from which an engine that looks ahead drafts.
     """
     folder = models.folder(PLAIN, tokenizer=True)
     prompts = models.oracle(folder).prompts(LENGTHS, seed=4)
     fields = {"max_model_len": 256, "num_device_blocks_override": 400, **args}
+    num_stages = args.get("pipeline_parallel_size", 1)
     if num_stages > 1:
-        fields |= {"pipeline_parallel_size": num_stages, "executor": "processes"}
+        fields["executor"] = "processes"
     config = EngineArgs(str(folder), dtype="float32", **fields).create_engine_config("cpu")
     config = with_steps_in_flight(config, num_steps)
     executor = LocalExecutor(config) if num_stages == 1 else ThreadedExecutor(config, 1)
@@ -113,86 +111,64 @@ def answers(
 
 
 @pytest.fixture(scope="module")
-def expected(models: ModelShop) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Where the last two requests stop, and all outputs with one step at a time."""
+def check(models: ModelShop) -> Callable[..., Served]:
+    """Serves in a mode with so many steps in flight, and compares with one step at a time."""
     whole = answers(models, 1, [{}, {}]).outputs
     text, ids = whole[-2][0][0][1], whole[-1][0][0][0]
     stops = [{"stop": [text[9:12]]}, {"stop_token_ids": [ids[17]]}]
-    served = answers(models, 1, stops)
-    assert served.most == 1
-    assert [output[0][0][4] for output in served.outputs[-2:]] == ["stop", "stop"]
-    return stops, served.outputs
+    expected = answers(models, 1, stops)
+    assert expected.most == 1
+    assert [output[0][0][4] for output in expected.outputs[-2:]] == ["stop", "stop"]
+
+    def check(mode: str, num_steps: int, foretold: bool = False, **args: Any) -> Served:
+        known = expected.outputs if foretold else None
+        served = answers(models, num_steps, stops, known, **args, **MODES[mode])
+        assert (served.num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
+        for number, (output, other) in enumerate(
+            zip(served.outputs, expected.outputs, strict=True)
+        ):
+            assert output == other, f"request {number}"
+        return served
+
+    return check
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_steps", [2, 4])
-def test_outputs_are_the_same(
-    models: ModelShop, expected: tuple[list[dict[str, Any]], list[Any]], mode: str, num_steps: int
-) -> None:
-    stops, outputs = expected
-    served = answers(models, num_steps, stops, **MODES[mode])
-    assert served.most == num_steps
-    assert (served.num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
-    for number, (output, other) in enumerate(zip(served.outputs, outputs, strict=True)):
-        assert output == other, f"request {number}"
+def test_outputs_are_the_same(check: Callable[..., Served], mode: str, num_steps: int) -> None:
+    assert check(mode, num_steps).most == num_steps
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("most", [1, 7])
-def test_drafts_change_nothing(
-    models: ModelShop,
-    expected: tuple[list[dict[str, Any]], list[Any]],
-    mode: str,
-    most: int,
-) -> None:
+def test_drafts_change_nothing(check: Callable[..., Served], mode: str, most: int) -> None:
     """Steps without drafts are planned ahead, too."""
-    stops, outputs = expected
-    lookahead = {"speculative_model": "[ngram]", "num_speculative_tokens": most}
-    served = answers(models, 2, stops, outputs, **lookahead, **MODES[mode])
+    served = check(mode, 2, True, speculative_model="[ngram]", num_speculative_tokens=most)
     assert 20 < served.num_accepted < served.num_drafted
     assert served.most == 2
-    assert (served.num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
-    for number, (output, other) in enumerate(zip(served.outputs, outputs, strict=True)):
-        assert output == other, f"request {number}"
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
-def test_stages_change_nothing(
-    models: ModelShop, expected: tuple[list[dict[str, Any]], list[Any]], mode: str, drafts: bool
-) -> None:
+def test_stages_change_nothing(check: Callable[..., Served], mode: str, drafts: bool) -> None:
     """Two stages, each with its own thread, and three steps in flight; log probabilities are equal
     as bits, as no sum is divided."""
-    stops, outputs = expected
-    known, lookahead = None, {}
-    if drafts:
-        known, lookahead = outputs, {"speculative_model": "[ngram]", "num_speculative_tokens": 3}
-    served = answers(models, 3, stops, known, 2, **lookahead, **MODES[mode])
+    lookahead = {"speculative_model": "[ngram]", "num_speculative_tokens": 3} if drafts else {}
+    served = check(mode, 3, drafts, pipeline_parallel_size=2, **lookahead)
     assert drafts or served.most == 3
     assert (served.num_accepted > 20) == drafts
-    assert (served.num_preemptions > 0) == ("num_device_blocks_override" in MODES[mode])
-    for number, (output, other) in enumerate(zip(served.outputs, outputs, strict=True)):
-        assert output == other, f"request {number}"
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["itself", "another"])
 def test_a_draft_model_changes_nothing(
-    models: ModelShop,
-    expected: tuple[list[dict[str, Any]], list[Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    name: str,
+    models: ModelShop, check: Callable[..., Served], monkeypatch: Any, mode: str, name: str
 ) -> None:
     """The model itself guesses what it will sample, unless a penalty or a grammar is in the way;
     another random model guesses wrong, and is not asked for long."""
     monkeypatch.setattr(RowPrices, "cost", lambda self, num_rows: (1.0, 0.01))
-    stops, outputs = expected
     spec = PLAIN if name == "itself" else ZOO["d128-4to1-tied-llama3-old"]
-    folder = models.folder(spec, tokenizer=True)
-    served = answers(models, 2, stops, speculative_model=str(folder), **MODES[mode])
-    for number, (output, other) in enumerate(zip(served.outputs, outputs, strict=True)):
-        assert output == other, f"request {number}"
+    served = check(mode, 2, speculative_model=str(models.folder(spec, tokenizer=True)))
     if name == "itself":
         assert served.num_accepted > max(40, served.num_drafted // 3)
     else:

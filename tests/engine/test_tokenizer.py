@@ -75,7 +75,6 @@ def test_load_encode_decode(tmp_path: Path) -> None:
     hf = make_hf()
     hf.save_pretrained(tmp_path)
     tokenizer = load(tmp_path)
-    assert tokenizer is not None
     ids = tokenizer.encode("Zwölf 😀")
     assert ids == hf("Zwölf 😀")["input_ids"]
     assert ids[0] == 0
@@ -206,7 +205,6 @@ def test_a_template_for_processors_is_taken_if_there_is_no_other(tmp_path: Path,
         make_hf(chat_template=own).save_pretrained(tmp_path)
         (tmp_path / file).write_text(json.dumps({"chat_template": "old"}))
         tokenizer = load(tmp_path)
-        assert tokenizer is not None
         assert tokenizer.render_chat(GIVEN) == taken
 
 

@@ -13,7 +13,6 @@ from support.waiting import PATIENCE_S, wait_until
 
 from tpengine import EngineArgs
 from tpengine.errors import RankLoss
-from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.local_executor import create_executor
 from tpengine.messages import MemoryLedger, NewSequence, SamplingRules, StepInput
@@ -29,7 +28,6 @@ class BareRanks:
         args = {"dtype": "float32", "device": "cpu", "num_device_blocks_override": 64, **args}
         args = {"executor": "processes", **args}
         _, executor = create_executor(EngineArgs(str(folder), tensor_parallel_size=tp_size, **args))
-        assert isinstance(executor, GroupExecutor)
         self.executor = executor
         self._step = 0
         self._freed: list[int] = []
@@ -97,7 +95,6 @@ class BareRanks:
 
     def wait_for_loss(self) -> RankLoss:
         wait_until(lambda: self.executor.loss is not None, what="no loss found")
-        assert self.executor.loss is not None
         return self.executor.loss
 
 

@@ -34,7 +34,6 @@ class DriverProcess:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self._said.put(line)
         self._said.put(None)
@@ -51,7 +50,6 @@ class DriverProcess:
 
     def say(self, *what: object) -> None:
         """Writes to its standard input, which must be a pipe."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
 

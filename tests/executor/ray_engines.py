@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import ray
 from ray import cloudpickle
+from support.engines import greedy
 
 from executor.sabotage import VARIABLE, Sabotage, harm, write
-from tpengine import EngineArgs, LLMEngine
+from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch import processes
@@ -23,6 +24,15 @@ from tpengine.executor.launch.actors import RayWorker
 from tpengine.host import start_ticks
 
 cloudpickle.register_pickle_by_value(sys.modules["executor"])  # actors cannot import the tests
+
+
+FOUR_KINDS = [
+    greedy(60, logprobs=2),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=50, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(n=2, temperature=0.9, seed=2, max_tokens=40, ignore_eos=True, logprobs=1),
+    SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=24),
+]
+"""Requests whose outputs a lost rank must not change, as bits."""
 
 
 def rank_engine(folder: Path | str, tp_size: int, **args: Any) -> LLMEngine:

@@ -6,8 +6,10 @@ import argparse
 import errno
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from support.patches import on_call
 
 from tpengine import EngineArgs, LLMEngine, envs
 from tpengine.cli import serve
@@ -48,18 +50,8 @@ def test_connection_is_closed_when_no_executor_can_be_made(monkeypatch: pytest.M
 @pytest.mark.parametrize("part", ["Recovery", "OutputProcessor"])
 def test_ranks_are_ended_when_no_engine_is_made(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """Although the error, and with it the unfinished engine, is kept."""
-    ended: list[LocalExecutor] = []
-    shutdown = LocalExecutor.shutdown
-
-    def noted(self: LocalExecutor) -> None:
-        ended.append(self)
-        shutdown(self)
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(LocalExecutor, "shutdown", noted)
-    monkeypatch.setattr(llm_engine, part, fail)
+    ended = on_call(monkeypatch, LocalExecutor, "shutdown")
+    monkeypatch.setattr(llm_engine, part, Mock(side_effect=ZeroDivisionError))
     args = EngineArgs(EMBEDDED_MODEL, device="cpu", num_device_blocks_override=256)
     with pytest.raises(ZeroDivisionError) as caught:
         LLMEngine.from_engine_args(args)
@@ -89,9 +81,7 @@ def test_isolated_and_not() -> None:
 def test_heads_that_do_not_divide_are_refused_before_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_connection = pytest.importorskip("tpengine.executor.launch.ray_connection")
 
-    def never(address: str | None) -> None:
-        raise AssertionError("Ray was asked")
-
+    never = Mock(side_effect=AssertionError("Ray was asked"))
     monkeypatch.setattr(ray_connection, "RayConnection", never)
     with pytest.raises(ConfigError, match=r"heads.*tensor_parallel_size = 7; sizes that can: 1, 2"):
         LLMEngine.from_engine_args(EngineArgs(EMBEDDED_MODEL, tensor_parallel_size=7))

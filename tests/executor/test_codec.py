@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ RULES = messages.SamplingRules(
     grammar="start: /a/",
     not_first_token_ids=[6, 7],
 )
+PLAIN = messages.NewSequence(5, [1], 1, 0, [], messages.SamplingRules(), 0, 0, [])
 FULL_STEP = messages.StepInput(
     step=2**40,
     slots=[3, 4, 5],
@@ -41,22 +43,9 @@ FULL_STEP = messages.StepInput(
         messages.NewSequence(
             5, list(range(70_000)), 70_000, 16, [1, 2**31 - 1], RULES, 2**64 - 1, 1, [2]
         ),
-        messages.NewSequence(
-            6, [1], 1, 0, [], messages.SamplingRules(), -(2**63), 0, [], num_candidates=4
-        ),
-        messages.NewSequence(7, [1], 1, 0, [], messages.SamplingRules(), 0, 0, [], adapter_slot=3),
-        messages.NewSequence(
-            8,
-            [1],
-            1,
-            0,
-            [],
-            messages.SamplingRules(),
-            0,
-            0,
-            [],
-            cross=messages.CrossInput(3, [4], [5], b"6"),
-        ),
+        replace(PLAIN, slot=6, seed=-(2**63), num_candidates=4),
+        replace(PLAIN, slot=7, adapter_slot=3),
+        replace(PLAIN, slot=8, cross=messages.CrossInput(3, [4], [5], b"6")),
     ],
     new_block_ids=[(3, [9, 10]), (4, [])],
     freed_slots=[0, 1],
@@ -99,18 +88,20 @@ def test_examples_leave_no_field_at_its_default(message: Any) -> None:
         assert getattr(message, field.name), f"{field.name} is empty, so that losing it is not seen"
 
 
-@pytest.mark.parametrize("step", [FULL_STEP, messages.StepInput(1, [], [])], ids=["full", "empty"])
-def test_step_survives(step: messages.StepInput) -> None:
-    decoded = codec.decode_step(codec.encode(step))
-    assert decoded == step
-    assert repr(decoded) == repr(step)  # also tells a tuple from a list
-
-
-@pytest.mark.parametrize("output", [FULL_OUTPUT, messages.StepOutput(1, [])], ids=["full", "empty"])
-def test_output_survives(output: messages.StepOutput) -> None:
-    decoded = codec.decode_output(codec.encode(output))
-    assert decoded == output
-    assert repr(decoded) == repr(output)
+@pytest.mark.parametrize(
+    ("message", "decode"),
+    [
+        (FULL_STEP, codec.decode_step),
+        (messages.StepInput(1, [], []), codec.decode_step),
+        (FULL_OUTPUT, codec.decode_output),
+        (messages.StepOutput(1, []), codec.decode_output),
+    ],
+    ids=["step", "empty step", "output", "empty output"],
+)
+def test_a_message_survives(message: Any, decode: Any) -> None:
+    decoded = decode(codec.encode(message))
+    assert decoded == message
+    assert repr(decoded) == repr(message)  # also tells a tuple from a list
 
 
 @pytest.mark.parametrize("num_rows", [1, 256, 300, 1500])
@@ -118,9 +109,8 @@ def test_output_survives(output: messages.StepOutput) -> None:
 def test_steps_of_decodes_survive(num_rows: int, change: str) -> None:
     """What most steps are like travels in short forms, and so does not what is only similar."""
     rows = list(range(num_rows))
-    step = messages.StepInput(
-        1, rows.copy(), [1] * num_rows, sample_rows=rows, sample_slots=rows.copy()
-    )
+    sampled = {"sample_rows": rows, "sample_slots": rows.copy()}
+    step = messages.StepInput(1, rows.copy(), [1] * num_rows, **sampled)
     if change == "slots":
         step.slots = [slot + 100 for slot in rows]
     elif change == "tokens":
@@ -161,11 +151,8 @@ def test_calls_survive() -> None:
     """With their classes, and tuples as tuples. The fields of a model stay readable by name."""
     args = EngineArgs(EMBEDDED_MODEL, tensor_parallel_size=2, executor="ray", device="cpu")
     engine_config = args.create_engine_config("cpu")
-    call = (
-        "create",
-        (engine_config, [messages.MemoryLedger(0, "cpu", *[1] * 6)]),
-        {"sizes": {"a": (1, 2)}},
-    )
+    ledgers = [messages.MemoryLedger(0, "cpu", *[1] * 6)]
+    call = ("create", (engine_config, ledgers), {"sizes": {"a": (1, 2)}})
     decoded = codec.decode_call(codec.encode_call(call))
     assert decoded == call
     assert repr(decoded) == repr(call)

@@ -3,6 +3,7 @@ without the loss, as bits."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import platform
@@ -11,25 +12,27 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
+from support.engines import bits, greedy
 from support.models import ModelShop
 from support.namespaces import children_of
+from support.patches import on_call
 from support.waiting import wait_until
 from support.zoo import PLAIN, ZOO
 
 from executor.moments import Orders, install
-from executor.ray_engines import executor_of, sabotaged_rank
+from executor.ray_engines import FOUR_KINDS, executor_of, sabotaged_rank
 from executor.sabotage import in_step, kill_self
-from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from tpengine import EngineArgs, LLMEngine, RequestOutput
 from tpengine.errors import EngineDeadError
 from tpengine.executor import group_executor
 from tpengine.executor.group import Group
-from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch import actors, processes, ray_home
 from tpengine.executor.launch.actors import ActorSpare, Agents
 from tpengine.executor.launch.node_agent import NodeAgent
@@ -50,41 +53,77 @@ FIELDS = {
     "preemption_mode": "swap",
     "swap_space": 0.05,
 }
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=1.0, seed=5, max_tokens=50, ignore_eos=True, repetition_penalty=1.2),
-    SamplingParams(n=2, temperature=0.9, seed=2, max_tokens=40, ignore_eos=True, logprobs=1),
-    SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=24),
-]
 LENGTHS = (60, 7, 19, 33)
 Kill = Callable[[list[int]], None]
 """Gets the processes of the ranks, in rank order."""
 
 
-def serve(engine: LLMEngine, prompts: list[list[int]], kills: dict[int, Kill]) -> list[Any]:
-    """What each request gets.
+class Served:
+    """An engine whose ranks are lost, and the requests that it serves again and again.
 
-    Args:
-        kills: what happens, by the number of steps that were answered before it.
+    Attributes:
+        expected: what each request gets without a loss.
     """
-    last: dict[str, RequestOutput] = {}
-    due, first_step = dict(kills), engine.counters.num_steps
-    executor = engine._executor
-    assert isinstance(executor, GroupExecutor)
-    for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
-        engine.add_request(str(number), None, params, prompt_token_ids=prompt)
-    while engine.has_unfinished_requests():
-        with suppress(KeyboardInterrupt):
-            is_running = engine.health().state.value == "running"
-            if due and is_running and engine.counters.num_steps - first_step >= min(due):
-                due.pop(min(due))([place.pid for place in executor.places])
-            last |= {output.request_id: output for output in engine.step()}
-    assert not due, "the requests have ended before"
-    assert engine.num_free_blocks == engine.num_total_blocks
-    return [
-        [(o.token_ids, o.cumulative_logprob, o.logprobs) for o in last[str(i)].outputs]
-        for i in range(len(prompts))
-    ]
+
+    def __init__(self, engine: LLMEngine, prompts: list[list[int]]) -> None:
+        self.engine, self.prompts = engine, prompts
+        self.executor: Any = executor_of(engine)
+        self.expected = self.serve({})
+
+    def serve(self, kills: dict[int, Kill]) -> list[Any]:
+        """What each request gets.
+
+        Args:
+            kills: what happens, by the number of steps that were answered before it.
+        """
+        engine, last = self.engine, dict[str, RequestOutput]()
+        due, first_step = dict(kills), engine.counters.num_steps
+        for number, (prompt, params) in enumerate(zip(self.prompts, FOUR_KINDS, strict=True)):
+            engine.add_request(str(number), None, params, prompt_token_ids=prompt)
+        while engine.has_unfinished_requests():
+            with suppress(KeyboardInterrupt):
+                is_running = engine.health().state.value == "running"
+                if due and is_running and engine.counters.num_steps - first_step >= min(due):
+                    due.pop(min(due))([place.pid for place in self.executor.places])
+                last |= {output.request_id: output for output in engine.step()}
+        assert not due, "the requests have ended before"
+        assert engine.num_free_blocks == engine.num_total_blocks
+        return [bits(last[str(number)]) for number in range(len(self.prompts))]
+
+    def check(self, kills: dict[int, Kill]) -> None:
+        """Each request gets what it gets without these losses."""
+        assert self.serve(kills) == self.expected
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.executor.places[rank].pid, signal.SIGKILL)
+
+    @property
+    def resumed(self) -> list[bool]:
+        """Of each recovery, whether only the lost rank was replaced."""
+        return [record.is_resumed for record in self.engine.recoveries]
+
+    def held(self) -> tuple[int, int, list[int]]:
+        """Descriptors and children of this process, and descriptors of the ranks."""
+        gc.collect()  # what earlier tests have left
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        pids = [place.pid for place in self.executor.places]
+        of_ranks = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
+        return len(os.listdir("/proc/self/fd")), len(children), of_ranks
+
+
+@functools.cache
+def prompts_of(models: ModelShop, spec: Any) -> list[list[int]]:
+    return models.oracle(models.folder(spec)).prompts(LENGTHS, seed=3)
+
+
+@contextmanager
+def serving(
+    models: ModelShop, spec: Any = PLAIN, tp_size: int = 2, **args: Any
+) -> Iterator[Served]:
+    """An engine of `FIELDS`, unless told otherwise."""
+    fields = FIELDS | {"tensor_parallel_size": tp_size} | args
+    with LLMEngine.from_engine_args(EngineArgs(str(models.folder(spec)), **fields)) as engine:
+        yield Served(engine, prompts_of(models, spec))
 
 
 def send(number: int, *ranks: int) -> Kill:
@@ -97,36 +136,16 @@ def send(number: int, *ranks: int) -> Kill:
     return kill
 
 
-def resumed(engine: LLMEngine) -> list[bool]:
-    """Of each recovery, whether only the lost rank was replaced."""
-    return [record.is_resumed for record in engine.recoveries]
-
-
-@pytest.fixture(scope="module")
-def folder(models: ModelShop) -> Path:
-    return models.folder(PLAIN)
-
-
-@pytest.fixture(scope="module")
-def prompts(models: ModelShop, folder: Path) -> list[list[int]]:
-    return models.oracle(folder).prompts(LENGTHS, seed=3)
-
-
-FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "2": (PLAIN, {"tensor_parallel_size": 2}),
-    "1": (PLAIN, {}),
-    "2x2": (ZOO["d256-2to1-3-layers"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    "4-int8": (
-        PLAIN,
-        {"tensor_parallel_size": 4, "kv_cache_dtype": "int8", "quantization": "int4"},
-    ),
-    "drafts": (
-        PLAIN,
-        {"tensor_parallel_size": 2, "speculative_model": "[ngram]"}
-        | {"num_speculative_tokens": 3, "ngram_prompt_lookup_max": 3},
-    ),
-    "1x3": (ZOO["d256-2to1-3-layers"], {"pipeline_parallel_size": 3}),
+DRAFTS = {"speculative_model": "[ngram]", "num_speculative_tokens": 3, "ngram_prompt_lookup_max": 3}
+FORMS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "2": (PLAIN, 2, {}),
+    "1": (PLAIN, 1, {}),
+    "2x2": (ZOO["d256-2to1-3-layers"], 2, {"pipeline_parallel_size": 2}),
+    "4-int8": (PLAIN, 4, {"kv_cache_dtype": "int8", "quantization": "int4"}),
+    "drafts": (PLAIN, 2, DRAFTS),
+    "1x3": (ZOO["d256-2to1-3-layers"], 1, {"pipeline_parallel_size": 3}),
 }
+"""Model, ranks that share its layers, and other arguments."""
 SERVING = ("swap", "copy", "write", "recorded", "answer", "step")
 """Moments of steps, see `moments.install`."""
 OF_SEVERAL = ("between", "collective")
@@ -218,91 +237,83 @@ def cases() -> Iterator[Any]:
         yield pytest.param(form, 8, id=f"{form}-long", marks=pytest.mark.soak)
 
 
+class Obedient(NamedTuple):
+    """Orders that ranks obey, and the places of these ranks."""
+
+    orders: Orders
+    places: list[Any]
+
+
+@pytest.fixture
+def obedient(tmp_path: Path) -> Iterator[Obedient]:
+    """Ranks that kill themselves, or hang, at moments that a test names."""
+    orders = Orders.make(tmp_path / "orders")
+    with sabotaged_rank(None, partial(install, str(tmp_path / "orders"))) as places:
+        yield Obedient(orders, places)
+
+
 @pytest.mark.parametrize(("form", "num_cycles"), [*cases()])
 def test_losses_at_any_moment(
-    models: ModelShop,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    form: str,
-    num_cycles: int,
+    models: ModelShop, obedient: Obedient, monkeypatch: Any, form: str, num_cycles: int
 ) -> None:
     """No request is lost, no output changes, and nothing is left over."""
-    model, args = FORMS[form]
-    folder, orders = models.folder(model), Orders.make(tmp_path / "orders")
-    prompts = models.oracle(folder).prompts(LENGTHS, seed=3)
-    several = OF_SEVERAL if args.get("tensor_parallel_size", 1) > 1 else ()
+    spec, tp_size, args = FORMS[form]
+    several = OF_SEVERAL if tp_size > 1 else ()
     moments: list[Moments] = [(moment,) for moment in (*SERVING, *several)]
     if num_cycles:
         moments += [("step", second) for second in (*RESUMING, *BESIDE)]
         moments *= num_cycles
-    obedient = sabotaged_rank(None, partial(install, str(tmp_path / "orders")))
-    engine_args = EngineArgs(str(folder), **FIELDS, **args)
-    with obedient, LLMEngine.from_engine_args(engine_args) as engine:
-        expected = serve(engine, prompts, {})
-        assert engine.counters.num_preemptions, "no block was swapped"
-        before, campaign = held(engine), Campaign(engine, moments, orders, seed=11)
+    with serving(models, spec, tp_size, **args) as served:
+        assert served.engine.counters.num_preemptions, "no block was swapped"
+        before, campaign = served.held(), Campaign(served.engine, moments, obedient.orders, seed=11)
         campaign.watch(monkeypatch)
         for _ in range(len(moments) + 5):
-            assert serve(engine, prompts, dict.fromkeys(range(1, 39), campaign.strike)) == expected
+            served.check(dict.fromkeys(range(1, 39), campaign.strike))
             campaign.end_round()
-            wait_until(lambda: held(engine) == before, what="something is left")
+            wait_until(lambda: served.held() == before, what="something is left")
             if not campaign.left:
                 break
         assert not campaign.left, "these moments do not come"
         others = sum(moment[-1] in RESUMING for moment in moments if len(moment) > 1)
-        assert resumed(engine).count(True) >= len(moments) - others
+        assert served.resumed.count(True) >= len(moments) - others
 
 
-def test_a_stopped_rank_is_replaced(folder: Path, prompts: list[list[int]]) -> None:
-    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
-    with LLMEngine.from_engine_args(args) as engine:
-        expected = serve(engine, prompts, {})
-        before = held(engine)
-        assert serve(engine, prompts, {9: send(signal.SIGSTOP, 0)}) == expected
-        assert serve(engine, prompts, {12: send(signal.SIGKILL, 1)}) == expected
-        assert resumed(engine) == [True, True]
-        assert held(engine) == before
+def test_a_stopped_rank_is_replaced(models: ModelShop) -> None:
+    with serving(models) as served:
+        before = served.held()
+        served.check({9: send(signal.SIGSTOP, 0)})
+        served.check({12: send(signal.SIGKILL, 1)})
+        assert served.resumed == [True, True]
+        assert served.held() == before
 
 
-def test_a_loss_while_idle(
-    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_while_idle(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next request comes after so many heartbeats that a rank without them has ended itself."""
     beats: list[list[int]] = []
-    send_heartbeats = RankWatch._send_heartbeats
-
-    def count(watch: RankWatch, ranks: Iterable[int]) -> None:
-        beats.append(list(ranks))
-        send_heartbeats(watch, beats[-1])
-
-    monkeypatch.setattr(RankWatch, "_send_heartbeats", count)
-    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
-    with LLMEngine.from_engine_args(args) as engine:
-        expected, executor = serve(engine, prompts, {}), executor_of(engine)
-        os.kill(executor.places[1].pid, signal.SIGKILL)
-        wait_until(lambda: executor.loss is not None, what="no loss is found")
+    on_call(monkeypatch, RankWatch, "_send_heartbeats", lambda _, ranks: beats.append(list(ranks)))
+    with serving(models) as served:
+        served.kill(1)
+        wait_until(lambda: served.executor.loss is not None, what="no loss is found")
         beats.clear()
         num_beats = FENCE_S / HEARTBEAT_S + 3
         wait_until(lambda: beats.count([0]) >= num_beats, what="the other rank is left alone")
-        assert serve(engine, prompts, {}) == expected
-        assert resumed(engine) == [True]
+        served.check({})
+        assert served.resumed == [True]
 
 
 def test_aborts_and_new_requests_while_a_rank_is_replaced(
-    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new rank is held back until one request is aborted and another one has come."""
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
-    with LLMEngine.from_engine_args(args) as engine:
-        goes_on, join = threading.Event(), Group.join
+    with serving(models) as served:
+        engine, goes_on = served.engine, threading.Event()
 
-        def held_join(group: Group, timeout_s: float) -> None:
+        def hold(_: Group, timeout_s: float) -> None:
             assert goes_on.wait(timeout_s)
-            join(group, timeout_s)
 
         def add(number: int) -> None:
-            engine.add_request(str(number), None, params, prompt_token_ids=prompts[number])
+            prompt = served.prompts[number]
+            engine.add_request(str(number), None, greedy(40), prompt_token_ids=prompt)
 
         def run() -> dict[str, Any]:
             done: dict[str, Any] = {}
@@ -313,13 +324,13 @@ def test_aborts_and_new_requests_while_a_rank_is_replaced(
         for number in (0, 2, 3):
             add(number)
         expected = run()
-        monkeypatch.setattr(Group, "join", held_join)
+        on_call(monkeypatch, Group, "join", hold)
         for number in (0, 1, 2):
             add(number)
         first_step = engine.counters.num_steps
         while engine.counters.num_steps < first_step + 8:
             engine.step()
-        os.kill(executor_of(engine).places[1].pid, signal.SIGKILL)
+        served.kill(1)
         while engine.health().state.value == "running":
             engine.step()
         engine.abort_request("1")
@@ -330,31 +341,27 @@ def test_aborts_and_new_requests_while_a_rank_is_replaced(
         goes_on.set()
         outputs = run()
         assert {name: outputs[name] for name in expected} == expected
-        assert resumed(engine) == [True]
+        assert served.resumed == [True]
         assert engine.num_free_blocks == engine.num_total_blocks
 
 
 @pytest.mark.parametrize("phase", ["start", "load_model"])
 def test_a_second_ctrl_c_while_a_rank_is_replaced(
-    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, phase: str
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """The threads that replace the rank, and then the group, are interrupted: the engine is dead,
     and nothing is left of it."""
 
-    def press(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     def kill(pids: list[int]) -> None:
-        monkeypatch.setattr(Group, phase, press)
+        monkeypatch.setattr(Group, phase, Mock(side_effect=KeyboardInterrupt))
         os.kill(pids[0], signal.SIGKILL)
 
     def own() -> tuple[list[int], int]:
         return children_of(os.getpid()), len(os.listdir("/proc/self/fd"))
 
     before = own()
-    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
-    with LLMEngine.from_engine_args(args) as engine, pytest.raises(EngineDeadError):
-        serve(engine, prompts, {9: kill})
+    with serving(models) as served, pytest.raises(EngineDeadError):
+        served.serve({9: kill})
     wait_until(lambda: own() == before, what="something is left")
 
 
@@ -362,11 +369,7 @@ def test_a_second_ctrl_c_while_a_rank_is_replaced(
     "holder", ["driver", pytest.param("actor", marks=pytest.mark.check)], ids=["driver", "actor"]
 )
 def test_ranks_of_ray(
-    ray_address: str,
-    folder: Path,
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    holder: str,
+    ray_address: str, models: ModelShop, monkeypatch: pytest.MonkeyPatch, holder: str
 ) -> None:
     """A killed one is replaced by a spare, a stopped one by a new actor; the other stays. Their
     memory is held by the driver, or by an actor, as on another node; in the end by no process."""
@@ -375,26 +378,23 @@ def test_ranks_of_ray(
     if holder == "actor":
         monkeypatch.setattr(ray_home, "Agents", lambda _: Agents("another node"))
         monkeypatch.setattr(actors, "channel_address", lambda *_: LOOPBACK)
-    fields = FIELDS | {"executor": "ray", "spare_workers": 1}
-    args = EngineArgs(str(folder), tensor_parallel_size=2, **fields)
-    with LLMEngine.from_engine_args(args) as engine:
-        executor: Any = engine._executor
+    with serving(models, executor="ray", spare_workers=1) as served:
+        executor, first = served.executor, served.executor.places
         spares, agents = executor.home.spares, executor.home._agents
-        expected, first = serve(engine, prompts, {}), executor.places
         agent = agents.ask(first[0].node_id, "ping")
         memory = files_of_ranks(agent)
         assert len(memory) == 2
         assert [files_of_ranks(place.pid) for place in first] == [[name] for name in memory]
         wait_until(lambda: any(map(ActorSpare.is_prepared, spares._spares)), what="no spare")
         [spare] = spares.usable()
-        assert serve(engine, prompts, {9: send(signal.SIGKILL, 1)}) == expected
+        served.check({9: send(signal.SIGKILL, 1)})
         assert [place.pid for place in executor.places] == [first[0].pid, spare.answer().pid]
         spares.close()
-        assert serve(engine, prompts, {12: send(signal.SIGSTOP, 0)}) == expected
+        served.check({12: send(signal.SIGSTOP, 0)})
         assert executor.places[1].pid == spare.answer().pid
         assert files_of_ranks(agent) == memory
-        serve(engine, prompts, {8: send(signal.SIGSEGV, 1)})
-        assert resumed(engine) == [True, True, False]
+        served.serve({8: send(signal.SIGSEGV, 1)})
+        assert served.resumed == [True, True, False]
         ended = [place.process for place in (*first, *executor.places)]
     wait_until(lambda: not any(map(NodeAgent.state, ended)), what="ranks are left")
     wait_until(lambda: not files_of_ranks(agent), what="memory is left")
@@ -410,62 +410,42 @@ def files_of_ranks(pid: int) -> list[str]:
     return sorted({name for name in names if name.startswith("/memfd:tpengine rank")})
 
 
-def test_a_loss_before_a_step_is_sent(
-    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_before_a_step_is_sent(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch finds it after the engine has looked, so that the step cannot be sent."""
-    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
-    with LLMEngine.from_engine_args(args) as engine:
-        expected = serve(engine, prompts, {})
-        executor: Any = engine._executor
-        send_step, due = executor.send_step, engine.counters.num_steps + 9
+    with serving(models) as served:
+        executor, due = served.executor, served.engine.counters.num_steps + 9
 
-        def send_late(step: Any) -> None:
+        def lose(step: Any) -> None:
             if step.step == due:
-                os.kill(executor.places[1].pid, signal.SIGKILL)
+                served.kill(1)
                 wait_until(lambda: executor.loss is not None, 30.0, "no loss is found")
-            send_step(step)
 
-        monkeypatch.setattr(executor, "send_step", send_late)
-        assert serve(engine, prompts, {}) == expected
-        assert resumed(engine) == [True]
+        on_call(monkeypatch, executor, "send_step", lose)
+        served.check({})
+        assert served.resumed == [True]
 
 
 def test_a_new_rank_that_hangs(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
+    models: ModelShop, obedient: Obedient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sends heartbeats and answers nothing, so that only its share of `recovery_timeout` ends
     it. In its place comes a new group, which computes the requests again."""
-    orders = Orders.make(tmp_path / "orders")
-    obedient = sabotaged_rank(None, partial(install, str(tmp_path / "orders")))
+    orders, places = obedient
     monkeypatch.setattr(group_executor, "_SHARE", 0.15)
-    fields = FIELDS | {"tensor_parallel_size": 2, "recovery_timeout": 50.0}
-    args = EngineArgs(str(folder), **fields)
-    with obedient as places, LLMEngine.from_engine_args(args) as engine:
-        expected, before = serve(engine, prompts, {}), held(engine)
+    with serving(models, recovery_timeout=50.0) as served:
+        before = served.held()
         for moment in ("load_model", "batch"):
 
             def kill(pids: list[int], moment: str = moment) -> None:
                 orders.give([(1, f"hang {moment}", 0)])
                 os.kill(pids[1], signal.SIGKILL)
 
-            assert serve(engine, prompts, {9: kill}) == expected
+            served.check({9: kill})
             assert orders.num_left == 0, f"no rank hangs in {moment}"
-        assert resumed(engine) == [False, False]
-        assert held(engine) == before
-        ranks = {place.pid for place in executor_of(engine).places}
+        assert served.resumed == [False, False]
+        assert served.held() == before
+        ranks = {place.pid for place in served.executor.places}
         assert not any(NodeAgent.state(p.process) for p in places if p.pid not in ranks)
-
-
-def held(engine: LLMEngine) -> tuple[int, int, list[int]]:
-    """Descriptors and children of this process, and descriptors of the ranks."""
-    gc.collect()  # what earlier tests have left
-    executor = engine._executor
-    assert isinstance(executor, GroupExecutor)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    pids = [place.pid for place in executor.places]
-    of_ranks = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
-    return len(os.listdir("/proc/self/fd")), len(children), of_ranks
 
 
 @pytest.mark.parametrize(
@@ -479,25 +459,19 @@ def held(engine: LLMEngine) -> tuple[int, int, list[int]]:
     ids=["fault", "fault-always", "never", "both"],
 )
 def test_memory_that_is_not_trusted(
-    folder: Path, prompts: list[list[int]], keep_kv: str, kill: Kill, is_resumed: bool | None
+    models: ModelShop, keep_kv: str, kill: Kill, is_resumed: bool | None
 ) -> None:
     """None: both ways are right, as the second rank may be about to end when the first is found."""
-    args = EngineArgs(str(folder), tensor_parallel_size=2, keep_kv=keep_kv, **FIELDS)
-    with LLMEngine.from_engine_args(args) as engine:
-        expected = serve(engine, prompts, {})
-        tokens = [[ids for ids, *_ in outputs] for outputs in serve(engine, prompts, {8: kill})]
-        assert tokens == [[ids for ids, *_ in outputs] for outputs in expected]
-        assert is_resumed is None or resumed(engine) == [is_resumed]
+    with serving(models, keep_kv=keep_kv) as served:
+        tokens = [[ids for ids, *_ in outputs] for outputs in served.serve({8: kill})]
+        assert tokens == [[ids for ids, *_ in outputs] for outputs in served.expected]
+        assert is_resumed is None or served.resumed == [is_resumed]
 
 
-def test_memory_of_others_is_not_used(
-    folder: Path, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_of_others_is_not_used(models: ModelShop, caplog: pytest.LogCaptureFixture) -> None:
     """A new rank finds that what it was given is not its own; then all ranks start again."""
-    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
-    with LLMEngine.from_engine_args(args) as engine:
-        expected, executor = serve(engine, prompts, {}), executor_of(engine)
-        memory: dict[int, int] = executor.home._agents._memory  # type: ignore[attr-defined]
+    with serving(models) as served:
+        executor, memory = served.executor, served.executor.home._agents._memory
         changes: dict[str, Callable[[], None]] = {
             "engine is": lambda: setattr(executor, "_engine_id", "another"),
             "epoch is": lambda: setattr(executor, "_first_epoch", 9),
@@ -510,19 +484,14 @@ def test_memory_of_others_is_not_used(
                 change()
                 os.kill(pids[1], signal.SIGKILL)
 
-            assert serve(engine, prompts, {8: kill}) == expected
-        assert resumed(engine) == [False] * len(changes)
+            served.check({8: kill})
+        assert served.resumed == [False] * len(changes)
     refusals = [x.getMessage() for x in caplog.records if "which was lost, is not" in x.msg]
     for what, refusal in zip(changes, refusals, strict=True):
         assert f"has left is not used: its {what}" in refusal
 
 
-def test_a_step_that_is_lost_again_is_not_sent_a_third_time(
-    folder: Path, prompts: list[list[int]]
-) -> None:
+def test_a_step_that_is_lost_again_is_not_sent_a_third_time(models: ModelShop) -> None:
     """Rank 1 kills itself whenever it gets step 20."""
-    args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
-    kills_itself = in_step(20, kill_self)
-    with sabotaged_rank(1, kills_itself), LLMEngine.from_engine_args(args) as engine:
-        serve(engine, prompts, {})
-        assert resumed(engine) == [True, False]
+    with sabotaged_rank(1, in_step(20, kill_self)), serving(models) as served:
+        assert served.resumed == [True, False]

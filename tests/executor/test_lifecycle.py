@@ -14,6 +14,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from support.engines import complete, greedy, make_engine, run
 from support.models import ModelShop
+from support.patches import on_call
 from support.programs import err_of_interrupted, python
 from support.waiting import wait_until
 from support.zoo import ZOO
@@ -210,16 +211,12 @@ def test_interrupt_in_a_step_leaves_the_engine_usable(
 ) -> None:
     expected = ids_of(two_ranks)
     two_ranks.add_request("two", None, greedy(32), prompt_token_ids=PROMPT)
-    send = executor_of(two_ranks).send_step
-    steps = []
 
-    def interrupted(step: Any) -> None:
-        steps.append(step.step)
+    def interrupt(_: Any) -> None:
         if len(steps) == 3:
             signal.raise_signal(signal.SIGINT)
-        send(step)
 
-    monkeypatch.setattr(executor_of(two_ranks), "send_step", interrupted)
+    steps = on_call(monkeypatch, executor_of(two_ranks), "send_step", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(two_ranks)
     assert len(steps) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,12 @@ class Notebook:
         )
         return printed, error
 
+    def lines(self, code: str) -> list[str]:
+        """Those that a cell prints, which must not fail."""
+        printed, error = self.run(code)
+        assert error is None, printed
+        return printed.splitlines()
+
     def close(self) -> None:
         """Ends the kernel."""
         self._client.stop_channels()
@@ -90,13 +97,8 @@ class Notebook:
 
 @pytest.fixture
 def notebook() -> Iterator[Notebook]:
-    notebook = Notebook()
-    yield notebook
-    notebook.close()
-
-
-def ids_in(printed: str) -> str:
-    return next(line for line in printed.splitlines() if line.startswith("ids"))
+    with closing(Notebook()) as notebook:
+        yield notebook
 
 
 @pytest.mark.check
@@ -107,14 +109,10 @@ def test_cells(ray_address: str, folder: Path, notebook: Notebook) -> None:
     generate = GENERATE.format(num_tokens=NUM_TOKENS, prompt=PROMPT)
     ranks = []
     for _ in range(2):
-        for code in (start, PLACES):
-            printed, error = notebook.run(code)
-            assert error is None, printed
-        lines = [line.split() for line in printed.splitlines() if line.startswith("rank ")]
-        ranks.append([(int(pid), int(ticks)) for _, pid, ticks in lines])
-        printed, error = notebook.run(generate)
-        assert error is None, printed
-        assert ids_in(printed) == expected
+        notebook.lines(start)
+        places = [line.split() for line in notebook.lines(PLACES) if line.startswith("rank ")]
+        ranks.append([(int(pid), int(ticks)) for _, pid, ticks in places])
+        assert expected in notebook.lines(generate)
     assert len(ranks[0]) == len(ranks[1]) == 2
     # The first engine was deleted: its ranks are gone, and their bundles are free.
     wait_until(lambda: not any(map(NodeAgent.state, ranks[0])))
@@ -122,9 +120,7 @@ def test_cells(ray_address: str, folder: Path, notebook: Notebook) -> None:
     printed, error = notebook.run(TAKE_LONG, interrupt_at="begin")
     assert error == "KeyboardInterrupt", printed
     assert all(map(NodeAgent.state, ranks[1]))
-    printed, error = notebook.run(generate)
-    assert error is None, printed
-    assert ids_in(printed) == expected
+    assert expected in notebook.lines(generate)
     notebook.close()
     wait_until(lambda: not any(map(NodeAgent.state, ranks[1])))
     wait_until(lambda: free_cpus() == ray.cluster_resources()["CPU"])

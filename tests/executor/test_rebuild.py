@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import ray
 from support.gguf_files import write_gguf
 from support.matrix import only
+from support.patches import on_call
 from support.waiting import PATIENCE_S, wait_until
 
 from executor import sabotage
@@ -28,8 +30,7 @@ from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLos
 from tpengine.executor.group import Group
 from tpengine.executor.launch.actors import Agents
 from tpengine.executor.launch.node_agent import NodeAgent
-from tpengine.executor.launch.processes import ProcessHome
-from tpengine.messages import StepInput, StepOutput
+from tpengine.messages import StepInput
 
 STEP_TIMEOUT_S = 600.0
 """More than a test may take, as `start_timeout_s` is: no loss here is found by a deadline."""
@@ -102,15 +103,13 @@ def test_both_at_once(ranks: BareRanks, expected: list[int], number: int, cause:
     if ranks.executor.loss is not None:
         ranks.rebuild()
     lost = ranks.executor.places
-    step = ranks.executor.execute_model
 
-    def losing(message: StepInput) -> StepOutput:
+    def lose_both(_: StepInput) -> None:
         for rank in range(2):
             ranks.signal(rank, number)
-        return step(message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks.executor, "execute_model", losing)
+        on_call(patch, ranks.executor, "execute_model", lose_both)
         with pytest.raises(GroupLostError) as caught:
             ranks.generate()
     loss = caught.value.loss  # it may be found before the step begins
@@ -140,7 +139,12 @@ IN_STEP = {
 
 @pytest.mark.parametrize("name", only(("stop", "exit", "raise"), IN_STEP))
 def test_in_a_step(ranks: BareRanks, expected: list[int], name: str) -> None:
-    check_in_a_step(ranks, expected, IN_STEP[name])
+    """A rank of the next group does this to itself in its twentieth step."""
+    case = IN_STEP[name]
+    lose(ranks)
+    with sabotaged_rank(case.rank, in_step(ranks.next_step + 19, case.action)):
+        ranks.rebuild()
+    check_twentieth_step(ranks, expected, case)
 
 
 def test_a_step_that_hangs(folder: Path, expected: list[int]) -> None:
@@ -151,14 +155,6 @@ def test_a_step_that_hangs(folder: Path, expected: list[int]) -> None:
         bare_ranks(folder, 2, step_timeout_s=6.0, **IN_FEW_BITS) as ranks,
     ):
         check_twentieth_step(ranks, expected, case)
-
-
-def check_in_a_step(ranks: BareRanks, expected: list[int], case: Case) -> None:
-    """A rank of the next group does this to itself in its twentieth step."""
-    lose(ranks)
-    with sabotaged_rank(case.rank, in_step(ranks.next_step + 19, case.action)):
-        ranks.rebuild()
-    check_twentieth_step(ranks, expected, case)
 
 
 def check_twentieth_step(ranks: BareRanks, expected: list[int], case: Case) -> None:
@@ -196,14 +192,14 @@ def test_in_a_load(ranks: BareRanks, expected: list[int]) -> None:
 def test_join(ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is lost before it becomes a rank, and sends heartbeats."""
     lose(ranks)
-    join = Group.join
-    for number, cause in ((signal.SIGKILL, KILLED), (signal.SIGSTOP, FROZEN)):
 
-        def losing(group: Group, timeout_s: float, number: int = number) -> None:
-            os.kill(group.places[1].pid, number)
-            join(group, timeout_s)
+    ways = {KILLED: signal.SIGKILL, FROZEN: signal.SIGSTOP}
 
-        monkeypatch.setattr(Group, "join", losing)
+    def signal_one(group: Group, _: float) -> None:
+        os.kill(group.places[1].pid, ways[cause])
+
+    for cause in ways:
+        on_call(monkeypatch, Group, "join", signal_one)
         with pytest.raises(GroupLostError) as caught:
             ranks.rebuild()
         monkeypatch.undo()
@@ -301,25 +297,20 @@ def test_what_fails_at_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch)
     """Another attempt replaces ranks that are ready or half started. A shutdown
     that does not wait for it takes its descriptors, too."""
 
-    def fail(error: Exception, *_: object) -> None:
-        raise error
-
     with bare_ranks(folder, 1) as ranks:
         executor = ranks.executor
         expected = ranks.generate()
         first = executor.places
         with monkeypatch.context() as patch:
-            full = OSError(errno.EMFILE, "full")
-            patch.setattr("tpengine.executor.group.WakeUp", partial(fail, full))
+            full = Mock(side_effect=OSError(errno.EMFILE, "full"))
+            patch.setattr("tpengine.executor.group.WakeUp", full)
             with pytest.raises(OSError, match="full"):
                 executor.rebuild()
-            assert isinstance(executor.home, ProcessHome)
             [half_started] = executor.home._agents.children.values()
             wait_until(lambda: half_started.exit_status() == signal.SIGKILL)
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "threading.Timer.start", partial(fail, RuntimeError("can't start new thread"))
-            )
+            no_thread = RuntimeError("can't start new thread")
+            patch.setattr("threading.Timer.start", Mock(side_effect=no_thread))
             ranks.rebuild()
         assert executor.epoch == 2
         assert not any(is_alive(first))

@@ -21,8 +21,6 @@ from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.placement import address_of
 from tpengine.host import start_ticks
 
-APPEAR_S = 8.0
-
 
 def frozen_at_birth(note: str) -> type[RayWorker]:
     """The first of these to be asked stops, and leaves its number; the others live."""
@@ -53,7 +51,7 @@ def test_rank_that_freezes_before_it_says_where_it_is(
     with bare_ranks(folder, 2, executor="ray") as ranks:
         expected = ranks.generate()
         [times] = noted
-        times.appear_s = APPEAR_S
+        times.appear_s = 8.0
         ranks.lose(0)
         with monkeypatch.context() as patch:
             replace_ranks(patch, frozen_at_birth(str(note)))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.programs import running
@@ -121,20 +122,13 @@ def test_survivors_get_heartbeats_until_the_watch_is_stopped(pair: Pair, clock: 
     """Rank 1 is gone; the other is silent for longer than the driver's patience."""
     driver, ranks = pair
     ranks[1].close()
-    lost: list[int] = []
-
-    def on_loss(rank: int, _: wire.ChannelError) -> bool:
-        lost.append(rank)
-        return True
-
+    on_loss = Mock(return_value=True)
     watched = RankWatch(driver, lambda rank, silent_s: True, on_loss)
     clock.on_wait = lambda: watched.stop() if clock.now > 2 * watch.FENCE_S else None
     watched.run()
-    assert lost == [1]
-    num_heartbeats = 0
-    while ranks[0].take() is not None:
-        num_heartbeats += 1
-    assert num_heartbeats >= 2 * watch.FENCE_S / watch.HEARTBEAT_S
+    assert [call.args[0] for call in on_loss.call_args_list] == [1]
+    heartbeats = list(iter(ranks[0].take, None))
+    assert len(heartbeats) >= 2 * watch.FENCE_S / watch.HEARTBEAT_S
 
 
 def test_silent_rank_that_runs_is_given_time(pair: Pair, clock: Clock) -> None:
@@ -174,16 +168,12 @@ def test_rank_ends_itself_when_its_driver_is_silent(
     """The driver sends heartbeats for longer than the fence, and then no more."""
     (driver, _), (control, steps) = pair
     clock.beating, clock.silent_at = [driver], 2 * watch.FENCE_S
-    ends: list[tuple[int, int, str]] = []
-
-    def end_process(*end: Any) -> None:
-        ends.append(end)
-        raise SystemExit
-
+    end_process = Mock(side_effect=SystemExit)
     monkeypatch.setattr(watch, "end_process", end_process)
     with pytest.raises(SystemExit):
         Heartbeat(control, steps).run()
-    assert ends == [(0, watch.DRIVER_SILENT, "nothing heard from the driver for 5 s")]
+    why = "nothing heard from the driver for 5 s"
+    end_process.assert_called_once_with(0, watch.DRIVER_SILENT, why)
     assert clock.now > clock.silent_at + watch.FENCE_S - 2 * watch.HEARTBEAT_S
     assert driver.take() is not None, "the rank sends no heartbeat"
 
@@ -257,8 +247,6 @@ def test_rank_whose_python_lock_is_held_ends_itself() -> None:
     """None of its threads can notice that its driver is gone; its stack is in its log."""
     with rank_process(STUCK) as (rank, steps, control):
         receive(control, TIMEOUT_S)  # its first heartbeat
-        assert rank.stdin is not None
-        assert rank.stdout is not None
         rank.stdin.write("\n")
         rank.stdin.flush()
         assert rank.stdout.readline() == "held\n"

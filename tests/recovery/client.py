@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from recovery.mortal import MakeGroup
 from tpengine import CompletionOutput, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.engine.stats import EngineState
 
-from .mortal import FakeGroup, Fate, Group, mortal_engine
+from .mortal import FakeGroup, Fate, mortal_engine
 
 MAX_CALLS = 4000
 
@@ -45,7 +45,6 @@ class Answer:
                 completion.token_ids = before.token_ids + completion.token_ids
                 completion.text = before.text + completion.text
                 if before.logprobs is not None:
-                    assert completion.logprobs is not None
                     completion.logprobs = before.logprobs + completion.logprobs
             elif before is not None:  # a cumulative output only grows
                 assert completion.token_ids[: len(before.token_ids)] == before.token_ids
@@ -106,10 +105,7 @@ class Client:
 
 
 def open_client(
-    config: EngineConfig,
-    jobs: list[Job],
-    fate: Fate | None = None,
-    group: Callable[[EngineConfig, int], Group] = FakeGroup,
+    config: EngineConfig, jobs: list[Job], fate: Fate | None = None, group: MakeGroup = FakeGroup
 ) -> Client:
     """Returns a client of a new engine that has added these jobs; their ids are their numbers."""
     client = Client(*mortal_engine(config, fate or Fate(), group))
@@ -119,15 +115,10 @@ def open_client(
 
 
 def serve(
-    config: EngineConfig,
-    jobs: list[Job],
-    fate: Fate | None = None,
-    group: Callable[[EngineConfig, int], Group] = FakeGroup,
-    prepare: Callable[[LLMEngine], object] = lambda engine: None,
+    config: EngineConfig, jobs: list[Job], fate: Fate | None = None, group: MakeGroup = FakeGroup
 ) -> Client:
     """Serves jobs together; returns the client, whose engine is shut down."""
     client = open_client(config, jobs, fate, group)
-    prepare(client.engine)
     with client.engine:
         client.run()
     return client

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from scheduling.fake_worker import FakeWorker
 from support.workers import loaded_worker
@@ -24,12 +24,8 @@ BLOCK_BYTES = 1000
 TIMEOUT_S = 30.0
 
 
-class Group(Protocol):
-    """What a test loses as a whole."""
-
-    def init_cache_engine(self, num_blocks: int, num_host_blocks: int) -> None: ...
-
-    def execute_model(self, step: StepInput) -> list[StepOutput]: ...
+MakeGroup = Callable[[EngineConfig, int], Any]
+"""Makes what a test loses as a whole, for a configuration and its first step."""
 
 
 class FakeGroup:
@@ -46,13 +42,11 @@ class FakeGroup:
         self.worker = FakeWorker(num_blocks, *sizes, num_host_blocks, last_step=self._last_step)
 
     def execute_model(self, step: StepInput) -> list[StepOutput]:
-        assert self.worker is not None
         self.worker.apply(step)
         return [self.worker.compute(step)]
 
     def begin(self, step: StepInput) -> None:
         """Does a part of a step, or all of it."""
-        assert self.worker is not None
         part = step.step % 4
         if part == 3:
             self.execute_model(step)
@@ -62,7 +56,6 @@ class FakeGroup:
     def begin_again(self, batch: list[NewSequence], unanswered: Iterable[StepInput]) -> None:
         """Takes a batch in place of the one that it has, for steps that were sent before."""
         worker = self.worker
-        assert worker is not None
         # Not by a message, which is checked: these steps may have overwritten what they free.
         worker.slots.clear()
         for new in batch:
@@ -121,14 +114,12 @@ class MortalExecutor(Executor):
         is_shut_down: set by `shutdown`.
     """
 
-    def __init__(
-        self, config: EngineConfig, fate: Fate, group: Callable[[EngineConfig, int], Group]
-    ) -> None:
+    def __init__(self, config: EngineConfig, fate: Fate, group: MakeGroup) -> None:
         super().__init__()
         self.config = config
         self.fate = fate
         self._make_group = group
-        self._group: Group | None = None
+        self._group: Any = None
         self._epoch = 0
         self._loss: RankLoss | None = None
         self._slots: dict[int, tuple[int, int]] = {}  # first token of the prompt, output tokens
@@ -189,7 +180,6 @@ class MortalExecutor(Executor):
         return [MemoryLedger(i, "cpu", 0, 0, 0, 0, BLOCK_BYTES, device + i, host) for i in range(2)]
 
     def init_cache_engine(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        assert self._group is not None
         self._group.init_cache_engine(num_blocks, num_host_blocks)
         self._fail_if_due("cache")
 
@@ -217,10 +207,8 @@ class MortalExecutor(Executor):
         self._follow_slots(step)
         if self._loss is not None:  # lost after the driver looked at `loss`
             raise GroupLostError(self._loss)
-        assert self._group is not None
         self.steps.append((self._epoch, step.step))
-        is_lethal = step.step in self.fate.kills or self.fate.is_lethal(step)
-        if is_lethal or self._is_poisonous(step):
+        if step.step in self.fate.kills or self.fate.is_lethal(step) or self._is_poisonous(step):
             if self.fate.keeps_memory and isinstance(self._group, FakeGroup):
                 self._group.begin(step)
             raise GroupLostError(self.lose("execute_model", step.step))
@@ -282,7 +270,7 @@ class MortalExecutor(Executor):
 
 
 def mortal_engine(
-    config: EngineConfig, fate: Fate, group: Callable[[EngineConfig, int], Group] = FakeGroup
+    config: EngineConfig, fate: Fate, group: MakeGroup = FakeGroup
 ) -> tuple[LLMEngine, MortalExecutor]:
     """Returns an engine whose ranks are lost as `fate` says."""
     executor = MortalExecutor(config, fate, group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
@@ -63,14 +63,22 @@ class Served:
         if (look := self.engine._recovery._size.look) is not None:
             assert wait([look], PATIENCE_S).done
 
+    def step_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Fails with `what` if something does not become true in time."""
+        ends_at = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < ends_at, f"{what}: {self.engine.health()}"
+            self.step()
+
     def step_with(self, num_ranks: int) -> None:
         """Until a group of this size has done a few steps."""
-        health, engine = self.engine.health(), self.engine
-        ends_at = time.monotonic() + PATIENCE_S
-        while (health.num_ranks, health.state.value) != (num_ranks, "running"):
-            assert time.monotonic() < ends_at, f"{num_ranks} ranks do not run: {health}"
-            self.step()
+        engine = self.engine
+
+        def runs() -> bool:
             health = engine.health()
+            return (health.num_ranks, health.state.value) == (num_ranks, "running")
+
+        self.step_until(runs, f"{num_ranks} ranks do not run")
         for _ in range(4):
             self.step()
         stats = engine.stats()
@@ -89,10 +97,7 @@ def engine_of(models: ModelShop, size: int, **args: Any) -> Iterator[Served]:
         served = Served(engine, prompts)
         served.step_with(size)
         yield served
-        ends_at = time.monotonic() + PATIENCE_S
-        while engine.has_unfinished_requests():
-            assert time.monotonic() < ends_at, "the requests do not end"
-            served.step()
+        served.step_until(lambda: not engine.has_unfinished_requests(), "the requests do not end")
         assert engine.num_free_blocks == engine.num_total_blocks
         num_children = engine.health().num_ranks + num_others
         wait_until(lambda: len(children_of(os.getpid())) == num_children, what="some are left")
@@ -106,10 +111,7 @@ def lose(engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize("sizes", [[2, 1], [4, 2, 1], [4, 1]], ids=str)
 def test_no_room_for_lost_ranks(
-    models: ModelShop,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    sizes: list[int],
+    models: ModelShop, monkeypatch: pytest.MonkeyPatch, caplog: Any, sizes: list[int]
 ) -> None:
     """Requests go on with fewer ranks, and later with all again."""
     room = Room(monkeypatch, sizes[0])
@@ -143,19 +145,19 @@ def test_room_that_only_seems_to_be_there(
         served.step_with(1)
         room.seems = True
         epoch = engine.health().epoch
-        ends_at = time.monotonic() + PATIENCE_S
-        while engine.health().epoch < epoch + 2:
-            assert time.monotonic() < ends_at, "the group does not grow"
-            served.step()
+
+        def has_grown() -> bool:
             progress = engine.health().recovery
             assert progress is None or progress.loss is None, "growing counts as a loss"
+            return engine.health().epoch >= epoch + 2
+
+        served.step_until(has_grown, "the group does not grow")
         room.seems = False
         served.step_with(1)
         lose(engine)
-        ends_at = time.monotonic() + PATIENCE_S
-        while not engine.recoveries[-1].is_resumed:
-            assert time.monotonic() < ends_at, "the lost rank is not replaced alone"
-            served.step()
+        served.step_until(
+            lambda: engine.recoveries[-1].is_resumed, "the lost rank is not replaced alone"
+        )
         served.step_with(1)
         assert len(engine._recovery._loss_times) == 2, "growing counts as a loss"
 
@@ -173,11 +175,12 @@ def test_fewer_ranks_without_memory(models: ModelShop, monkeypatch: pytest.Monke
         room.count = 1
         lose(engine)
         num_ranks: list[int] = []
-        ends_at = time.monotonic() + PATIENCE_S
-        while num_ranks[-2:] != [1, 2]:
-            assert time.monotonic() < ends_at, f"the numbers of ranks were {num_ranks}"
-            served.step()
+
+        def is_tried_again() -> bool:
             num_ranks.append(engine.health().num_ranks)
+            return num_ranks[-2:] == [1, 2]
+
+        served.step_until(is_tried_again, "both numbers are not tried again")
         room.count = 2
         served.step_with(2)
 

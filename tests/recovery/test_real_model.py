@@ -11,7 +11,8 @@ from support.foretold import foretell, totals
 from support.matrix import only
 from support.step_log import log_steps
 
-from tpengine import LLMEngine, RequestOutputKind, SamplingParams
+from recovery.client import open_client
+from tpengine import RequestOutputKind, SamplingParams
 
 from .client import Answer, Job, serve, summary
 from .mortal import Fate, RealGroup
@@ -108,12 +109,11 @@ def test_everything_a_user_sees_is_the_same(name: str, request: pytest.FixtureRe
         for i, job in enumerate(jobs)
     }
 
-    def look_ahead(engine: LLMEngine) -> None:
-        if config.scheduler.lookahead is not None:
-            foretell(engine, known)
-
-    with log_steps() as log:
-        served = serve(config, jobs, Fate(kills, blocks=blocks), RealGroup, look_ahead)
+    served = open_client(config, jobs, Fate(kills, blocks=blocks), RealGroup)
+    if config.scheduler.lookahead is not None:
+        foretell(served.engine, known)
+    with log_steps() as log, served.engine:
+        served.run()
     if (drafter := served.engine._scheduler.drafter) is not None:
         drafted, accepted = totals(drafter)
         assert 20 < accepted < drafted

@@ -328,7 +328,6 @@ class FakeWorker:
 
     def _cross_places(self, new: NewSequence) -> dict[int, int]:
         """What the cache holds for an encoder prompt, by place."""
-        assert new.cross is not None
         keys, size = keys_after(mix(new.seed), self.encoded[new.seed]), self.block_size
         places = [block * size + offset for block in new.cross.block_ids for offset in range(size)]
         return dict(zip(places, keys, strict=False))

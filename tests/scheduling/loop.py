@@ -137,17 +137,7 @@ def make_request(
 class CountingBlockManager(BlockManager):
     """Counts the answers of `can_allocate`."""
 
-    def __init__(self, answers: Counter[str], limits: Limits, num_blocks: int) -> None:
-        super().__init__(
-            num_blocks,
-            limits.block_size,
-            limits.watermark,
-            limits.num_host_blocks,
-            limits.caching,
-            limits.num_kept_tokens,
-            limits.tokens,
-        )
-        self.answers = answers
+    answers: Counter[str]
 
     def can_allocate(self, request: Request) -> AllocStatus:
         answer = super().can_allocate(request)
@@ -208,7 +198,6 @@ class Loop:
         self.blocks, self.worker = self._open_cache(limits.num_blocks, last_step=0)
         self.scheduler = Scheduler(self.config, self.blocks)
         if limits.drafts:
-            assert self.config.lookahead is not None
             drafter = Drafter(self.config.lookahead)
             drafter._prices = Mock(cost=RowPrices().cost)  # no clock changes what is drafted
             foretold = Foretold(self.config.lookahead, next_tokens)
@@ -229,17 +218,15 @@ class Loop:
         self._is_applied = False
 
     def _open_cache(self, num_blocks: int, last_step: int) -> tuple[BlockManager, FakeWorker]:
-        limits = self.limits
-        return CountingBlockManager(self.events, limits, num_blocks), FakeWorker(
-            num_blocks,
-            limits.block_size,
-            limits.seqs,
-            limits.tokens,
-            limits.num_host_blocks,
-            limits.num_kept_tokens,
-            last_step=last_step,
-            max_loras=limits.max_loras,
+        limits, host, kept = self.limits, self.limits.num_host_blocks, self.limits.num_kept_tokens
+        sizes = num_blocks, limits.block_size
+        blocks = CountingBlockManager(
+            *sizes, limits.watermark, host, limits.caching, kept, limits.tokens
         )
+        blocks.answers = self.events
+        worker = FakeWorker(*sizes, limits.seqs, limits.tokens, host, kept, last_step=last_step)
+        worker.max_loras = limits.max_loras
+        return blocks, worker
 
     def add(self, request: Request) -> Request:
         for sequence in request.sequences:
@@ -445,9 +432,7 @@ class Loop:
             self.outputs[output.request_id] = output
 
     def _owner(self, sequence: Sequence) -> Request:
-        request = self.scheduler.get_request(f"r{sequence.seq_id // 100}")
-        assert request is not None
-        return request
+        return self.scheduler.get_request(f"r{sequence.seq_id // 100}")
 
     def _check_all_blocks_are_free(self) -> None:
         assert self.blocks.num_free_blocks == self.blocks.num_total_blocks

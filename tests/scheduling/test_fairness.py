@@ -23,7 +23,6 @@ def add(loop: Loop, index: int, owner: Owner, prompt: int = 40, max_tokens: int 
 
 
 def stats(loop: Loop) -> dict[str, OwnerStats]:
-    assert isinstance(loop.policy, FairShares)
     return loop.policy.stats()
 
 
@@ -140,7 +139,6 @@ def test_owners_are_forgotten_and_labels_are_few() -> None:
     loop.run()
     assert len(stats(loop)) == 65
     assert sum(owner.num_tokens for owner in stats(loop).values()) == 3900
-    assert isinstance(loop.policy, FairShares)
     assert len(loop.policy._idle) <= 1024
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.patches import on_call
 from support.small_llamas import MakeEngine, run
 
 from tpengine.inputs import Owner
@@ -87,14 +88,7 @@ def test_hits_that_others_hold_need_no_room() -> None:
 
 
 def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    original = block_pool.digest_of
-
-    def counted(parent: bytes, token_ids: list[int]) -> bytes:
-        calls.append(tuple(token_ids))
-        return original(parent, token_ids)
-
-    monkeypatch.setattr(block_pool, "digest_of", counted)
+    calls = on_call(monkeypatch, block_pool, "digest_of")
     blocks = pool(20)
     request = make_request(0, list(range(21)))
     for _ in range(3):
@@ -111,10 +105,7 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_collisions_keep_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a digest of a few bits wrong blocks are found; none is lost or freed twice."""
 
-    def weak(parent: bytes, token_ids: list[int]) -> bytes:
-        return bytes([sum(token_ids) % 3])
-
-    monkeypatch.setattr(block_pool, "digest_of", weak)
+    monkeypatch.setattr(block_pool, "digest_of", lambda _, token_ids: bytes([sum(token_ids) % 3]))
     blocks = pool(12)
     held: list[Sequence] = []
     for index in range(60):

@@ -17,7 +17,7 @@ from tpengine.inputs import NO_OWNER, Owner
 from tpengine.outputs import RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.block_manager import AllocStatus
-from tpengine.scheduling.fairness import FairShares, OwnerStats
+from tpengine.scheduling.fairness import OwnerStats
 from tpengine.scheduling.sequence import Request
 
 from .fake_worker import generate_undisturbed
@@ -218,7 +218,6 @@ def undisturbed(request: Request) -> Summary:
     params = request.sampling_params
     if params.num_sequences > 1:
         return summary(run_alone(request))
-    assert params.max_tokens is not None
     asked = request.prompt_token_ids, request.seed, params.max_tokens
     ids = tuple(generate_undisturbed(*asked, adapter=request.adapter))
     end = next((place for place, token in enumerate(ids) if token in END_TOKEN_IDS), None)
@@ -352,7 +351,6 @@ MIXES = {
 def check_charges(loop: Loop, requests: Sequence[Request]) -> int:
     """Owners whose requests have one sequence each, and were completed, have paid once for each
     token of both prompts and of the outputs; returns how many owners these are."""
-    assert isinstance(loop.policy, FairShares)
     num_checked = 0
     for account, counted in loop.policy.stats().items():
         own = [request for request in requests if request.owner.account == account]

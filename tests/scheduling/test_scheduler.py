@@ -203,6 +203,26 @@ def test_end_token_ids_are_sent_only_for_min_tokens() -> None:
     assert [sequence.end_token_ids for sequence in new] == [[], sorted(END_TOKEN_IDS)]
 
 
+def test_only_those_that_are_allowed_run() -> None:
+    loop = Loop()
+    first, second, third = loop.add_plain(6, 7, 8)
+    loop.step()
+    loop.restrict([second.request_id])
+    assert statuses(first, second, third) == ["WAITING", "RUNNING", "WAITING"]
+    (late,) = loop.add_plain(5, first=3)
+    assert loop.scheduler.num_waiting == 3
+    output = loop.step()
+    assert output.rows == second.sequences
+    assert len(output.step_input.freed_slots) == 2
+    loop.end(third)
+    loop.restrict([late.request_id])
+    assert loop.step().rows == late.sequences
+    loop.restrict(None)
+    assert loop.step().rows == [*late.sequences, *first.sequences, *second.sequences]
+    loop.run()
+    assert loop.endings[first.request_id] == "length"
+
+
 def test_messages_do_not_share_the_drivers_lists() -> None:
     loop = Loop()
     (request,) = loop.add_plain(4)

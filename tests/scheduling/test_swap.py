@@ -95,6 +95,5 @@ def test_no_preemption_for_a_group_that_outgrows_the_cache(mode: str, chunked: b
     loop.run()
     assert neighbour.metrics.num_preemptions == 0
     error = loop.outputs["r0"].error
-    assert error is not None
     assert "need 18 blocks of 4, but the KV cache has 16" in error
     assert loop.outputs["r1"].outputs[0].token_ids == run_alone(neighbour).outputs[0].token_ids

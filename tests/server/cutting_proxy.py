@@ -46,7 +46,6 @@ class CuttingProxy:
 
     def close(self) -> None:
         """Takes no more connections."""
-        assert self._listener is not None
         self._listener.close()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

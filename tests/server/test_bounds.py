@@ -20,6 +20,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support import http2
+from support.patches import on_call
 from support.server_process import ServerProcess
 from support.silent_reader import SilentReader
 from support.waiting import wait_until
@@ -250,17 +251,13 @@ def test_a_connection_gets_its_limit_of_calls() -> None:
 def test_connections_of_an_address_are_bounded_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those above the bound end, also after a look that failed; older ones and those of other
     addresses go on."""
-    looks: list[int] = []
-    end_excess = server.end_excess
 
-    def look(*args: Any) -> Any:
-        looks.append(1)
+    def look(*_: object) -> None:
         if len(looks) == 1:
             raise OSError(errno.EMFILE, "no descriptor is left")
-        return end_excess(*args)
 
     monkeypatch.setattr(server, "_HOSTS_POLL_S", 0.01)
-    monkeypatch.setattr(server, "end_excess", look)
+    looks = on_call(monkeypatch, server, "end_excess", look)
     with guarded_server(limits=Limits(max_host_connections=3)) as target, ExitStack() as stack:
         held = [stack.enter_context(_connect(target, OTHER)) for _ in range(3)]
         frames = [_frames(client) for client in held]

@@ -244,7 +244,7 @@ def output(**fields: Any) -> RequestOutput:
 
 
 @pytest.mark.parametrize("of", ["output", "prompt"])
-def test_other_tasks_run_while_a_large_answer_is_converted(of: str) -> None:
+async def test_other_tasks_run_while_a_large_answer_is_converted(of: str) -> None:
     """The event loop takes a turn after about every thousand candidates."""
     candidates = {token_id: Logprob(-1.0, token_id + 1, "x") for token_id in range(64)}
     many = [candidates] * 320
@@ -253,18 +253,15 @@ def test_other_tasks_run_while_a_large_answer_is_converted(of: str) -> None:
     if of == "prompt":
         last.prompt_token_ids, last.prompt_logprobs = [9] * 320, many
 
-    async def write() -> tuple[pb.GenerateResponse, int]:
-        turns = 0
+    turns, loop = 0, asyncio.get_running_loop()
 
-        def turn() -> None:
-            nonlocal turns
-            turns += 1
-            asyncio.get_running_loop().call_soon(turn)
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(turn)
 
-        turn()
-        return await ResponseWriter().write(last), turns
-
-    answer, turns = asyncio.run(write())
+    turn()
+    answer = await ResponseWriter().write(last)
     written = answer.outputs[0].logprobs if of == "output" else answer.prompt_logprobs
     assert sum(len(token.candidates) for token in written) == 320 * 64
     assert turns >= 20

@@ -361,11 +361,8 @@ def test_headers_that_cannot_be_used(
     ],
 )
 def test_fields_refused(server: ServerProcess, method: str, fields: dict[str, Any]) -> None:
-    refusal = calls.refused(
-        getattr(server.stub, method),
-        pb.GenerateRequest(prompt="a", **fields),
-        metadata=calls.bearer(ONE),
-    )
+    request = pb.GenerateRequest(prompt="a", **fields)
+    refusal = calls.refused(getattr(server.stub, method), request, metadata=calls.bearer(ONE))
     assert refusal.code is Code.INVALID_ARGUMENT
     assert any(name in refusal.text for name in fields)
 
@@ -403,9 +400,8 @@ async def bytes_of_a_stream(kept: Kept) -> None:
         await asyncio.sleep(0)
     assert [int(line.split()[0]) for line in read] == [*range(1, 40)]
     assert stream.num_bytes <= 20_000
-    with pytest.raises(
-        errors.NotKeptError, match="dropped for want of room; the stream has come to 39"
-    ):
+    words = "dropped for want of room; the stream has come to 39"
+    with pytest.raises(errors.NotKeptError, match=words):
         await stream.send(3, write)
     reading.cancel()
     await asyncio.wait([reading])
@@ -477,9 +473,8 @@ async def a_full_server(kept: Kept) -> None:
 async def requests_without_a_reader(kept: Kept) -> None:
     """They count for their client until they end or are read."""
     streams = [kept.begin("a"), kept.begin("b")]
-    with pytest.raises(
-        errors.QueueFullError, match=r"2 requests of yours .* one client may have 1 "
-    ):
+    words = r"2 requests of yours .* one client may have 1 "
+    with pytest.raises(errors.QueueFullError, match=words):
         kept.begin("c")
     kept.begin("c", "other")
     streams[0].end()
@@ -726,9 +721,8 @@ def test_a_server_that_drains_ends_kept_streams(alone: ServerProcess) -> None:
     for door, stream in left:
         door.leave(stream)
     drain = pb.DrainRequest(timeout_ms=1000)
-    assert (
-        calls.refused(stub.Drain, drain, metadata=calls.bearer(ONE)).code is Code.PERMISSION_DENIED
-    )
+    refusal = calls.refused(stub.Drain, drain, metadata=calls.bearer(ONE))
+    assert refusal.code is Code.PERMISSION_DENIED
     stub.Drain(drain, **calls.as_client(ADMIN))
     _, over_http = doors
     again = over_http.open("left-1", after=2)  # while it drains

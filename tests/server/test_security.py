@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.patches import on_call
 from support.waiting import wait_until
 
 from server.calls import NOT_SERVING, TIMEOUT_S, bearer, check, refused
@@ -349,13 +350,10 @@ def test_files_that_change_while_they_are_read_are_read_again(
     served = auth.CertificateReloader(*live)
     shutil.copy(fresh.certificate, live.certificate)
 
-    check = ssl.SSLContext.load_cert_chain
-
-    def check_late(*names: Any, **options: Any) -> None:
+    def change(*_: object, **__: object) -> None:
         shutil.copy(fresh.key, live.key)
-        check(*names, **options)
 
-    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", check_late)
+    on_call(monkeypatch, ssl.SSLContext, "load_cert_chain", change)
     served.reload()
     assert served.contents[0] == Path(files.certificate).read_bytes()
     served.reload()

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.patches import on_call
 
 from tpengine.server.grpc import server as grpc_server
 
@@ -72,42 +73,28 @@ async def _taken(kind: type[FakeQueue], is_partial: bool = True) -> FakeQueue:
 
 
 @pytest.mark.parametrize("is_partial", [True, False])
-def test_all_events_take_one_turn(is_partial: bool) -> None:
-    assert asyncio.run(_taken(FakeQueue, is_partial)).num_turns <= 3
+async def test_all_events_take_one_turn(is_partial: bool) -> None:
+    assert (await _taken(FakeQueue, is_partial)).num_turns <= 3
 
 
-def test_readers_of_others_are_unchanged() -> None:
-    assert asyncio.run(_taken(OtherQueue)).num_turns == NUM_EVENTS + 1
+async def test_readers_of_others_are_unchanged() -> None:
+    assert (await _taken(OtherQueue)).num_turns == NUM_EVENTS + 1
 
 
-def test_the_installed_grpc_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_installed_grpc_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if gRPC changes how it wakes its loop; the server would then work, but slower."""
-    num_batches = 0
-    read_batch = grpc_server.read_batch
-
-    def counted(*args: Any) -> None:
-        nonlocal num_batches
-        num_batches += 1
-        read_batch(*args)
-
-    monkeypatch.setattr(grpc_server, "read_batch", counted)
+    batches = on_call(monkeypatch, grpc_server, "read_batch")
 
     async def answer(request: bytes, context: Any) -> bytes:
         return request
 
-    async def ask() -> bytes:
-        grpc_server.batch_wake_ups(asyncio.get_running_loop())
-        server = grpc.aio.server()
-        handler = grpc.unary_unary_rpc_method_handler(answer)
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("echo", {"Echo": handler}),)
-        )
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            said: bytes = await channel.unary_unary("/echo/Echo")(b"hello", timeout=WAIT_S)
-        await server.stop(None)
-        return said
-
-    assert asyncio.run(ask()) == b"hello"
-    assert num_batches > 0
+    grpc_server.batch_wake_ups(asyncio.get_running_loop())
+    server = grpc.aio.server()
+    echo = {"Echo": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", echo),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert await channel.unary_unary("/echo/Echo")(b"hello", timeout=WAIT_S) == b"hello"
+    await server.stop(None)
+    assert batches

@@ -59,6 +59,11 @@ def ids(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def bits(output: RequestOutput) -> list[Any]:
+    """Of each sequence the numbers that are to be equal as bits."""
+    return [(o.token_ids, o.cumulative_logprob, o.logprobs) for o in output.outputs]
+
+
 def preemptions(outputs: Sequence[RequestOutput]) -> int:
     """How often requests were preempted, all together."""
     return sum(output.metrics.num_preemptions for output in outputs if output.metrics)

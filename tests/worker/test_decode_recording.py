@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.engines import generate, open_llm, preemptions
+from support.engines import bits, generate, open_llm, preemptions
 from support.matrix import only
 from support.models import ModelShop
 from support.variants import VARIANTS
@@ -107,8 +107,7 @@ def test_same_bits(folder_of: Callable[[str], Path], name: str, args: dict[str, 
             assert (recording_bytes(llm) == 0) == enforce_eager
             outputs = generate(llm, *crowd(llm.llm_engine.get_model_config().vocab_size))
         assert (preemptions(outputs) > 0) == (args == SCARCE)
-        completions = [o for output in outputs for o in output.outputs]
-        answers.append([(o.token_ids, o.cumulative_logprob, o.logprobs) for o in completions])
+        answers.append([bits(output) for output in outputs])
     assert answers[0] == answers[1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -139,11 +140,8 @@ def graphs(capture: Capture) -> DecodeGraphs:
     ],
 )
 def test_a_graph_that_cannot_be_recorded(error: Exception, words: str) -> None:
-    def fail(run: Run) -> Recorded:
-        raise error
-
     with pytest.raises(GraphCaptureError, match=words) as caught:
-        graphs(fail).record()
+        graphs(Mock(side_effect=error)).record()
     assert caught.value.__cause__ is error
 
 
@@ -152,11 +150,8 @@ def test_a_fault_of_the_gpu_is_not_the_recordings() -> None:
     fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     fault.error_code = 700
 
-    def fail(run: Run) -> Recorded:
-        raise fault
-
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-        graphs(fail).record()
+        graphs(Mock(side_effect=fault)).record()
 
 
 def test_graphs_are_estimated_by_the_largest_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +248,10 @@ def test_ledger_of_a_gpu_for_one_rank(models: ModelShop, monkeypatch: pytest.Mon
 def test_no_gpu_says_why(
     monkeypatch: pytest.MonkeyPatch, built: str | None, error: Exception | None, words: str
 ) -> None:
-    def init() -> None:
-        if error is not None:
-            raise error
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built)
-    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=error))
     with pytest.raises(ConfigError, match=words):
         device.detect_device("cuda")
     assert device.detect_device("auto") == "cpu"
@@ -299,7 +291,6 @@ def test_a_worker_reserves_its_memory(models: ModelShop, monkeypatch: pytest.Mon
     monkeypatch.setattr(cuda_graph, "CudaGrowth", lambda device: growth)
     worker = loaded_worker(config(models, "cpu", dtype="float32", max_num_seqs=8, swap_space=0.01))
     attention = worker._gpu
-    assert attention is not None
     assert attention.num_bytes == 2 * 4 * 8 * 64 * PLAIN.num_kv_heads * PLAIN.head_dim
 
     def budget(*args: Any) -> tuple[int, int]:
@@ -320,13 +311,11 @@ def test_a_worker_reserves_its_memory(models: ModelShop, monkeypatch: pytest.Mon
     recorded.clear()
     for num_blocks in (12, 6):  # the second cache replaces the first
         worker.init_cache_engine(num_blocks, 2)
-        assert worker._runner is not None
         k_cache, _ = worker._runner.cache_engine.kv_caches[0]
         assert len(k_cache) == num_blocks
     assert recorded == [8, 4, 2, 1] * 2
 
-    def full(*_: Any) -> int:
-        raise torch.OutOfMemoryError("another process took it")
+    full = Mock(side_effect=torch.OutOfMemoryError("another process took it"))
 
     monkeypatch.setattr(ModelRunner, "run_worst_case", full)
     with pytest.raises(CacheSizeError, match=r"activations of a step.*do not fit.*another process"):

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import ModelShop
+from support.patches import on_call
 from support.resident import resident_bytes
 from support.zoo import PLAIN
 
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError
-from tpengine.layers.sampler import Sampled, SamplingBatch
 from tpengine.worker import cache_engine, device, model_runner
 from tpengine.worker.cache_engine import CacheEngine, CacheShape
 from tpengine.worker.device import KV_SHARE, SWAP_SHARE, set_num_threads
@@ -198,14 +198,7 @@ def test_the_first_blocks_have_their_memory_from_the_start(
 ) -> None:
     """Up to the limit of a rank; nothing if the memory is overdrawn."""
     monkeypatch.setattr(cache_engine, "_POPULATE_S", 30.0)
-    caches: list[CacheEngine] = []
-    populate = CacheEngine.populate
-
-    def noted(self: CacheEngine, num_bytes: int) -> int:
-        caches.append(self)
-        return populate(self, num_bytes)
-
-    monkeypatch.setattr(CacheEngine, "populate", noted)
+    calls = on_call(monkeypatch, CacheEngine, "populate")
     args = EngineArgs(str(models.folder(PLAIN)), dtype="float32", device="cpu")
     for free, num_ranks, wanted in ((GIB, 1, 64 << 20), (GIB, 2, 32 << 20), (-GIB, 1, 0)):
         monkeypatch.setattr(device, "cpu_free_bytes", lambda free=free: free)
@@ -216,7 +209,8 @@ def test_the_first_blocks_have_their_memory_from_the_start(
         worker.load_model()
         worker.init_cache_engine(8192)
         worker.populate_cache()
-        tensors = [x for pair in caches.pop().kv_caches for x in pair]
+        cache, _ = calls.pop()
+        tensors = [x for pair in cache.kv_caches for x in pair]
         each = wanted // len(tensors)
         assert each < tensors[0].nbytes
         counts = [resident_bytes(x[: each // x[0].nbytes]) for x in tensors]
@@ -236,17 +230,10 @@ def test_ledger(
     worker = Worker(replace(config, model=replace(config.model, max_logprobs=max_logprobs)))
     assert "float32" in worker.init_device()
     worker.load_model()
-    sampled: list[SamplingBatch] = []
-    sample = model_runner.sampler.sample
-
-    def note(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
-        sampled.append(batch)
-        return sample(logits, batch)
-
-    monkeypatch.setattr(model_runner.sampler, "sample", note)
+    sampled = on_call(monkeypatch, model_runner.sampler, "sample")
     ledger = worker.profile_num_available_blocks()
     assert sampled
-    for batch in sampled:  # the worst step reports as many log probabilities as requests may want
+    for _, batch in sampled:  # the worst step reports as many log probabilities as may be wanted
         assert batch.processed
         assert (batch.num_logprobs == expected).all()
     assert ledger.kv_budget_bytes == int(0.01 * GIB)

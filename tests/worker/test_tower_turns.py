@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
+from support.patches import on_call
 
 from tpengine.messages import PictureLoad
 from tpengine.worker.tower_turns import TowerTurns
@@ -143,28 +145,22 @@ def test_a_picture_that_is_given_up_is_not_computed(rank: Rank) -> None:
 
 
 def test_what_ends_the_thread_is_raised(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("CUDA error in this operation or one before it")
-
-    monkeypatch.setattr(rank.tower, "features", fail)
+    fault = RuntimeError("CUDA error in this operation or one before it")
+    monkeypatch.setattr(rank.tower, "features", Mock(side_effect=fault))
     rank.ask("a", 5)
     with pytest.raises(RuntimeError, match="CUDA error"):
         rank.give_turn()
 
 
-def test_a_turn_that_was_left_ends_before_the_next_layer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_turn_that_is_left_ends_before_the_next_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of another rank may end the worker during a turn."""
     rank, begun, go_on = Rank(share=1.0), threading.Event(), threading.Event()
-    features = rank.tower.features
 
-    def wait(pixels: bytes, height: int, width: int) -> torch.Tensor:
+    def wait(*_: object) -> None:
         begun.set()
         assert go_on.wait(60)
-        return features(pixels, height, width)
 
-    monkeypatch.setattr(rank.tower, "features", wait)
+    on_call(monkeypatch, rank.tower, "features", wait)
     rank.ask("a", 1000)
     rank.clock.now += 1
     rank.turns.begin_turn(is_alone=False)

@@ -12,6 +12,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -31,7 +32,6 @@ def test_end_of_a_process_that_is_reaped(how: str, expected: str) -> None:
     """By another process, as Ray reaps ranks."""
     process = subprocess.Popen(["sh", "-c", f"read line; {how}"], stdin=subprocess.PIPE)
     ticks = start_ticks(process.pid)
-    assert ticks is not None
     agent, name = NodeAgent(), (process.pid, ticks)
     agent.watch([name])
     ended, now = agent.look(name, 0.0)
@@ -63,8 +63,7 @@ def test_lack_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_old_kernel_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot tell how a process ended."""
 
-    def ioctl(*_: object) -> int:
-        raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
+    ioctl = Mock(side_effect=OSError(errno.ENOTTY, "Inappropriate ioctl for device"))
 
     agent = NodeAgent()
     with running("sleep", 60) as process:
@@ -79,12 +78,10 @@ def test_stack_of_a_stopped_process() -> None:
     code = "import time\ndef in_the_weeds():\n    print('x', flush=True)\n    time.sleep(60)\n"
     words = "-c", code + "in_the_weeds()"
     with running(sys.executable, *words, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
         assert "in_the_weeds" in python_stack(process.pid)
         ticks = start_ticks(process.pid)
-        assert ticks is not None
         assert NodeAgent.state((process.pid, ticks)) == "T"
         assert NodeAgent.state((process.pid, ticks + 1)) == "", "another process of the same number"
 
@@ -165,10 +162,8 @@ def test_process_that_is_not_reaped() -> None:
 def test_one_whose_threads_have_not_all_ended() -> None:
     """Its first thread looks like a dead process; the others hold its memory and files."""
     with running(sys.executable, "-c", LEADERLESS, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         while (fields := living_fields(process.pid)) is not None and fields[0] != "Z":
             assert process.poll() is None
-        assert fields is not None
         assert start_ticks(process.pid) == int(fields[19])
     assert start_ticks(process.pid) is None

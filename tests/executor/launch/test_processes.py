@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.engines import greedy, ids, outputs_of, run
@@ -160,14 +161,11 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
         late.append(popen(["sleep", "60"], pass_fds=pass_fds, **options))
         return late[-1]
 
-    def poor(*_: Any, **__: Any) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patch:
         patch.setattr(children.sys, "executable", "/no/such/python")
         with pytest.raises(PlacementError, match=r"no process for a rank can.*No such file"):
             RankProcess("rank 0", start)
-        patch.setattr(starter, "_start", poor)
+        patch.setattr(starter, "_start", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             RankProcess("rank 0", start)
     with monkeypatch.context() as patch:

@@ -19,8 +19,10 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from server.processes import session
 from support.programs import python, running
 from support.waiting import PATIENCE_S, wait_until
 
@@ -63,13 +65,6 @@ def ray_folder() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def left_of(session: int) -> list[str]:
-    listed = subprocess.run(
-        ["ps", "-o", "stat=,args=", "--sid", str(session)], capture_output=True, text=True
-    )
-    return [line for line in listed.stdout.splitlines() if not line.startswith("Z")]
-
-
 def test_a_second_try_goes_well(ray_folder: str) -> None:
     """In a program that does not wait for the first one, of which nothing is left."""
     names = {"RAY_TMPDIR": ray_folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -80,7 +75,7 @@ def test_a_second_try_goes_well(ray_folder: str) -> None:
     assert "Ray did not start: Timed out waiting for file" in said
     assert "starting it again" in said
     assert "connected: True True" in said
-    wait_until(lambda: not left_of(process.pid), more=lambda: str(left_of(process.pid)))
+    wait_until(lambda: not session(process.pid), more=lambda: str(session(process.pid)))
 
 
 class FakeRay:
@@ -170,12 +165,7 @@ def test_only_a_ray_that_was_started_for_all_is_found(
     ],
 )
 def test_the_log_says_why_one_is_started(
-    option: str | None,
-    variable: str | None,
-    why: str,
-    fake_ray: FakeRay,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    option: str, variable: str, why: str, fake_ray: FakeRay, monkeypatch: Any, caplog: Any
 ) -> None:
     monkeypatch.setattr(envs, "ray_address", lambda: variable)
     with caplog.at_level("INFO"):
@@ -211,10 +201,7 @@ def test_a_note_of_another_user_is_not_followed(
 
 
 def test_what_ray_leaves_is_for_this_user_alone(
-    fake_ray: FakeRay,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
 ) -> None:
     token = tmp_path / ".ray" / "auth_token"
     token.parent.mkdir()
@@ -281,17 +268,12 @@ def test_a_store_that_is_frozen() -> None:
 def test_a_ray_that_does_not_end(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray waits for its control store, which is frozen: its processes are killed."""
     monkeypatch.setattr(ray_calls, "RAY_CALL_S", 0.2)
-    killed: list[set[int]] = []
     has_ended = threading.Event()
-
-    def kill(but: set[int]) -> None:
-        killed.append(but)
-        has_ended.set()
-
     monkeypatch.setattr(fake_ray, "shutdown", lambda: has_ended.wait(60.0))
+    kill = Mock(side_effect=lambda but: has_ended.set())
     monkeypatch.setattr(ray_connection, "_end_ray_children", kill)
     RayConnection("local").close()
-    assert killed == [set()]
+    kill.assert_called_once_with(but=set())
 
 
 @pytest.mark.parametrize("is_own", [False, True])

@@ -30,11 +30,7 @@ BEGUN, LATER, WELL = "start", "load_model", ""
     ],
 )
 def test_a_ray_that_starts_no_rank(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_here: bool,
-    phases: list[str],
-    taken_over_by: int | None,
+    folder: Path, monkeypatch: Any, is_here: bool, phases: list[str], taken_over_by: int | None
 ) -> None:
     """Two times in a row, if all ranks ran on the driver's machine: with the second one the driver
     starts them itself. Ranks of several machines wait for Ray."""
@@ -51,11 +47,8 @@ def test_a_ray_that_starts_no_rank(
     for phase in phases:
         home.replace(2, lost, lambda silent: None, StartTimes(60.0), lambda: None)
         lost = [] if phase == BEGUN else places
-        if phase:
-            loss = RankLoss(0, "somewhere", 2, None, phase, "Ray says: it died")
-            successors.append(home.successor(GroupLostError(loss)))
-        else:
-            successors.append(None)
+        loss = RankLoss(0, "somewhere", 2, None, phase, "Ray says: it died")
+        successors.append(home.successor(GroupLostError(loss)) if phase else None)
         if successors[-1] is not None:
             successors[-1].close()
             break

@@ -56,12 +56,9 @@ def end(child: Child) -> None:
 
 def the_template(ranks: BareRanks) -> Template:
     """Of these ranks, once it can fork."""
-
-    def ready() -> list[Any]:
-        return [spare for spare in ranks.executor.home.spares.usable() if spare.is_prepared()]
-
-    wait_until(lambda: len(ready()) == 1)
-    return ready()[0]  # type: ignore[no-any-return]
+    home: Any = ranks.executor.home
+    wait_until(lambda: [spare.is_prepared() for spare in home.spares.usable()] == [True])
+    return home.spares.usable()[0]  # type: ignore[no-any-return]
 
 
 def open_files() -> Counter[str]:
@@ -80,7 +77,6 @@ def test_what_is_forked(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(2):
         own, end = socket.socketpair()
         process = source.fork("executor.forked_facts", [end])
-        assert process.stdout is not None
         with closing(own), process.stdout as output:
             assert end.fileno() == -1
             all_facts.append(json.loads(output.read()))
@@ -152,7 +148,6 @@ def test_a_template_that_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(template_process, "gc", nothing)
         answer = template_process._prepare(MODEL_CODE)
         over.set()
-        assert answer is not None
         assert "threads" in answer["refusal"]
     monkeypatch.setattr(Template, "refusal", answer["refusal"])
     with bare_ranks(folder, 1) as ranks:

@@ -10,10 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from executor.ray_engines import executor_of
+from support.patches import on_call
 
 from tpengine import LLMEngine
 from tpengine.errors import RankLoss
@@ -61,7 +61,6 @@ class Killer:
         self._phase = ""
         self._kinds: dict[tuple[int, int], str] = {}
         group = self._executor._group
-        assert group is not None
         self.groups: list[Group] = [group]
         self.killed: list[int] = []
         self.in_flight: list[int] = []
@@ -103,7 +102,7 @@ class Killer:
             if self._countdown < 0:
                 self._fire(self._rng.uniform(0.0, self._max_delay_s))
 
-    def on_call(self, group: Group, phase: str) -> None:
+    def on_call(self, group: Group, phase: str, *_: object, **__: object) -> None:
         """Before each call of a group's start; in the thread that rebuilds."""
         with self._lock:
             if group not in self.groups:
@@ -151,7 +150,6 @@ class Killer:
 
     def _phase_of(self, loss: RankLoss) -> str:
         if loss.phase == "execute_model":
-            assert loss.step is not None
             return self._kinds[loss.epoch, loss.step]
         return {"load_model": "loading", "idle": "idle"}.get(loss.phase, "recovery")
 
@@ -160,18 +158,7 @@ class Killer:
 def killer(engine: LLMEngine, targets: Iterable[str], seed: int) -> Iterator[Killer]:
     """Kills ranks of this engine while the context lasts."""
     hunter = Killer(engine, targets, seed)
-    executor = executor_of(engine)
-    send_step, call_each = executor.send_step, Group.call_each
-
-    def watched_step(step: StepInput) -> None:
-        hunter.on_step(step)
-        send_step(step)
-
-    def watched_call(self: Group, phase: str, *args: Any, **kwargs: Any) -> Any:
-        hunter.on_call(self, phase)
-        return call_each(self, phase, *args, **kwargs)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "send_step", watched_step)
-        patch.setattr(Group, "call_each", watched_call)
+        on_call(patch, executor_of(engine), "send_step", hunter.on_step)
+        on_call(patch, Group, "call_each", hunter.on_call)
         yield hunter

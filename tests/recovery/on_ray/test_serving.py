@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server.calls import Refusal, ids, refused, sampling
+from server.calls import ids, refused, sampling
 from support.engines import complete, greedy, make_engine
 from support.matrix import only
 from support.namespaces import children_of
@@ -89,7 +89,7 @@ def test_server(server: ServerProcess, expected: list[list[int]]) -> None:
     kill_a_rank(before)
     wait_until(lambda: state() == RECOVERING, SOON_S)
     assert server.stub.Abort(pb.AbortRequest(request_id="aborted"), timeout=SOON_S).aborted
-    assert ended(aborted).code is grpc.StatusCode.CANCELLED
+    assert refused(lambda **_: aborted).code is grpc.StatusCode.CANCELLED
     new = server.stub.Generate.future(request(2), timeout=PATIENCE_S)
     for fields, timeout_s in (({}, 0.1), ({"max_queue_ms": 100}, SOON_S)):
         late = refused(server.stub.Generate, request(3, **fields), timeout=timeout_s)
@@ -109,20 +109,10 @@ def test_server(server: ServerProcess, expected: list[list[int]]) -> None:
     ranks = actors()
     assert not ranks.keys() & before.keys()
     kill_a_rank(ranks)
-    end = ended(last)
+    end = refused(lambda **_: last)
     assert end.code is grpc.StatusCode.UNAVAILABLE, end.text
     assert server.process.wait(PATIENCE_S) == 1
     wait_until(lambda: not actors(), SOON_S)
     said = server.log.read_text()
     for word in ("EngineDeadError", "max_recoveries = 1", "SIGKILL", "epoch 2", "execute_model"):
         assert word in said, said[-3000:]
-
-
-def ended(calls: Any) -> Refusal:
-    """How a stream fails that has brought something."""
-    try:
-        for _ in calls:
-            pass
-    except grpc.RpcError as error:
-        return Refusal(error)
-    raise AssertionError("it did not fail")

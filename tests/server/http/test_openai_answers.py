@@ -190,13 +190,8 @@ def test_a_client_that_leaves_frees_its_blocks(
 
 
 def test_a_prompt_that_fails_ends_the_others(server: ServerProcess, door: Door) -> None:
-    body = {
-        "prompt": [[5], [5] * (MODEL_LENGTH + 1)],
-        "max_tokens": LASTING,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    status, error = door.refused("completions", body)
+    body = {"prompt": [[5], [5] * (MODEL_LENGTH + 1)], "max_tokens": LASTING, "ignore_eos": True}
+    status, error = door.refused("completions", body | {"stream": True})
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
     wait_until(lambda: server.loads().num_running == 0, TIMEOUT_S)
     assert server.loads().num_open_calls == 0

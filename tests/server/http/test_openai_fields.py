@@ -213,7 +213,6 @@ def test_what_servers_write_comes_back_in_a_conversation(
     state: ServerState, extra: dict[str, Any]
 ) -> None:
     tokenizer = state.loaded_engine().llm_engine.tokenizer
-    assert tokenizer is not None
     noisy = [{**SAID[0], "id": "m"}, {**SAID[1], **extra}]
     (got,), (plain,) = (read(state, CHAT, {"messages": said})[0] for said in (noisy, SAID))
     assert tokenizer.render_chat(got.messages) == tokenizer.render_chat(plain.messages)
@@ -240,7 +239,6 @@ def test_the_effort_reaches_a_template_that_knows_it(
     state: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = state.loaded_engine().llm_engine.tokenizer
-    assert tokenizer is not None
     for knows, effort, more, wanted in (
         ("nothing", "high", {}, {}),
         ("reasoning_effort", "xhigh", {}, {"reasoning_effort": "xhigh"}),

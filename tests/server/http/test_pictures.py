@@ -12,7 +12,7 @@ from PIL import Image
 from support.engines import greedy, open_llm
 from support.picture_files import encoded, noise, png
 from support.server_process import ServerProcess, serving
-from support.small_llavas import NUM_ROWS, PNG, QUESTION, data_url, url_part, user, write_llava
+from support.small_llavas import NUM_ROWS, QUESTION, data_url, url_part, user, write_llava
 from support.whole_models import PICTURES
 
 from server.http.openai_door import Door
@@ -72,13 +72,7 @@ def test_the_largest_picture_fits_and_more_does_not(eyes: Door) -> None:
 
 HOSTILE: list[tuple[Any, str]] = [
     (url_part(data_url(b"<svg/>")), "no PNG, JPEG, WebP or GIF file"),
-    (url_part(data_url(PNG[:900])), "damaged"),
     (url_part(data_url(png(1 << 15, 1 << 15))), "32768 x 32768 pixels"),
-    (url_part("data:image/png;base64,%%"), "no valid base64"),
-    (
-        url_part("file:///etc/passwd"),
-        "http://, not with 'file:///etc/passwd'; send a file as its bytes, or",
-    ),
     (url_part("http://127.0.0.1/"), "is not fetched from"),
     ({"type": "image_url"}, "holds no picture"),
     ({"type": "image", "image": 7}, "not a int; the bytes of a file and a URL are taken"),

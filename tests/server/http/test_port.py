@@ -142,11 +142,7 @@ def test_health_while_the_model_loads(port: OpenPort) -> None:
 @pytest.mark.parametrize("offer", ["h2c", "websocket", "TLS/1.0", "HTTP/3.0, x"])
 def test_an_offer_of_another_protocol_changes_nothing(port: OpenPort, offer: str) -> None:
     """In one piece or in several; the same connection serves what follows."""
-    headers = (
-        "connection: Upgrade, HTTP2-Settings",
-        f"upgrade: {offer}",
-        "http2-settings: AAMAAABk",
-    )
+    headers = "connection: Upgrade, HTTP2-Settings", f"upgrade: {offer}", "http2-settings: AAMAAABk"
     whole, more = posted(b"{}", *headers), "transfer-encoding: chunked"
     chunked = request("/tokenize", JSON, *headers, more, method="POST") + b"2\r\n[]\r\n0\r\n\r\n"
     with port.connect() as client, client.makefile("rb") as stream:

@@ -151,7 +151,6 @@ def test_what_a_grammar_allows(tmp_path: Path, name: str, must: bool, is_paralle
     form = FORMS[name]
     model = EngineArgs(str(write(tmp_path, name)), device="cpu").create_engine_config().model
     tokenizer = load_tokenizer(model)
-    assert tokenizer is not None
     added = tokenizer.hf.get_added_vocab()
     tokens = {marker: added[marker] for marker in form.markers if marker in added}
     grammar = choice_grammar(form, {"f": SCHEMA, "g_2": SCHEMA}, tokens, must, is_parallel)

@@ -95,7 +95,6 @@ def state_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSt
     state = ServerState(["tooled"], 0.0)
     state.serve(AsyncLLMEngine.from_engine_args(args))
     yield state
-    assert state.engine is not None
     asyncio.run(state.engine.shutdown())
 
 
