@@ -74,6 +74,27 @@ void check_slots(const char* op, const Tensor& slot_mapping, int64_t num_tokens,
   }
 }
 
+// Positions int32 [num_tokens], each with a row in the float32 table [max_position, rotary_dim].
+void check_positions(const char* op, const Tensor& positions, const Tensor& cos_sin_cache,
+                     int64_t num_tokens, int64_t head_dim) {
+  check_vector(op, "positions", positions, aoti_torch_dtype_int32(), num_tokens);
+  check_dtype(op, "cos_sin_cache", cos_sin_cache, aoti_torch_dtype_float32());
+  check_dim(op, "cos_sin_cache", cos_sin_cache, 2);
+  check_packed(op, "cos_sin_cache", cos_sin_cache);
+  const int64_t rotary_dim = cos_sin_cache.size(1), max_position = cos_sin_cache.size(0);
+  check_at_most(op, "the rotary dimension (cos_sin_cache.size(1))", rotary_dim, head_dim);
+  if (rotary_dim % 2 != 0) {
+    fail(op, "the rotary dimension is " + std::to_string(rotary_dim) + "; expected an even one");
+  }
+  const int32_t* values = positions.data<int32_t>();
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    if (values[i] < 0 || values[i] >= max_position) {
+      fail(op, "positions[" + std::to_string(i) + "] is " + std::to_string(values[i]) +
+                   "; cos_sin_cache has rows 0 to " + std::to_string(max_position - 1));
+    }
+  }
+}
+
 void write_kv_cache(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                     const Tensor& slot_mapping, double k_scale, double v_scale) {
   const char* op = "write_kv_cache";
@@ -110,7 +131,7 @@ void write_kv_cache(const Tensor& k, const Tensor& v, const Tensor& k_cache, con
 
 void rotary_write_kv_cache(const Tensor& positions, const Tensor& qkv, const Tensor& cos_sin_cache,
                            const Tensor& slot_mapping, const Tensor& k_cache, const Tensor& v_cache,
-                           int64_t num_heads, int64_t num_kv_heads, bool is_neox, double k_scale,
+                           int64_t num_heads, int64_t num_kv_heads, double k_scale,
                            double v_scale) {
   const char* op = "rotary_write_kv_cache";
   check_no_scales(op, k_scale, v_scale);
@@ -139,8 +160,7 @@ void rotary_write_kv_cache(const Tensor& positions, const Tensor& qkv, const Ten
                                   stride,
                                   d,
                                   stride,
-                                  d,
-                                  is_neox};
+                                  d};
   const CacheWriteArgs write_args = {dtype,
                                      shape.dtype,
                                      k,

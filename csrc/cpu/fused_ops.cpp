@@ -1,29 +1,9 @@
-// Launchers: norms, sums, activations with and without a gate, rotary_embedding.
+// Launchers: norms, sums, activations with and without a gate.
 #include <cmath>
 
 #include "launch.h"
 
 namespace tpengine::cpu {
-
-void check_positions(const char* op, const Tensor& positions, const Tensor& cos_sin_cache,
-                     int64_t num_tokens, int64_t head_dim) {
-  check_vector(op, "positions", positions, aoti_torch_dtype_int32(), num_tokens);
-  check_dtype(op, "cos_sin_cache", cos_sin_cache, aoti_torch_dtype_float32());
-  check_dim(op, "cos_sin_cache", cos_sin_cache, 2);
-  check_packed(op, "cos_sin_cache", cos_sin_cache);
-  const int64_t rotary_dim = cos_sin_cache.size(1), max_position = cos_sin_cache.size(0);
-  check_at_most(op, "the rotary dimension (cos_sin_cache.size(1))", rotary_dim, head_dim);
-  if (rotary_dim % 2 != 0) {
-    fail(op, "the rotary dimension is " + std::to_string(rotary_dim) + "; expected an even one");
-  }
-  const int32_t* values = positions.data<int32_t>();
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    if (values[i] < 0 || values[i] >= max_position) {
-      fail(op, "positions[" + std::to_string(i) + "] is " + std::to_string(values[i]) +
-                   "; cos_sin_cache has rows 0 to " + std::to_string(max_position - 1));
-    }
-  }
-}
 
 namespace {
 
@@ -223,37 +203,6 @@ void gelu_tanh_and_mul(const Tensor& out, const Tensor& x) {
   gate("gelu_tanh_and_mul", Activation::kGeluTanh, out, x);
 }
 
-void rotary_embedding(const Tensor& positions, const Tensor& q, const Tensor& k,
-                      const Tensor& cos_sin_cache, bool is_neox) {
-  const char* op = "rotary_embedding";
-  const DType dtype = element_type(op, "q", q);
-  check_dtype(op, "k", k, q.dtype());
-  check_dim(op, "q", q, 3);
-  check_dim(op, "k", k, 3);
-  check_size(op, "k", k, 0, q.size(0));
-  check_size(op, "k", k, 2, q.size(2));
-  check_packed(op, "q", q, 2);
-  check_packed(op, "k", k, 2);
-  check_positions(op, positions, cos_sin_cache, q.size(0), q.size(2));
-  const RotaryArgs args = {dtype,
-                           positions.data<int32_t>(),
-                           q.raw(),
-                           k.raw(),
-                           cos_sin_cache.data<float>(),
-                           q.size(1),
-                           k.size(1),
-                           q.size(2),
-                           cos_sin_cache.size(1),
-                           q.stride(0),
-                           q.stride(1),
-                           k.stride(0),
-                           k.stride(1),
-                           is_neox};
-  const auto kernel = kernels().rotary;
-  parallel_for(q.size(0), row_grain((q.size(1) + k.size(1)) * q.size(2)),
-               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
-}
-
 }  // namespace
 
 void register_fused(TorchLibraryHandle library) {
@@ -270,7 +219,6 @@ void register_fused(TorchLibraryHandle library) {
   implement<&silu_and_mul>(library, "silu_and_mul");
   implement<&gelu_and_mul>(library, "gelu_and_mul");
   implement<&gelu_tanh_and_mul>(library, "gelu_tanh_and_mul");
-  implement<&rotary_embedding>(library, "rotary_embedding");
 }
 
 }  // namespace tpengine::cpu

@@ -94,7 +94,6 @@ struct RotaryArgs {
   const float* cos_sin_cache;  // [max_position, rotary_dim]
   int64_t num_heads, num_kv_heads, head_dim, rotary_dim;
   int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride;
-  bool is_neox;
 };
 
 struct CacheWriteArgs {
@@ -267,7 +266,6 @@ struct Kernels {
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);
   void (*layer_norm)(const LayerNormArgs&, int64_t begin, int64_t end);
   void (*activation)(const ActivationArgs&, int64_t begin, int64_t end);
-  void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);
   void (*write_cache)(const CacheWriteArgs&, int64_t begin, int64_t end);
   void (*rotary_write)(const RotaryArgs&, const CacheWriteArgs&, int64_t begin, int64_t end);
   // next: the panels that this thread will take after these, perhaps none

@@ -116,10 +116,6 @@ struct CacheShape {
 CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache,
                         int32_t dtype);
 
-// Positions int32 [num_tokens], each with a row in the float32 table [max_position, rotary_dim].
-void check_positions(const char* op, const Tensor& positions, const Tensor& cos_sin_cache,
-                     int64_t num_tokens, int64_t head_dim);
-
 void register_attention(TorchLibraryHandle library);
 void register_cache(TorchLibraryHandle library);
 void register_embedding(TorchLibraryHandle library);

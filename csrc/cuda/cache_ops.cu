@@ -1,5 +1,5 @@
-// Launchers: write_kv_cache, rotary_write_kv_cache, rotary_embedding, copy_blocks,
-// copy_cache_blocks, pack_blocks, unpack_blocks and gather_kv.
+// Launchers: write_kv_cache, rotary_write_kv_cache, copy_blocks, copy_cache_blocks, pack_blocks,
+// unpack_blocks and gather_kv.
 #include "cache/copy_blocks.cuh"
 #include "cache/gather_kv.cuh"
 #include "cache/store_kv.cuh"
@@ -72,7 +72,7 @@ void set_caches(const char* op, StoreArgs& args, const Tensor& k_cache, const Te
 }
 
 void set_rotary(const char* op, StoreArgs& args, const Tensor& positions,
-                const Tensor& cos_sin_cache, int64_t num_tokens, int64_t head_dim, bool is_neox) {
+                const Tensor& cos_sin_cache, int64_t num_tokens, int64_t head_dim) {
   check_vector(op, "positions", positions, aoti_torch_dtype_int32(), num_tokens);
   check_dtype(op, "cos_sin_cache", cos_sin_cache, aoti_torch_dtype_float32());
   check_dim(op, "cos_sin_cache", cos_sin_cache, 2);
@@ -87,7 +87,6 @@ void set_rotary(const char* op, StoreArgs& args, const Tensor& positions,
   args.cos_sin_cache = cos_sin_cache.data<float>();
   args.rotary_dim = static_cast<int>(rotary_dim);
   args.num_positions = static_cast<int>(cos_sin_cache.size(0));
-  args.is_neox = is_neox ? 1 : 0;
 }
 
 void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
@@ -117,7 +116,7 @@ void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor s
 
 void rotary_write_kv_cache(Tensor positions, Tensor qkv, Tensor cos_sin_cache, Tensor slot_mapping,
                            Tensor k_cache, Tensor v_cache, int64_t num_heads, int64_t num_kv_heads,
-                           bool is_neox, double k_scale, double v_scale) {
+                           double k_scale, double v_scale) {
   const char* op = "rotary_write_kv_cache";
   check_dim(op, "qkv", qkv, 2);
   check_packed(op, "qkv", qkv, 1);
@@ -134,32 +133,9 @@ void rotary_write_kv_cache(Tensor positions, Tensor qkv, Tensor cos_sin_cache, T
   args.num_heads = static_cast<int>(num_heads);
   args.num_kv_heads = static_cast<int>(num_kv_heads);
   args.head_dim = static_cast<int>(d);
-  set_rotary(op, args, positions, cos_sin_cache, qkv.size(0), d, is_neox);
+  set_rotary(op, args, positions, cos_sin_cache, qkv.size(0), d);
   set_caches(op, args, k_cache, v_cache, slot_mapping, qkv.size(0), cache.float8, k_scale, v_scale);
   launch_store(op, qkv, args, cache.float8);
-}
-
-void rotary_embedding(Tensor positions, Tensor q, Tensor k, Tensor cos_sin_cache, bool is_neox) {
-  const char* op = "rotary_embedding";
-  check_dim(op, "q", q, 3);
-  check_dim(op, "k", k, 3);
-  check_dtype(op, "q", q, k.dtype());
-  check_size(op, "k", k, 0, q.size(0));
-  check_size(op, "k", k, 2, q.size(2));
-  check_packed(op, "q", q, 2);
-  check_packed(op, "k", k, 2);
-  StoreArgs args = {};
-  args.q = q.raw();
-  args.k = k.raw();
-  args.q_token_stride = q.stride(0);
-  args.q_head_stride = q.stride(1);
-  args.k_token_stride = k.stride(0);
-  args.k_head_stride = k.stride(1);
-  args.num_heads = static_cast<int>(q.size(1));
-  args.num_kv_heads = static_cast<int>(k.size(1));
-  args.head_dim = static_cast<int>(k.size(2));
-  set_rotary(op, args, positions, cos_sin_cache, q.size(0), q.size(2), is_neox);
-  launch_store(op, k, args, false);
 }
 
 int64_t cache_element_bytes(const char* op, const char* name, const Tensor& tensor) {
@@ -312,7 +288,6 @@ void gather_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor block_
 void register_cache(TorchLibraryHandle library) {
   implement<&write_kv_cache>(library, "write_kv_cache");
   implement<&rotary_write_kv_cache>(library, "rotary_write_kv_cache");
-  implement<&rotary_embedding>(library, "rotary_embedding");
   implement<&copy_blocks>(library, "copy_blocks");
   implement<&copy_cache_blocks>(library, "copy_cache_blocks");
   implement<&pack_blocks>(library, "pack_blocks");
