@@ -16,8 +16,7 @@ CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_c
   if (!float8) check_dtype(op, "k_cache", k_cache, dtype);
   check_dtype(op, "v_cache", v_cache, k_cache.dtype());
   check_dim(op, "k_cache", k_cache, 4);
-  check_dim(op, "v_cache", v_cache, 4);
-  for (int i = 0; i < 4; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i));
+  check_like(op, "v_cache", v_cache, k_cache);
   check_packed(op, "k_cache", k_cache);
   check_packed(op, "v_cache", v_cache);
   return {k_cache.size(0), k_cache.size(1), k_cache.size(2), k_cache.size(3), float8};
@@ -62,7 +61,7 @@ void launch_store(const char* op, const Tensor& k, const StoreArgs& args, bool f
 void set_caches(const char* op, StoreArgs& args, const Tensor& k_cache, const Tensor& v_cache,
                 const Tensor& slot_mapping, int64_t num_tokens, bool float8, double k_scale,
                 double v_scale) {
-  check_vector(op, "slot_mapping", slot_mapping, aoti_torch_dtype_int32(), num_tokens);
+  check_tensor(op, "slot_mapping", slot_mapping, aoti_torch_dtype_int32(), {num_tokens});
   check_scales(op, k_scale, v_scale);
   args.k_cache = k_cache.raw();
   args.v_cache = v_cache.raw();
@@ -73,10 +72,9 @@ void set_caches(const char* op, StoreArgs& args, const Tensor& k_cache, const Te
 
 void set_rotary(const char* op, StoreArgs& args, const Tensor& positions,
                 const Tensor& cos_sin_cache, int64_t num_tokens, int64_t head_dim) {
-  check_vector(op, "positions", positions, aoti_torch_dtype_int32(), num_tokens);
-  check_dtype(op, "cos_sin_cache", cos_sin_cache, aoti_torch_dtype_float32());
-  check_dim(op, "cos_sin_cache", cos_sin_cache, 2);
-  check_packed(op, "cos_sin_cache", cos_sin_cache);
+  check_tensor(op, "positions", positions, aoti_torch_dtype_int32(), {num_tokens});
+  check_tensor(op, "cos_sin_cache", cos_sin_cache, aoti_torch_dtype_float32(),
+               {kAnySize, kAnySize});
   const int64_t rotary_dim = cos_sin_cache.size(1);
   if (rotary_dim % 2 != 0 || cos_sin_cache.size(0) < 1) {
     fail(op, "cos_sin_cache has shape " + shape_name(cos_sin_cache) +
@@ -92,15 +90,8 @@ void set_rotary(const char* op, StoreArgs& args, const Tensor& positions,
 void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
                     double k_scale, double v_scale) {
   const char* op = "write_kv_cache";
-  check_dim(op, "k", k, 3);
-  check_dim(op, "v", v, 3);
-  check_dtype(op, "v", v, k.dtype());
   const CacheShape cache = check_caches(op, k_cache, v_cache, k.dtype());
-  for (int i = 0; i < 3; ++i) check_size(op, "v", v, i, k.size(i));
-  check_size(op, "k", k, 1, cache.num_kv_heads);
-  check_size(op, "k", k, 2, cache.head_dim);
-  check_packed(op, "k", k, 2);
-  check_packed(op, "v", v, 2);
+  check_keys(op, k, v, cache.num_kv_heads, cache.head_dim, 2);
   StoreArgs args = {};
   args.k = k.raw();
   args.v = v.raw();
@@ -118,8 +109,7 @@ void rotary_write_kv_cache(Tensor positions, Tensor qkv, Tensor cos_sin_cache, T
                            Tensor k_cache, Tensor v_cache, int64_t num_heads, int64_t num_kv_heads,
                            double k_scale, double v_scale) {
   const char* op = "rotary_write_kv_cache";
-  check_dim(op, "qkv", qkv, 2);
-  check_packed(op, "qkv", qkv, 1);
+  check_shape(op, "qkv", qkv, {kAnySize, kAnySize}, 1);
   const CacheShape cache = check_caches(op, k_cache, v_cache, qkv.dtype());
   check_size(op, "k_cache", k_cache, 2, num_kv_heads);
   const int64_t d = cache.head_dim, bytes = element_bytes(op, "qkv", qkv);
@@ -162,13 +152,6 @@ BlockPlace place_of(const char* op, const char* name, const Tensor& tensor, int 
   return place;
 }
 
-void check_pairs(const char* op, const Tensor& pairs) {
-  check_dtype(op, "block_pairs", pairs, aoti_torch_dtype_int64());
-  check_dim(op, "block_pairs", pairs, 2);
-  check_size(op, "block_pairs", pairs, 1, 2);
-  check_packed(op, "block_pairs", pairs);
-}
-
 // CUDA's limit on the second dimension of a grid.
 constexpr int64_t kMaxPieces = 65535;
 
@@ -183,7 +166,7 @@ void launch_copy(const char* op, const Tensor& cache, const CopyBlocksArgs& args
 
 void copy_pairs(const char* op, const Tensor& cache, BlockPlace place, int64_t piece_bytes,
                 int64_t num_pieces, const Tensor& pairs) {
-  check_pairs(op, pairs);
+  check_tensor(op, "block_pairs", pairs, aoti_torch_dtype_int64(), {kAnySize, 2});
   CopyBlocksArgs args = {place, place, piece_bytes};
   args.source.ids = pairs.data<int64_t>();
   args.target.ids = args.source.ids + 1;
@@ -218,7 +201,7 @@ void move_blocks(const char* op, const Tensor& cache, const Tensor& packed, cons
   BlockPlace inside = place_of(op, "cache", cache, 1, &piece_bytes);
   const BlockPlace outside = place_of(op, "packed", packed, 0, &packed_bytes);
   check_dtype(op, "packed", packed, cache.dtype());
-  check_vector(op, "block_ids", block_ids, aoti_torch_dtype_int64(), packed.size(0));
+  check_tensor(op, "block_ids", block_ids, aoti_torch_dtype_int64(), {packed.size(0)});
   check_size(op, "packed", packed, 1, cache.size(0));
   if (piece_bytes != packed_bytes) {
     fail(op, "packed has shape " + shape_name(packed) + " and cache " + shape_name(cache) +
@@ -241,21 +224,12 @@ void unpack_blocks(Tensor cache, Tensor packed, Tensor block_ids) {
 void gather_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor block_table,
                Tensor token_start, double k_scale, double v_scale) {
   const char* op = "gather_kv";
-  check_dim(op, "k", k, 3);
-  check_dim(op, "v", v, 3);
-  check_dtype(op, "v", v, k.dtype());
   const CacheShape cache = check_caches(op, k_cache, v_cache, k.dtype());
-  for (int i = 0; i < 3; ++i) check_size(op, "v", v, i, k.size(i));
-  check_size(op, "k", k, 1, cache.num_kv_heads);
-  check_size(op, "k", k, 2, cache.head_dim);
-  check_packed(op, "k", k);
-  check_packed(op, "v", v);
+  check_keys(op, k, v, cache.num_kv_heads, cache.head_dim, 0);
   check_scales(op, k_scale, v_scale);
-  check_dtype(op, "block_table", block_table, aoti_torch_dtype_int32());
-  check_dim(op, "block_table", block_table, 2);
-  check_packed(op, "block_table", block_table, 1);
+  check_tensor(op, "block_table", block_table, aoti_torch_dtype_int32(), {kAnySize, kAnySize}, 1);
   const int64_t num_seqs = block_table.size(0), row_size = cache.num_kv_heads * cache.head_dim;
-  check_vector(op, "token_start", token_start, aoti_torch_dtype_int32(), num_seqs + 1);
+  check_tensor(op, "token_start", token_start, aoti_torch_dtype_int32(), {num_seqs + 1});
   const GatherArgs args = {k.raw(),
                            v.raw(),
                            k_cache.raw(),
