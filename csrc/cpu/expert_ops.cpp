@@ -131,7 +131,7 @@ void expert_mlp(const Tensor& out, const Tensor& x, const Tensor& expert_ids,
                 const Tensor& expert_weights, const Tensor& gate_up, const Tensor& down) {
   const char* op = "expert_mlp";
   LinearArgs args = {};
-  take_rows(op, args, out, x, Optional<Tensor>(StableIValue{0}));
+  take_rows(op, args, out, x, std::nullopt);
   const int64_t num_tokens = args.num_rows, hidden = args.in_features;
   check_size(op, "out", out, 1, hidden);
   const int64_t k = check_choices(op, expert_ids, expert_weights, num_tokens);

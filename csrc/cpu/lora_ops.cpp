@@ -221,7 +221,7 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor&
               const Tensor& groups, const Tensor& shrunk) {
   const char* op = "add_lora";
   LinearArgs layer = {};
-  take_rows(op, layer, out, x, Optional<Tensor>(StableIValue{0}));
+  take_rows(op, layer, out, x, std::nullopt);
   Adapters of = {};
   of.args.weight_dtype = element_type(op, "a", a);
   const int64_t size = bytes_of(of.args.weight_dtype), line = kLineBytes / size;
