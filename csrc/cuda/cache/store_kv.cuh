@@ -107,21 +107,14 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-template <class T, class Cache, int N>
-void launch_store_kv(const StoreArgs& args, int num_tokens, cudaStream_t stream) {
-  if (num_tokens == 0) return;
-  const auto kernel = store_kv_kernel<T, Cache, N>;
-  TPENGINE_LAUNCH(kernel, dim3(num_tokens), dim3(kStoreThreads), 0, stream, args);
-}
-
-// With the widest accesses that strides and addresses allow.
+// wide: see `with_width`.
 template <class T, class Cache>
 void launch_store_kv(const StoreArgs& args, bool wide, int num_tokens, cudaStream_t stream) {
-  if (wide) {
-    launch_store_kv<T, Cache, 16 / sizeof(T)>(args, num_tokens, stream);
-  } else {
-    launch_store_kv<T, Cache, 1>(args, num_tokens, stream);
-  }
+  if (num_tokens == 0) return;
+  with_width<T>(wide, [&](auto width) {
+    const auto kernel = store_kv_kernel<T, Cache, decltype(width)::value>;
+    TPENGINE_LAUNCH(kernel, dim3(num_tokens), dim3(kStoreThreads), 0, stream, args);
+  });
 }
 
 }  // namespace tpengine::cuda
