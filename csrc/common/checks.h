@@ -2,6 +2,7 @@
 // what was expected. RuntimeError in Python.
 #pragma once
 
+#include <initializer_list>
 #include <string>
 
 #include "torch_shim.h"
@@ -69,23 +70,102 @@ inline void check_packed(const char* op, const char* name, const Tensor& tensor,
   }
 }
 
-// A packed vector of `size` elements of one type.
-inline void check_vector(const char* op, const char* name, const Tensor& tensor, int32_t dtype,
-                         int64_t size) {
-  check_dtype(op, name, tensor, dtype);
-  check_dim(op, name, tensor, 1);
-  check_size(op, name, tensor, 0, size);
-  check_packed(op, name, tensor);
+constexpr int64_t kAnySize = -1;
+using Sizes = std::initializer_list<int64_t>;
+
+// As many dimensions as there are sizes, each of its size.
+inline void check_sizes(const char* op, const char* name, const Tensor& tensor, Sizes sizes) {
+  check_dim(op, name, tensor, static_cast<int64_t>(sizes.size()));
+  int index = 0;
+  for (const int64_t size : sizes) {
+    if (size != kAnySize) check_size(op, name, tensor, index, size);
+    ++index;
+  }
 }
 
-// A packed matrix of one type.
-inline void check_matrix(const char* op, const char* name, const Tensor& tensor, int32_t dtype,
-                         int64_t rows, int64_t columns) {
+// The same, packed from dimension `first` on.
+inline void check_shape(const char* op, const char* name, const Tensor& tensor, Sizes sizes,
+                        int first = 0) {
+  check_sizes(op, name, tensor, sizes);
+  check_packed(op, name, tensor, first);
+}
+
+// The same, of one type.
+inline void check_tensor(const char* op, const char* name, const Tensor& tensor, int32_t dtype,
+                         Sizes sizes, int first = 0) {
   check_dtype(op, name, tensor, dtype);
-  check_dim(op, name, tensor, 2);
-  check_size(op, name, tensor, 0, rows);
-  check_size(op, name, tensor, 1, columns);
-  check_packed(op, name, tensor);
+  check_shape(op, name, tensor, sizes, first);
+}
+
+// Type and sizes of x; rows may be strided.
+inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& x) {
+  check_dtype(op, name, tensor, x.dtype());
+  check_dim(op, name, tensor, x.dim());
+  for (int i = 0; i < x.dim(); ++i) check_size(op, name, tensor, i, x.size(i));
+  check_packed(op, name, tensor, static_cast<int>(x.dim()) - 1);
+}
+
+// Rows in and out of one type, as many of both; they may be strided.
+inline void check_rows(const char* op, const Tensor& out, const Tensor& x) {
+  check_shape(op, "x", x, {kAnySize, kAnySize}, 1);
+  check_tensor(op, "out", out, x.dtype(), {x.size(0), kAnySize}, 1);
+}
+
+// K and V of tokens, [num_tokens, num_kv_heads, head_dim], packed from dimension `first` on.
+inline void check_keys(const char* op, const Tensor& k, const Tensor& v, int64_t num_kv_heads,
+                       int64_t head_dim, int first) {
+  check_dim(op, "k", k, 3);
+  check_tensor(op, "v", v, k.dtype(), {k.size(0), k.size(1), k.size(2)}, first);
+  check_shape(op, "k", k, {kAnySize, num_kv_heads, head_dim}, first);
+}
+
+inline void check_queries(const char* op, const Tensor& out, const Tensor& q, int64_t num_kv_heads,
+                          int64_t head_dim) {
+  check_shape(op, "q", q, {kAnySize, kAnySize, head_dim}, 2);
+  check_like(op, "out", out, q);
+  if (num_kv_heads == 0 || q.size(1) % num_kv_heads != 0) {
+    fail(op, "q has " + std::to_string(q.size(1)) + " heads; expected a multiple of the " +
+                 std::to_string(num_kv_heads) + " kv heads of the cache");
+  }
+}
+
+// int32 [num_seqs, max_blocks] and int32 [num_seqs].
+inline void check_table(const char* op, const Tensor& block_table, const Tensor& seq_lens) {
+  const int32_t int32 = aoti_torch_dtype_int32();
+  check_tensor(op, "block_table", block_table, int32, {kAnySize, kAnySize}, 1);
+  check_tensor(op, "seq_lens", seq_lens, int32, {block_table.size(0)});
+}
+
+// The keys that a query sees, as the kernels take it: all are as many as an int32 can say.
+inline int32_t check_window(const char* op, const Optional<int64_t>& sliding_window) {
+  if (!sliding_window || *sliding_window >= INT32_MAX) return INT32_MAX;
+  if (*sliding_window < 1) {
+    fail(op,
+         "sliding_window is " + std::to_string(*sliding_window) + "; expected at least 1, or None");
+  }
+  return static_cast<int32_t>(*sliding_window);
+}
+
+inline void check_logits(const char* op, const Tensor& out, const Tensor& logits,
+                         const Optional<Tensor>& logprobs) {
+  check_shape(op, "logits", logits, {kAnySize, kAnySize}, 1);
+  check_tensor(op, "out", out, aoti_torch_dtype_int64(), {logits.size(0)});
+  if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) {
+    fail(op, "logits has shape " + shape_name(logits) + "; expected 1 to 2^31 - 1 tokens");
+  }
+  if (logprobs)
+    check_tensor(op, "logprobs", *logprobs, aoti_torch_dtype_float32(), {logits.size(0)});
+}
+
+// What is sampled by, a number of each row.
+inline void check_filters(const char* op, int64_t rows, const Tensor& temperature,
+                          const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                          const Tensor& uniform) {
+  check_tensor(op, "temperature", temperature, aoti_torch_dtype_float32(), {rows});
+  check_tensor(op, "top_k", top_k, aoti_torch_dtype_int32(), {rows});
+  check_tensor(op, "top_p", top_p, aoti_torch_dtype_float32(), {rows});
+  check_tensor(op, "min_p", min_p, aoti_torch_dtype_float32(), {rows});
+  check_tensor(op, "uniform", uniform, aoti_torch_dtype_float64(), {rows});
 }
 
 // A soft cap of logits as the kernels take it: 0 for none.

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include <type_traits>
+
 #ifdef TPENGINE_CUDA_HOST
 #include "cuda_host.h"
 #include "ptx_host.h"
@@ -77,6 +79,14 @@ __device__ __forceinline__ void store(T* to, const float* from) {
 #pragma unroll
   for (int i = 0; i < N; ++i) pack.at[i] = from_float<T>(from[i]);
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+// Calls body(width) with the elements of an access: 16 bytes of T where a launcher has found that
+// addresses, strides and sizes are multiples of them (`wide`), else one.
+template <class T, class F>
+void with_width(bool wide, const F& body) {
+  if (wide) return body(std::integral_constant<int, 16 / sizeof(T)>{});
+  body(std::integral_constant<int, 1>{});
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -141,28 +142,20 @@ struct Argument {
   }
 };
 
-// An optional argument (`Tensor?`, `int?`): in the boxed convention a heap cell that the callee
-// frees, or a null pointer.
+// An argument that may be missing (`Tensor?`, `int?`): in the boxed convention a heap cell that the
+// callee frees, or a null pointer.
 template <class T>
-class Optional {
- public:
-  explicit Optional(StableIValue value) {
+using Optional = std::optional<T>;
+
+template <class T>
+struct Argument<Optional<T>> {
+  static Optional<T> get(StableIValue value) {
     StableIValue* cell = nullptr;
     std::memcpy(&cell, &value, sizeof cell);
-    if (cell == nullptr) return;
-    value_ = new T(Argument<T>::get(*cell));
-    delete cell;
+    if (cell == nullptr) return std::nullopt;
+    const std::unique_ptr<StableIValue> owned(cell);
+    return Argument<T>::get(*owned);
   }
-  Optional(Optional&& other) noexcept : value_(other.value_) { other.value_ = nullptr; }
-  Optional(const Optional&) = delete;
-  Optional& operator=(const Optional&) = delete;
-  ~Optional() { delete value_; }
-  explicit operator bool() const { return value_ != nullptr; }
-  const T* operator->() const { return value_; }
-  const T& operator*() const { return *value_; }
-
- private:
-  T* value_ = nullptr;
 };
 
 // Runs an op at once.

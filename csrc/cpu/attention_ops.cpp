@@ -13,34 +13,19 @@ namespace {
 // Prefill items hold about this many rows (query x head of the group).
 constexpr int64_t kItemRows = 48;
 
-void check_queries(const char* op, const Tensor& out, const Tensor& q, const CacheShape& shape) {
-  check_dim(op, "q", q, 3);
-  check_dim(op, "out", out, 3);
-  check_dtype(op, "out", out, q.dtype());
-  for (int i = 0; i < 3; ++i) check_size(op, "out", out, i, q.size(i));
-  check_size(op, "q", q, 2, shape.head_dim);
-  check_packed(op, "q", q, 2);
-  check_packed(op, "out", out, 2);
-  if (shape.head_dim % 16 != 0 || shape.head_dim < 16 || shape.head_dim > kMaxHeadDim) {
-    fail(op, "head_dim is " + std::to_string(shape.head_dim) +
-                 "; expected a multiple of 16 from 16 to " + std::to_string(kMaxHeadDim));
-  }
-  if (q.size(1) % shape.num_kv_heads != 0) {
-    fail(op, "q has " + std::to_string(q.size(1)) + " heads; expected a multiple of the " +
-                 std::to_string(shape.num_kv_heads) + " kv heads of the cache");
+void check_head_dim(const char* op, int64_t head_dim) {
+  if (head_dim % 16 != 0 || head_dim < 16 || head_dim > kMaxHeadDim) {
+    fail(op, "head_dim is " + std::to_string(head_dim) + "; expected a multiple of 16 from 16 to " +
+                 std::to_string(kMaxHeadDim));
   }
 }
 
 void check_lengths(const char* op, const Tensor& block_table, const Tensor& seq_lens,
                    int64_t block_size) {
-  check_dtype(op, "block_table", block_table, aoti_torch_dtype_int32());
-  check_dim(op, "block_table", block_table, 2);
-  check_packed(op, "block_table", block_table, 1);
-  const int64_t num_seqs = block_table.size(0);
-  check_vector(op, "seq_lens", seq_lens, aoti_torch_dtype_int32(), num_seqs);
+  check_table(op, block_table, seq_lens);
   const int32_t* lengths = seq_lens.data<int32_t>();
   const int64_t most = block_table.size(1) * block_size;
-  for (int64_t i = 0; i < num_seqs; ++i) {
+  for (int64_t i = 0; i < block_table.size(0); ++i) {
     if (lengths[i] < 0 || lengths[i] > most) {
       fail(op, "seq_lens[" + std::to_string(i) + "] is " + std::to_string(lengths[i]) +
                    "; block_table has room for 0 to " + std::to_string(most) + " tokens");
@@ -62,20 +47,15 @@ AttentionArgs make_args(const char* op, const Tensor& out, const Tensor& q, cons
   args.dtype = element_type(op, "q", q);
   const CacheShape shape = check_caches(op, k_cache, v_cache, q.dtype());
   args.cache_dtype = shape.dtype;
-  check_queries(op, out, q, shape);
+  check_queries(op, out, q, shape.num_kv_heads, shape.head_dim);
+  check_head_dim(op, shape.head_dim);
   check_lengths(op, block_table, seq_lens, shape.block_size);
   if (options.alibi_slopes) {
-    check_vector(op, "alibi_slopes", *options.alibi_slopes, aoti_torch_dtype_float32(), q.size(1));
+    check_tensor(op, "alibi_slopes", *options.alibi_slopes, aoti_torch_dtype_float32(),
+                 {q.size(1)});
     args.alibi_slopes = options.alibi_slopes->data<float>();
   }
-  args.sliding_window = INT32_MAX;
-  if (options.sliding_window) {
-    if (*options.sliding_window < 1) {
-      fail(op, "sliding_window is " + std::to_string(*options.sliding_window) +
-                   "; expected at least 1, or None");
-    }
-    args.sliding_window = *options.sliding_window;
-  }
+  args.sliding_window = check_window(op, options.sliding_window);
   args.softcap = check_softcap(op, options.softcap);
   args.out = out.raw();
   args.q = q.raw();
@@ -205,7 +185,7 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
 
 void check_query_start_loc(const char* op, const Tensor& query_start_loc, const int32_t* seq_lens,
                            int64_t num_seqs, int64_t num_tokens) {
-  check_vector(op, "query_start_loc", query_start_loc, aoti_torch_dtype_int32(), num_seqs + 1);
+  check_tensor(op, "query_start_loc", query_start_loc, aoti_torch_dtype_int32(), {num_seqs + 1});
   const int32_t* start = query_start_loc.data<int32_t>();
   for (int64_t s = 0; s < num_seqs; ++s) {
     const int64_t count = start[s + 1] - start[s];
@@ -221,7 +201,7 @@ void check_query_start_loc(const char* op, const Tensor& query_start_loc, const 
 // The kernel goes through keys once for several queries: no query may see fewer than one before it.
 const int32_t* checked_key_ends(const char* op, const Tensor& key_ends, const AttentionArgs& args,
                                 int64_t num_seqs, int64_t num_tokens) {
-  check_vector(op, "key_ends", key_ends, aoti_torch_dtype_int32(), num_tokens);
+  check_tensor(op, "key_ends", key_ends, aoti_torch_dtype_int32(), {num_tokens});
   const int32_t* ends = key_ends.data<int32_t>();
   for (int64_t s = 0; s < num_seqs; ++s) {
     const int32_t start = args.query_start_loc[s], stop = args.query_start_loc[s + 1];

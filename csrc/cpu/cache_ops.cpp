@@ -7,10 +7,8 @@ namespace {
 
 // [num_blocks, num_kv_heads, block_size, head_dim + 4] bytes each, the last 4 for a token's scale.
 CacheShape int8_shape(const char* op, const Tensor& k_cache, const Tensor& v_cache) {
-  check_dtype(op, "v_cache", v_cache, aoti_torch_dtype_int8());
   check_dim(op, "k_cache", k_cache, 4);
-  check_dim(op, "v_cache", v_cache, 4);
-  for (int i = 0; i < 4; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i));
+  check_like(op, "v_cache", v_cache, k_cache);
   const int64_t head_dim = k_cache.size(3) - kScaleBytes;
   if (head_dim < 16 || head_dim % 16 != 0 || head_dim > kMaxHeadDim) {
     fail(op, "head_dim of an int8 cache is " + std::to_string(head_dim) +
@@ -22,20 +20,15 @@ CacheShape int8_shape(const char* op, const Tensor& k_cache, const Tensor& v_cac
 
 CacheShape shape_as_model(const char* op, const Tensor& k_cache, const Tensor& v_cache,
                           int32_t dtype) {
+  const int64_t pack = dtype == aoti_torch_dtype_bfloat16() ? 2 : 1;
   check_dtype(op, "k_cache", k_cache, dtype);
   check_dtype(op, "v_cache", v_cache, dtype);
-  check_dim(op, "k_cache", k_cache, 5);
-  check_dim(op, "v_cache", v_cache, 5);
-  const int64_t pack = dtype == aoti_torch_dtype_bfloat16() ? 2 : 1;
-  const int64_t num_kv_heads = k_cache.size(1), block_size = k_cache.size(3);
-  const int64_t head_dim = k_cache.size(2) * pack;
-  check_size(op, "k_cache", k_cache, 4, pack);
-  check_size(op, "v_cache", v_cache, 0, k_cache.size(0));
-  check_size(op, "v_cache", v_cache, 1, num_kv_heads);
-  check_size(op, "v_cache", v_cache, 2, block_size / pack);
-  check_size(op, "v_cache", v_cache, 3, head_dim);
-  check_size(op, "v_cache", v_cache, 4, pack);
-  return {CacheDType::kAsModel, k_cache.size(0),
+  check_sizes(op, "k_cache", k_cache, {kAnySize, kAnySize, kAnySize, kAnySize, pack});
+  const int64_t num_blocks = k_cache.size(0), num_kv_heads = k_cache.size(1);
+  const int64_t block_size = k_cache.size(3), head_dim = k_cache.size(2) * pack;
+  check_sizes(op, "v_cache", v_cache,
+              {num_blocks, num_kv_heads, block_size / pack, head_dim, pack});
+  return {CacheDType::kAsModel, num_blocks,
           num_kv_heads,         head_dim,
           block_size,           num_kv_heads * block_size * head_dim * 4 / pack};
 }
@@ -63,7 +56,7 @@ constexpr int64_t kWriteGrain = 2;
 
 void check_slots(const char* op, const Tensor& slot_mapping, int64_t num_tokens,
                  const CacheShape& shape) {
-  check_vector(op, "slot_mapping", slot_mapping, aoti_torch_dtype_int32(), num_tokens);
+  check_tensor(op, "slot_mapping", slot_mapping, aoti_torch_dtype_int32(), {num_tokens});
   const int32_t* slots = slot_mapping.data<int32_t>();
   const int64_t num_slots = shape.num_blocks * shape.block_size;
   for (int64_t i = 0; i < num_tokens; ++i) {
@@ -74,87 +67,79 @@ void check_slots(const char* op, const Tensor& slot_mapping, int64_t num_tokens,
   }
 }
 
+// Positions int32 [num_tokens], each with a row in the float32 table [max_position, rotary_dim].
+void check_positions(const char* op, const Tensor& positions, const Tensor& cos_sin_cache,
+                     int64_t num_tokens, int64_t head_dim) {
+  check_tensor(op, "positions", positions, aoti_torch_dtype_int32(), {num_tokens});
+  check_tensor(op, "cos_sin_cache", cos_sin_cache, aoti_torch_dtype_float32(),
+               {kAnySize, kAnySize});
+  const int64_t rotary_dim = cos_sin_cache.size(1), max_position = cos_sin_cache.size(0);
+  check_at_most(op, "the rotary dimension (cos_sin_cache.size(1))", rotary_dim, head_dim);
+  if (rotary_dim % 2 != 0) {
+    fail(op, "the rotary dimension is " + std::to_string(rotary_dim) + "; expected an even one");
+  }
+  const int32_t* values = positions.data<int32_t>();
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    if (values[i] < 0 || values[i] >= max_position) {
+      fail(op, "positions[" + std::to_string(i) + "] is " + std::to_string(values[i]) +
+                   "; cos_sin_cache has rows 0 to " + std::to_string(max_position - 1));
+    }
+  }
+}
+
 void write_kv_cache(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                     const Tensor& slot_mapping, double k_scale, double v_scale) {
   const char* op = "write_kv_cache";
   check_no_scales(op, k_scale, v_scale);
   const DType dtype = element_type(op, "k", k);
-  check_dtype(op, "v", v, k.dtype());
-  check_dim(op, "k", k, 3);
-  check_dim(op, "v", v, 3);
   const CacheShape shape = check_caches(op, k_cache, v_cache, k.dtype());
-  for (int i = 0; i < 3; ++i) check_size(op, "v", v, i, k.size(i));
-  check_size(op, "k", k, 1, shape.num_kv_heads);
-  check_size(op, "k", k, 2, shape.head_dim);
-  check_packed(op, "k", k, 2);
-  check_packed(op, "v", v, 2);
+  check_keys(op, k, v, shape.num_kv_heads, shape.head_dim, 2);
   check_slots(op, slot_mapping, k.size(0), shape);
   const CacheWriteArgs args = {dtype,
                                shape.dtype,
-                               k.raw(),
-                               v.raw(),
+                               heads_of(k),
+                               heads_of(v),
                                k_cache.raw(),
                                v_cache.raw(),
                                slot_mapping.data<int32_t>(),
                                shape.num_kv_heads,
                                shape.head_dim,
-                               shape.block_size,
-                               k.stride(0),
-                               k.stride(1),
-                               v.stride(0),
-                               v.stride(1)};
-  const auto kernel = kernels().write_cache;
-  parallel_for(k.size(0), kWriteGrain,
-               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+                               shape.block_size};
+  run_kernel(kernels().write_cache, args, k.size(0), kWriteGrain);
 }
 
 void rotary_write_kv_cache(const Tensor& positions, const Tensor& qkv, const Tensor& cos_sin_cache,
                            const Tensor& slot_mapping, const Tensor& k_cache, const Tensor& v_cache,
-                           int64_t num_heads, int64_t num_kv_heads, bool is_neox, double k_scale,
+                           int64_t num_heads, int64_t num_kv_heads, double k_scale,
                            double v_scale) {
   const char* op = "rotary_write_kv_cache";
   check_no_scales(op, k_scale, v_scale);
   const DType dtype = element_type(op, "qkv", qkv);
-  check_dim(op, "qkv", qkv, 2);
-  check_packed(op, "qkv", qkv, 1);
+  check_shape(op, "qkv", qkv, {kAnySize, kAnySize}, 1);
   const CacheShape shape = check_caches(op, k_cache, v_cache, qkv.dtype());
   check_size(op, "k_cache", k_cache, 1, num_kv_heads);
   const int64_t d = shape.head_dim, width = (num_heads + 2 * num_kv_heads) * d;
   check_size(op, "qkv", qkv, 1, width);
-  const int64_t num_tokens = qkv.size(0), stride = qkv.stride(0);
+  const int64_t num_tokens = qkv.size(0);
   check_positions(op, positions, cos_sin_cache, num_tokens, d);
   check_slots(op, slot_mapping, num_tokens, shape);
-  const int64_t bytes = dtype == DType::kFloat32 ? 4 : 2;
-  char* q = qkv.data<char>();
-  char* k = q + num_heads * d * bytes;
-  const RotaryArgs rotary_args = {dtype,
-                                  positions.data<int32_t>(),
-                                  q,
-                                  k,
-                                  cos_sin_cache.data<float>(),
-                                  num_heads,
-                                  num_kv_heads,
-                                  d,
-                                  cos_sin_cache.size(1),
-                                  stride,
-                                  d,
-                                  stride,
-                                  d,
-                                  is_neox};
+  const auto heads_from = [&](int64_t head) {
+    return Heads{qkv.data<char>() + head * d * bytes_of(dtype), qkv.stride(0), d};
+  };
+  const int64_t num_rotated = num_heads + num_kv_heads;
+  const RotaryArgs rotary_args = {dtype,         positions.data<int32_t>(),
+                                  heads_from(0), cos_sin_cache.data<float>(),
+                                  num_rotated,   cos_sin_cache.size(1)};
   const CacheWriteArgs write_args = {dtype,
                                      shape.dtype,
-                                     k,
-                                     k + num_kv_heads * d * bytes,
+                                     heads_from(num_heads),
+                                     heads_from(num_rotated),
                                      k_cache.raw(),
                                      v_cache.raw(),
                                      slot_mapping.data<int32_t>(),
                                      num_kv_heads,
                                      d,
-                                     shape.block_size,
-                                     stride,
-                                     d,
-                                     stride,
-                                     d};
+                                     shape.block_size};
   const auto kernel = kernels().rotary_write;
   parallel_for(num_tokens, row_grain(width),
                [&](int64_t begin, int64_t end) { kernel(rotary_args, write_args, begin, end); });
@@ -164,10 +149,7 @@ void copy_blocks(const Tensor& k_cache, const Tensor& v_cache, const Tensor& blo
   const char* op = "copy_blocks";
   if (k_cache.dtype() != aoti_torch_dtype_int8()) element_type(op, "k_cache", k_cache);
   const CacheShape shape = check_caches(op, k_cache, v_cache, k_cache.dtype());
-  check_dtype(op, "block_pairs", block_pairs, aoti_torch_dtype_int64());
-  check_dim(op, "block_pairs", block_pairs, 2);
-  check_size(op, "block_pairs", block_pairs, 1, 2);
-  check_packed(op, "block_pairs", block_pairs);
+  check_tensor(op, "block_pairs", block_pairs, aoti_torch_dtype_int64(), {kAnySize, 2});
   const int64_t* pairs = block_pairs.data<int64_t>();
   const int64_t count = block_pairs.size(0);
   for (int64_t i = 0; i < 2 * count; ++i) {

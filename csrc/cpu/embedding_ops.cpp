@@ -8,17 +8,12 @@ void embedding(const Tensor& out, const Tensor& table, const Tensor& token_ids, 
                const Optional<int64_t>& first) {
   const char* op = "embedding";
   const DType dtype = element_type(op, "table", table);
-  const int64_t element = dtype == DType::kFloat32 ? 4 : 2;
-  check_dim(op, "table", table, 2);
-  check_packed(op, "table", table, 1);
+  const int64_t element = bytes_of(dtype);
+  check_shape(op, "table", table, {kAnySize, kAnySize}, 1);
   const int64_t num_rows = table.size(0), size = table.size(1);
   const int64_t count = token_ids.size(0);
   check_token_ids(op, token_ids, count, num_rows, first);
-  check_dtype(op, "out", out, table.dtype());
-  check_dim(op, "out", out, 2);
-  check_size(op, "out", out, 0, count);
-  check_size(op, "out", out, 1, size);
-  check_packed(op, "out", out, 1);
+  check_tensor(op, "out", out, table.dtype(), {count, size}, 1);
   const int32_t* ids = token_ids.data<int32_t>();
   const int64_t start = first ? *first : 0;
   char* to = out.data<char>();

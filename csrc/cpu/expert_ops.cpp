@@ -12,17 +12,12 @@ constexpr int64_t kMostChosen = 64;
 // Checks ids and weights of each token's experts; returns how many a token has.
 int64_t check_choices(const char* op, const Tensor& expert_ids, const Tensor& expert_weights,
                       int64_t num_tokens) {
-  check_dtype(op, "expert_ids", expert_ids, aoti_torch_dtype_int32());
-  check_dim(op, "expert_ids", expert_ids, 2);
-  check_size(op, "expert_ids", expert_ids, 0, num_tokens);
-  check_packed(op, "expert_ids", expert_ids);
-  check_dtype(op, "expert_weights", expert_weights, aoti_torch_dtype_float32());
-  check_dim(op, "expert_weights", expert_weights, 2);
-  check_size(op, "expert_weights", expert_weights, 0, num_tokens);
-  check_size(op, "expert_weights", expert_weights, 1, expert_ids.size(1));
-  check_packed(op, "expert_weights", expert_weights);
-  check_at_most(op, "the number of a token's experts", expert_ids.size(1), kMostChosen);
-  return expert_ids.size(1);
+  check_tensor(op, "expert_ids", expert_ids, aoti_torch_dtype_int32(), {num_tokens, kAnySize});
+  const int64_t count = expert_ids.size(1);
+  const int32_t float32 = aoti_torch_dtype_float32();
+  check_tensor(op, "expert_weights", expert_weights, float32, {num_tokens, count});
+  check_at_most(op, "the number of a token's experts", count, kMostChosen);
+  return count;
 }
 
 // The k likeliest experts of a token, likeliest first, by the exponentials of its logits. Chosen
@@ -46,8 +41,7 @@ void top_experts(const Tensor& expert_ids, const Tensor& expert_weights, const T
                  bool normalize) {
   const char* op = "top_experts";
   const DType dtype = element_type(op, "logits", logits);
-  check_dim(op, "logits", logits, 2);
-  check_packed(op, "logits", logits, 1);
+  check_shape(op, "logits", logits, {kAnySize, kAnySize}, 1);
   const int64_t num_tokens = logits.size(0), num_experts = logits.size(1);
   const int64_t k = check_choices(op, expert_ids, expert_weights, num_tokens);
   check_at_most(op, "the number of a token's experts", k, num_experts);
@@ -101,7 +95,7 @@ std::vector<Run> sort_by_expert(const char* op, const Tensor& expert_ids, int64_
 //
 // all: the arguments of a product whose rows are all rows, and whose weight is that of expert 0.
 void multiply_runs(const std::vector<Run>& runs, const LinearArgs& all) {
-  const int64_t size = all.dtype == DType::kFloat32 ? 4 : 2, panels = num_panels(all.out_features);
+  const int64_t size = bytes_of(all.dtype), panels = num_panels(all.out_features);
   const int64_t panel_bytes = kLinearPanel * all.in_features * size;
   const int64_t num_runs = static_cast<int64_t>(runs.size());
   const auto args_of = [&](const Run& run) {
@@ -137,19 +131,14 @@ void expert_mlp(const Tensor& out, const Tensor& x, const Tensor& expert_ids,
                 const Tensor& expert_weights, const Tensor& gate_up, const Tensor& down) {
   const char* op = "expert_mlp";
   LinearArgs args = {};
-  take_rows(op, args, out, x, Optional<Tensor>(StableIValue{0}));
+  take_rows(op, args, out, x, std::nullopt);
   const int64_t num_tokens = args.num_rows, hidden = args.in_features;
   check_size(op, "out", out, 1, hidden);
   const int64_t k = check_choices(op, expert_ids, expert_weights, num_tokens);
   const int64_t num_rows = num_tokens * k;
-  check_dim(op, "gate_up", gate_up, 2);
-  check_dim(op, "down", down, 2);
-  check_dtype(op, "gate_up", gate_up, x.dtype());
-  check_dtype(op, "down", down, x.dtype());
-  check_packed(op, "gate_up", gate_up);
-  check_packed(op, "down", down);
+  check_tensor(op, "gate_up", gate_up, x.dtype(), {kAnySize, kAnySize});
   const int64_t num_experts = gate_up.size(0);
-  check_size(op, "down", down, 0, num_experts);
+  check_tensor(op, "down", down, x.dtype(), {num_experts, kAnySize});
   const int64_t inner = down.size(1) / (num_panels(hidden) * kLinearPanel);
   check_size(op, "down", down, 1, num_panels(hidden) * kLinearPanel * inner);
   check_in_features(op, hidden, args.dtype);
@@ -159,7 +148,7 @@ void expert_mlp(const Tensor& out, const Tensor& x, const Tensor& expert_ids,
 
   std::vector<int64_t> places(num_rows);
   const std::vector<Run> runs = sort_by_expert(op, expert_ids, num_experts, places);
-  const int64_t size = args.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t size = bytes_of(args.dtype);
   static thread_local Scratch<char> scratch;
   char* rows = scratch.take(num_rows * (hidden + 2 * inner) * size);
   char* middle = rows + num_rows * hidden * size;
@@ -172,10 +161,9 @@ void expert_mlp(const Tensor& out, const Tensor& x, const Tensor& expert_ids,
   multiply_runs(runs, {args.dtype, middle, rows, gate_up.raw(), nullptr, num_rows, hidden,
                        2 * inner, 2 * inner, hidden});
   const Kernels& table = kernels();
-  const ActivationArgs silu = {args.dtype, Activation::kSilu, true,     middle, middle,
-                               inner,      2 * inner,         2 * inner};
-  parallel_for(num_rows, row_grain(2 * inner),
-               [&](int64_t begin, int64_t end) { table.activation(silu, begin, end); });
+  const Rows products = {middle, 2 * inner};
+  const ActivationArgs silu = {args.dtype, Activation::kSilu, true, products, products, inner};
+  run_kernel(table.activation, silu, num_rows, row_grain(2 * inner));
   multiply_runs(runs, {args.dtype, rows, middle, down.raw(), nullptr, num_rows, inner, hidden,
                        hidden, 2 * inner});
   char* outputs = out.data<char>();

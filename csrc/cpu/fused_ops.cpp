@@ -1,130 +1,58 @@
-// Launchers: norms, sums, activations with and without a gate, rotary_embedding.
+// Launchers: norms, sums, activations with and without a gate.
 #include <cmath>
 
 #include "launch.h"
 
 namespace tpengine::cpu {
 
-void check_positions(const char* op, const Tensor& positions, const Tensor& cos_sin_cache,
-                     int64_t num_tokens, int64_t head_dim) {
-  check_vector(op, "positions", positions, aoti_torch_dtype_int32(), num_tokens);
-  check_dtype(op, "cos_sin_cache", cos_sin_cache, aoti_torch_dtype_float32());
-  check_dim(op, "cos_sin_cache", cos_sin_cache, 2);
-  check_packed(op, "cos_sin_cache", cos_sin_cache);
-  const int64_t rotary_dim = cos_sin_cache.size(1), max_position = cos_sin_cache.size(0);
-  check_at_most(op, "the rotary dimension (cos_sin_cache.size(1))", rotary_dim, head_dim);
-  if (rotary_dim % 2 != 0) {
-    fail(op, "the rotary dimension is " + std::to_string(rotary_dim) + "; expected an even one");
-  }
-  const int32_t* values = positions.data<int32_t>();
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    if (values[i] < 0 || values[i] >= max_position) {
-      fail(op, "positions[" + std::to_string(i) + "] is " + std::to_string(values[i]) +
-                   "; cos_sin_cache has rows 0 to " + std::to_string(max_position - 1));
-    }
-  }
-}
-
 namespace {
 
-void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& x) {
-  check_dtype(op, name, tensor, x.dtype());
-  check_dim(op, name, tensor, x.dim());
-  for (int i = 0; i < x.dim(); ++i) check_size(op, name, tensor, i, x.size(i));
-  check_packed(op, name, tensor, static_cast<int>(x.dim()) - 1);
-}
-
-// True: the weight is float32, whatever x is.
-bool check_norm_weight(const char* op, const Tensor& weight, const Tensor& x, int64_t size) {
+// residual: null for a plain norm.
+void launch_norm(const char* op, const Tensor& out, const Tensor& x, const Tensor* residual,
+                 const Tensor& weight, double eps) {
+  const DType dtype = element_type(op, "x", x);
+  const int last = static_cast<int>(x.dim()) - 1;
+  check_packed(op, "x", x, last);
+  check_like(op, "out", out, x);
+  if (residual != nullptr) check_like(op, "residual", *residual, x);
   const bool is_float = weight.dtype() == aoti_torch_dtype_float32();
-  check_vector(op, "weight", weight, is_float ? weight.dtype() : x.dtype(), size);
-  return is_float;
-}
-
-void launch_norm(const NormArgs& args, int64_t num_tokens) {
-  const auto kernel = kernels().norm;
-  parallel_for(num_tokens * args.heads_per_token, row_grain(args.size),
-               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  check_tensor(op, "weight", weight, is_float ? weight.dtype() : x.dtype(), {x.size(last)});
+  const int64_t heads = last == 2 ? x.size(1) : 1;
+  const Rows sums = residual != nullptr ? rows_of(*residual) : Rows{};
+  const NormArgs args = {dtype, heads_of(out), heads_of(x),
+                         sums,  weight.raw(),  is_float,
+                         heads, x.size(last),  static_cast<float>(eps)};
+  run_kernel(kernels().norm, args, x.size(0) * heads, row_grain(args.size));
 }
 
 void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, double eps) {
-  const char* op = "rms_norm";
-  const DType dtype = element_type(op, "x", x);
   if (x.dim() != 2 && x.dim() != 3) {
-    fail(op, "x has shape " + shape_name(x) +
-                 "; expected [num_tokens, size] or [num_tokens, num_heads, size]");
+    fail("rms_norm", "x has shape " + shape_name(x) +
+                         "; expected [num_tokens, size] or [num_tokens, num_heads, size]");
   }
-  check_packed(op, "x", x, static_cast<int>(x.dim()) - 1);
-  check_like(op, "out", out, x);
-  const bool heads = x.dim() == 3;
-  const int64_t size = x.size(heads ? 2 : 1);
-  const bool float_weight = check_norm_weight(op, weight, x, size);
-  const NormArgs args = {dtype,
-                         out.raw(),
-                         x.raw(),
-                         nullptr,
-                         weight.raw(),
-                         float_weight,
-                         heads ? x.size(1) : 1,
-                         size,
-                         out.stride(0),
-                         heads ? out.stride(1) : 0,
-                         x.stride(0),
-                         heads ? x.stride(1) : 0,
-                         0,
-                         static_cast<float>(eps)};
-  launch_norm(args, x.size(0));
+  launch_norm("rms_norm", out, x, nullptr, weight, eps);
 }
 
 void add_rms_norm(const Tensor& out, const Tensor& x, const Tensor& residual, const Tensor& weight,
                   double eps) {
-  const char* op = "add_rms_norm";
-  const DType dtype = element_type(op, "x", x);
-  check_dim(op, "x", x, 2);
-  check_packed(op, "x", x, 1);
-  check_like(op, "out", out, x);
-  check_like(op, "residual", residual, x);
-  const bool float_weight = check_norm_weight(op, weight, x, x.size(1));
-  const NormArgs args = {dtype,
-                         out.raw(),
-                         x.raw(),
-                         residual.raw(),
-                         weight.raw(),
-                         float_weight,
-                         1,
-                         x.size(1),
-                         out.stride(0),
-                         0,
-                         x.stride(0),
-                         0,
-                         residual.stride(0),
-                         static_cast<float>(eps)};
-  launch_norm(args, x.size(0));
+  check_dim("add_rms_norm", "x", x, 2);
+  launch_norm("add_rms_norm", out, x, &residual, weight, eps);
 }
 
 void launch_layer_norm(const char* op, const Tensor& out, const Tensor& x, const Tensor* residual,
                        const Optional<Tensor>& weight, const Optional<Tensor>& bias, double eps) {
   const DType dtype = element_type(op, "x", x);
-  check_dim(op, "x", x, 2);
-  check_packed(op, "x", x, 1);
+  check_shape(op, "x", x, {kAnySize, kAnySize}, 1);
   check_like(op, "out", out, x);
   if (residual != nullptr) check_like(op, "residual", *residual, x);
-  if (weight) check_vector(op, "weight", *weight, x.dtype(), x.size(1));
-  if (bias) check_vector(op, "bias", *bias, x.dtype(), x.size(1));
-  const LayerNormArgs args = {dtype,
-                              out.raw(),
-                              x.raw(),
-                              residual != nullptr ? residual->raw() : nullptr,
-                              weight ? weight->raw() : nullptr,
-                              bias ? bias->raw() : nullptr,
-                              x.size(1),
-                              out.stride(0),
-                              x.stride(0),
-                              residual != nullptr ? residual->stride(0) : 0,
-                              static_cast<float>(eps)};
-  const auto kernel = kernels().layer_norm;
-  parallel_for(x.size(0), row_grain(x.size(1)),
-               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  if (weight) check_tensor(op, "weight", *weight, x.dtype(), {x.size(1)});
+  if (bias) check_tensor(op, "bias", *bias, x.dtype(), {x.size(1)});
+  const Rows sums = residual != nullptr ? rows_of(*residual) : Rows{};
+  const void* factors = weight ? weight->raw() : nullptr;
+  const void* shifts = bias ? bias->raw() : nullptr;
+  const LayerNormArgs args = {dtype,   rows_of(out), rows_of(x), sums,
+                              factors, shifts,       x.size(1),  static_cast<float>(eps)};
+  run_kernel(kernels().layer_norm, args, x.size(0), row_grain(args.size));
 }
 
 void layer_norm(const Tensor& out, const Tensor& x, const Optional<Tensor>& weight,
@@ -146,23 +74,17 @@ void accumulate(const Tensor& total, const Tensor& x) {
   check_packed(op, "total", total);
   const void* parts[] = {total.raw(), x.raw()};
   const SumArgs args = {dtype, total.raw(), parts, 2};
-  const auto kernel = kernels().sum_parts;
   const int64_t element_grain = row_grain(0);
-  parallel_for(x.size(0) * x.size(1), element_grain,
-               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  run_kernel(kernels().sum_parts, args, x.size(0) * x.size(1), element_grain);
 }
 
 void add_gated(const Tensor& total, const Tensor& x, const Tensor& gate) {
   const char* op = "add_gated";
   const DType dtype = element_type(op, "x", x);
-  check_dim(op, "x", x, 2);
-  check_packed(op, "x", x, 1);
+  check_shape(op, "x", x, {kAnySize, kAnySize}, 1);
   check_like(op, "total", total, x);
-  check_dtype(op, "gate", gate, x.dtype());
-  check_dim(op, "gate", gate, 2);
-  check_size(op, "gate", gate, 0, x.size(0));
-  check_size(op, "gate", gate, 1, 1);
-  const int64_t element = dtype == DType::kFloat32 ? 4 : 2, size = x.size(1);
+  check_tensor(op, "gate", gate, x.dtype(), {x.size(0), 1}, 1);
+  const int64_t element = bytes_of(dtype), size = x.size(1);
   const int64_t total_stride = total.stride(0) * element, x_stride = x.stride(0) * element;
   char* sums = total.data<char>();
   const char* inputs = x.data<char>();
@@ -178,19 +100,12 @@ void add_gated(const Tensor& total, const Tensor& x, const Tensor& gate) {
   });
 }
 
-void launch_activation(const ActivationArgs& args, int64_t num_rows) {
-  const auto kernel = kernels().activation;
-  parallel_for(num_rows, row_grain(args.size * (args.gated ? 2 : 1)),
-               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
-}
-
 void activate(const char* op, Activation activation, const Tensor& x) {
   const DType dtype = element_type(op, "x", x);
-  check_dim(op, "x", x, 2);
-  check_packed(op, "x", x, 1);
+  check_shape(op, "x", x, {kAnySize, kAnySize}, 1);
   const bool gated = false;
-  launch_activation(
-      {dtype, activation, gated, x.raw(), x.raw(), x.size(1), x.stride(0), x.stride(0)}, x.size(0));
+  const ActivationArgs args = {dtype, activation, gated, rows_of(x), rows_of(x), x.size(1)};
+  run_kernel(kernels().activation, args, x.size(0), row_grain(args.size));
 }
 
 void relu(const Tensor& x) { activate("relu", Activation::kRelu, x); }
@@ -200,17 +115,11 @@ void gelu_tanh(const Tensor& x) { activate("gelu_tanh", Activation::kGeluTanh, x
 
 void gate(const char* op, Activation activation, const Tensor& out, const Tensor& x) {
   const DType dtype = element_type(op, "x", x);
-  check_dtype(op, "out", out, x.dtype());
-  check_dim(op, "x", x, 2);
-  check_dim(op, "out", out, 2);
-  check_size(op, "out", out, 0, x.size(0));
+  check_rows(op, out, x);
   check_size(op, "x", x, 1, 2 * out.size(1));
-  check_packed(op, "x", x, 1);
-  check_packed(op, "out", out, 1);
   const bool gated = true;
-  launch_activation(
-      {dtype, activation, gated, out.raw(), x.raw(), out.size(1), out.stride(0), x.stride(0)},
-      x.size(0));
+  const ActivationArgs args = {dtype, activation, gated, rows_of(out), rows_of(x), out.size(1)};
+  run_kernel(kernels().activation, args, x.size(0), row_grain(2 * args.size));
 }
 
 void silu_and_mul(const Tensor& out, const Tensor& x) {
@@ -221,37 +130,6 @@ void gelu_and_mul(const Tensor& out, const Tensor& x) {
 }
 void gelu_tanh_and_mul(const Tensor& out, const Tensor& x) {
   gate("gelu_tanh_and_mul", Activation::kGeluTanh, out, x);
-}
-
-void rotary_embedding(const Tensor& positions, const Tensor& q, const Tensor& k,
-                      const Tensor& cos_sin_cache, bool is_neox) {
-  const char* op = "rotary_embedding";
-  const DType dtype = element_type(op, "q", q);
-  check_dtype(op, "k", k, q.dtype());
-  check_dim(op, "q", q, 3);
-  check_dim(op, "k", k, 3);
-  check_size(op, "k", k, 0, q.size(0));
-  check_size(op, "k", k, 2, q.size(2));
-  check_packed(op, "q", q, 2);
-  check_packed(op, "k", k, 2);
-  check_positions(op, positions, cos_sin_cache, q.size(0), q.size(2));
-  const RotaryArgs args = {dtype,
-                           positions.data<int32_t>(),
-                           q.raw(),
-                           k.raw(),
-                           cos_sin_cache.data<float>(),
-                           q.size(1),
-                           k.size(1),
-                           q.size(2),
-                           cos_sin_cache.size(1),
-                           q.stride(0),
-                           q.stride(1),
-                           k.stride(0),
-                           k.stride(1),
-                           is_neox};
-  const auto kernel = kernels().rotary;
-  parallel_for(q.size(0), row_grain((q.size(1) + k.size(1)) * q.size(2)),
-               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
 }  // namespace
@@ -270,7 +148,6 @@ void register_fused(TorchLibraryHandle library) {
   implement<&silu_and_mul>(library, "silu_and_mul");
   implement<&gelu_and_mul>(library, "gelu_and_mul");
   implement<&gelu_tanh_and_mul>(library, "gelu_tanh_and_mul");
-  implement<&rotary_embedding>(library, "rotary_embedding");
 }
 
 }  // namespace tpengine::cpu

@@ -52,26 +52,33 @@ struct AttentionItem {
   bool split;            // leave partial results for merge_partitions
 };
 
+// Rows of numbers, and heads of tokens.
+struct Rows {
+  void* data;
+  int64_t stride;
+};
+struct Heads {
+  void* data;
+  int64_t token_stride, head_stride;
+};
+
 struct NormArgs {
   DType dtype;
-  void* out;
-  const void* x;
-  void* residual;      // null: plain norm. Otherwise residual += x, and the sum is normalised.
+  Heads out, x;
+  Rows residual;       // null: plain norm. Otherwise residual += x, and the sum is normalised.
   const void* weight;  // of `dtype`, or float32
   bool float_weight;
   int64_t heads_per_token, size;  // row r is head r % heads_per_token of a token
-  int64_t out_token_stride, out_head_stride, x_token_stride, x_head_stride, residual_stride;
   float eps;
 };
 
 struct LayerNormArgs {
   DType dtype;
-  void* out;
-  const void* x;
-  void* residual;      // null: plain norm. Otherwise residual += x, and the sum is normalised.
+  Rows out, x;
+  Rows residual;       // null: plain norm. Otherwise residual += x, and the sum is normalised.
   const void* weight;  // [size]; null: none
   const void* bias;    // [size]; null: none
-  int64_t size, out_stride, x_stride, residual_stride;
+  int64_t size;
   float eps;
 };
 
@@ -81,32 +88,26 @@ struct ActivationArgs {
   DType dtype;
   Activation activation;
   bool gated;  // x holds `size` gates and as many factors; otherwise it holds `size` inputs
-  void* out;
-  const void* x;
-  int64_t size, out_stride, x_stride;
+  Rows out, x;
+  int64_t size;
 };
 
 struct RotaryArgs {
   DType dtype;
   const int32_t* positions;
-  void* q;
-  void* k;
+  Heads rotated;               // of queries and keys
   const float* cos_sin_cache;  // [max_position, rotary_dim]
-  int64_t num_heads, num_kv_heads, head_dim, rotary_dim;
-  int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride;
-  bool is_neox;
+  int64_t num_rotated, rotary_dim;
 };
 
 struct CacheWriteArgs {
   DType dtype;
   CacheDType cache_dtype;
-  const void* k;
-  const void* v;
+  Heads k, v;
   void* k_cache;
   void* v_cache;
   const int32_t* slot_mapping;  // -1: the token is not cached
   int64_t num_kv_heads, head_dim, block_size;
-  int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
 };
 
 struct SamplingArgs {
@@ -269,7 +270,6 @@ struct Kernels {
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);
   void (*layer_norm)(const LayerNormArgs&, int64_t begin, int64_t end);
   void (*activation)(const ActivationArgs&, int64_t begin, int64_t end);
-  void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);
   void (*write_cache)(const CacheWriteArgs&, int64_t begin, int64_t end);
   void (*rotary_write)(const RotaryArgs&, const CacheWriteArgs&, int64_t begin, int64_t end);
   // next: the panels that this thread will take after these, perhaps none

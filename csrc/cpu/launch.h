@@ -30,6 +30,13 @@ void parallel_for(int64_t count, int64_t grain, const F& body) {
       const_cast<void*>(static_cast<const void*>(&body))));
 }
 
+// kernel(args, begin, end) over [0, count).
+template <class Args>
+void run_kernel(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t count,
+                int64_t grain) {
+  parallel_for(count, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
 // Rows that make a piece worth a thread: some 16 thousand elements.
 inline int64_t row_grain(int64_t row_size) {
   return row_size >= 16384 ? 1 : 16384 / (row_size + 1);
@@ -61,6 +68,14 @@ inline DType element_type(const char* op, const char* name, const Tensor& tensor
                "; on CPU the kernels take float32 and bfloat16");
 }
 
+inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+inline Rows rows_of(const Tensor& tensor) { return {tensor.raw(), tensor.stride(0)}; }
+// [num_tokens, num_heads, head_dim]; of two dimensions: one head.
+inline Heads heads_of(const Tensor& tensor) {
+  return {tensor.raw(), tensor.stride(0), tensor.dim() == 3 ? tensor.stride(1) : 0};
+}
+
 inline float number_at(DType dtype, const void* numbers, int64_t index) {
   if (dtype == DType::kFloat32) return static_cast<const float*>(numbers)[index];
   const uint32_t bits = uint32_t{static_cast<const uint16_t*>(numbers)[index]} << 16;
@@ -85,8 +100,7 @@ inline void put_number(DType dtype, void* numbers, int64_t index, float number) 
 // have no row here.
 inline void check_token_ids(const char* op, const Tensor& token_ids, int64_t count,
                             int64_t num_rows, const Optional<int64_t>& first) {
-  check_dim(op, "token_ids", token_ids, 1);
-  check_vector(op, "token_ids", token_ids, aoti_torch_dtype_int32(), count);
+  check_tensor(op, "token_ids", token_ids, aoti_torch_dtype_int32(), {count});
   if (first) return;
   const int32_t* ids = token_ids.data<int32_t>();
   for (int64_t i = 0; i < count; ++i) {
@@ -115,10 +129,6 @@ struct CacheShape {
 // dtype: of the model; the caches have it too, or int8.
 CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache,
                         int32_t dtype);
-
-// Positions int32 [num_tokens], each with a row in the float32 table [max_position, rotary_dim].
-void check_positions(const char* op, const Tensor& positions, const Tensor& cos_sin_cache,
-                     int64_t num_tokens, int64_t head_dim);
 
 void register_attention(TorchLibraryHandle library);
 void register_cache(TorchLibraryHandle library);

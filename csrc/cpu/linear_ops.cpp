@@ -18,12 +18,11 @@ void pack(T* packed, const T* weight, int64_t outputs, int64_t inputs, int64_t p
 void pack_linear_weight(const Tensor& packed, const Tensor& weight) {
   const char* op = "pack_linear_weight";
   const DType dtype = element_type(op, "weight", weight);
-  check_dim(op, "weight", weight, 2);
-  check_packed(op, "weight", weight);
+  check_shape(op, "weight", weight, {kAnySize, kAnySize});
   const int64_t outputs = weight.size(0), inputs = weight.size(1), p = pack_of(dtype);
   check_in_features(op, inputs, dtype);
   const int64_t panels = num_panels(outputs);
-  check_vector(op, "packed", packed, weight.dtype(), panels * kLinearPanel * inputs);
+  check_tensor(op, "packed", packed, weight.dtype(), {panels * kLinearPanel * inputs});
   parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
     if (dtype == DType::kBFloat16)
       pack(packed.data<uint16_t>(), weight.data<uint16_t>(), outputs, inputs, p, begin, end);
@@ -48,12 +47,12 @@ void packed_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
   take_rows(op, args, out, x, bias);
   check_in_features(op, args.in_features, args.dtype);
   const int64_t panels = num_panels(args.out_features);
-  check_vector(op, "packed", packed, x.dtype(), panels * kLinearPanel * args.in_features);
+  check_tensor(op, "packed", packed, x.dtype(), {panels * kLinearPanel * args.in_features});
   args.packed = packed.raw();
   if (args.num_rows == 0) return;
 
   const auto kernel = kernels().linear;
-  const int64_t element = args.dtype == DType::kBFloat16 ? 2 : 4, rows = args.num_rows;
+  const int64_t element = bytes_of(args.dtype), rows = args.num_rows;
   const int64_t most = rows_at_once(args);
   char* const all_out = static_cast<char*>(args.out);
   const char* const all_x = static_cast<const char*>(args.x);

@@ -33,7 +33,7 @@ int64_t panels_between(int64_t first_output, int64_t end) {
 
 int64_t check_first_outputs(const char* op, const Tensor& first_outputs, int64_t num_parts,
                             int64_t num_outputs) {
-  check_vector(op, "first_outputs", first_outputs, aoti_torch_dtype_int32(), num_parts + 1);
+  check_tensor(op, "first_outputs", first_outputs, aoti_torch_dtype_int32(), {num_parts + 1});
   const int32_t* first = first_outputs.data<int32_t>();
   int64_t panels = 0;
   for (int64_t part = 0; part < num_parts; ++part) {
@@ -48,7 +48,7 @@ int64_t check_first_outputs(const char* op, const Tensor& first_outputs, int64_t
 }
 
 void check_ranks(const char* op, const Tensor& ranks, const Adapters& of) {
-  check_matrix(op, "ranks", ranks, aoti_torch_dtype_int32(), of.num_slots, of.num_parts);
+  check_tensor(op, "ranks", ranks, aoti_torch_dtype_int32(), {of.num_slots, of.num_parts});
   const int32_t* rank = ranks.data<int32_t>();
   for (int64_t i = 0; i < of.num_slots * of.num_parts; ++i) {
     if (rank[i] < 0 || rank[i] > of.max_rank) {
@@ -98,7 +98,7 @@ struct Items {
 };
 
 void find_parts(const Adapters& of, std::vector<Part>& parts) {
-  const int64_t size = of.args.weight_dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t size = bytes_of(of.args.weight_dtype);
   parts.clear();
   for (int64_t g = 0; g < of.num_groups; ++g) {
     const int32_t slot = of.groups[3 * g], group_end = of.groups[3 * g + 2];
@@ -133,7 +133,7 @@ void for_pieces(int32_t size, int32_t step, int64_t bytes_of_one, int64_t item_b
 
 void divide(const Adapters& of, int64_t threads, Items& items) {
   const LoRAArgs& args = of.args;
-  const int64_t size = args.weight_dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t size = bytes_of(args.weight_dtype);
   int64_t a_bytes = 0, b_bytes = 0;
   for (const Part& part : items.parts) {
     a_bytes += part.num_columns * args.column_bytes;
@@ -221,29 +221,19 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor&
               const Tensor& groups, const Tensor& shrunk) {
   const char* op = "add_lora";
   LinearArgs layer = {};
-  take_rows(op, layer, out, x, Optional<Tensor>(StableIValue{0}));
+  take_rows(op, layer, out, x, std::nullopt);
   Adapters of = {};
   of.args.weight_dtype = element_type(op, "a", a);
-  check_dim(op, "a", a, 6);
-  check_packed(op, "a", a);
+  const int64_t size = bytes_of(of.args.weight_dtype), line = kLineBytes / size;
+  const int64_t num_lines = (layer.in_features + line - 1) / line;
+  check_shape(op, "a", a, {kAnySize, kAnySize, kAnySize, num_lines, kLoRATile, line});
   of.num_slots = a.size(0);
   of.num_parts = a.size(1);
   of.max_rank = a.size(2) * kLoRATile;
-  const int64_t line = kLineBytes / (of.args.weight_dtype == DType::kFloat32 ? 4 : 2);
-  check_size(op, "a", a, 3, (layer.in_features + line - 1) / line);
-  check_size(op, "a", a, 4, kLoRATile);
-  check_size(op, "a", a, 5, line);
   of.num_panels = check_first_outputs(op, first_outputs, of.num_parts, layer.out_features);
-  check_dtype(op, "b", b, a.dtype());
-  check_dim(op, "b", b, 4);
-  check_size(op, "b", b, 0, of.num_slots);
-  check_size(op, "b", b, 1, of.num_panels);
-  check_size(op, "b", b, 2, of.max_rank);
-  check_size(op, "b", b, 3, kLoRAPanel);
-  check_packed(op, "b", b);
+  check_tensor(op, "b", b, a.dtype(), {of.num_slots, of.num_panels, of.max_rank, kLoRAPanel});
   check_ranks(op, ranks, of);
-  check_dim(op, "rows", rows, 1);
-  check_vector(op, "rows", rows, aoti_torch_dtype_int32(), rows.size(0));
+  check_tensor(op, "rows", rows, aoti_torch_dtype_int32(), {kAnySize});
   of.args = {layer.dtype,
              of.args.weight_dtype,
              layer.out,
@@ -255,9 +245,9 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor&
              layer.x_stride,
              of.num_parts * of.max_rank,
              a.size(3) * kLineBytes};
-  check_matrix(op, "shrunk", shrunk, aoti_torch_dtype_float32(), rows.size(0), of.args.num_columns);
-  check_dim(op, "groups", groups, 2);
-  check_matrix(op, "groups", groups, aoti_torch_dtype_int32(), groups.size(0), 3);
+  check_tensor(op, "shrunk", shrunk, aoti_torch_dtype_float32(),
+               {rows.size(0), of.args.num_columns});
+  check_tensor(op, "groups", groups, aoti_torch_dtype_int32(), {kAnySize, 3});
   of.groups = groups.data<int32_t>();
   of.num_groups = groups.size(0);
   check_groups(op, of, rows.size(0), layer.num_rows);

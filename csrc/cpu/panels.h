@@ -17,16 +17,11 @@ template <class Args>
 void take_rows(const char* op, Args& args, const Tensor& out, const Tensor& x,
                const Optional<Tensor>& bias) {
   args.dtype = element_type(op, "x", x);
-  check_dim(op, "x", x, 2);
-  check_packed(op, "x", x, 1);
-  check_dtype(op, "out", out, x.dtype());
-  check_dim(op, "out", out, 2);
-  check_size(op, "out", out, 0, x.size(0));
-  check_packed(op, "out", out, 1);
+  check_rows(op, out, x);
   args.num_rows = x.size(0);
   args.in_features = x.size(1);
   args.out_features = out.size(1);
-  if (bias) check_vector(op, "bias", *bias, x.dtype(), args.out_features);
+  if (bias) check_tensor(op, "bias", *bias, x.dtype(), {args.out_features});
   args.out = out.raw();
   args.x = x.raw();
   args.bias = bias ? bias->raw() : nullptr;

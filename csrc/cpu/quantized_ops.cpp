@@ -34,7 +34,8 @@ void take_format(const char* op, QuantizedLinearArgs& args, const Tensor& packed
   args.num_outliers = std::min(args.in_features / kInputsPerOutlier, kMostOutliers);
   args.group_bytes = group_size * bits * 4 + (offsets != 0 ? 128 : 64);
   args.panel_bytes = args.num_groups * args.group_bytes;
-  check_vector(op, "packed", packed, aoti_torch_dtype_uint8(), args.num_panels * args.panel_bytes);
+  check_tensor(op, "packed", packed, aoti_torch_dtype_uint8(),
+               {args.num_panels * args.panel_bytes});
   args.packed = packed.data<uint8_t>();
 }
 
@@ -43,8 +44,7 @@ void quantize_weight(const Tensor& packed, const Tensor& weight,
   const char* op = "quantize_weight";
   QuantizedLinearArgs args = {};
   args.dtype = element_type(op, "weight", weight);
-  check_dim(op, "weight", weight, 2);
-  check_packed(op, "weight", weight, 1);
+  check_shape(op, "weight", weight, {kAnySize, kAnySize}, 1);
   args.x = weight.raw();
   args.x_stride = weight.stride(0);
   args.out_features = weight.size(0);
@@ -56,8 +56,7 @@ void quantize_weight(const Tensor& packed, const Tensor& weight,
   if (bits == 4) check_at_most(op, "group_size in 4 bits", group_size, kMostGroupOf4Bits);
   take_format(op, args, packed, bits, group_size, 0);
   args.out = packed.raw();
-  parallel_for(args.num_panels, 1,
-               [&](int64_t begin, int64_t end) { kernels().quantize_panels(args, begin, end); });
+  run_kernel(kernels().quantize_panels, args, args.num_panels, 1);
 }
 
 constexpr int64_t kMostVectorBytes = 64;
@@ -132,7 +131,7 @@ void quantized_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
   QuantizedLinearArgs args = {};
   take_rows(op, args, out, x, bias);
   take_format(op, args, packed, bits, group_size, offsets);
-  const int64_t element = args.dtype == DType::kFloat32 ? 4 : 2, rows = args.num_rows;
+  const int64_t element = bytes_of(args.dtype), rows = args.num_rows;
   const int64_t sets = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   char* const all_out = static_cast<char*>(args.out);
   const char* const all_x = static_cast<const char*>(args.x);
@@ -174,9 +173,8 @@ void quantized_embedding(const Tensor& out, const Tensor& packed, const Tensor& 
   const char* op = "quantized_embedding";
   QuantizedLinearArgs args = {};
   args.dtype = element_type(op, "out", out);
-  check_dim(op, "out", out, 2);
-  check_packed(op, "out", out, 1);
-  const int64_t count = out.size(0), element = args.dtype == DType::kFloat32 ? 4 : 2;
+  check_shape(op, "out", out, {kAnySize, kAnySize}, 1);
+  const int64_t count = out.size(0), element = bytes_of(args.dtype);
   args.in_features = out.size(1);
   args.out_features = num_embeddings;
   take_format(op, args, packed, bits, group_size, offsets);

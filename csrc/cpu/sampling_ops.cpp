@@ -11,13 +11,7 @@ SamplingArgs make_args(const char* op, const Tensor& out, const Tensor& logits,
                        const Optional<Tensor>& logprobs) {
   SamplingArgs args = {};
   args.dtype = element_type(op, "logits", logits);
-  check_dim(op, "logits", logits, 2);
-  check_packed(op, "logits", logits, 1);
-  check_vector(op, "out", out, aoti_torch_dtype_int64(), logits.size(0));
-  if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) {
-    fail(op, "logits has shape " + shape_name(logits) + "; expected 1 to 2^31 - 1 tokens");
-  }
-  if (logprobs) check_vector(op, "logprobs", *logprobs, aoti_torch_dtype_float32(), logits.size(0));
+  check_logits(op, out, logits, logprobs);
   args.out = out.data<int64_t>();
   args.logprobs = logprobs ? logprobs->data<float>() : nullptr;
   args.logits = logits.raw();
@@ -28,9 +22,7 @@ SamplingArgs make_args(const char* op, const Tensor& out, const Tensor& logits,
 
 void argmax(const Tensor& out, const Tensor& logits, const Optional<Tensor>& logprobs) {
   const SamplingArgs args = make_args("argmax", out, logits, logprobs);
-  const auto kernel = kernels().argmax;
-  parallel_for(logits.size(0), row_grain(args.vocab_size / 4),
-               [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  run_kernel(kernels().argmax, args, logits.size(0), row_grain(args.vocab_size / 4));
 }
 
 void sample_tokens(const Tensor& out, const Tensor& logits, const Tensor& temperature,
@@ -39,11 +31,7 @@ void sample_tokens(const Tensor& out, const Tensor& logits, const Tensor& temper
   const char* op = "sample_tokens";
   SamplingArgs args = make_args(op, out, logits, logprobs);
   const int64_t rows = logits.size(0), vocab = args.vocab_size;
-  check_vector(op, "temperature", temperature, aoti_torch_dtype_float32(), rows);
-  check_vector(op, "top_k", top_k, aoti_torch_dtype_int32(), rows);
-  check_vector(op, "top_p", top_p, aoti_torch_dtype_float32(), rows);
-  check_vector(op, "min_p", min_p, aoti_torch_dtype_float32(), rows);
-  check_vector(op, "uniform", uniform, aoti_torch_dtype_float64(), rows);
+  check_filters(op, rows, temperature, top_k, top_p, min_p, uniform);
   args.temperature = temperature.data<float>();
   args.top_k = top_k.data<int32_t>();
   args.top_p = top_p.data<float>();

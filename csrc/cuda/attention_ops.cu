@@ -12,22 +12,6 @@ extern template int decode_ctas<CacheType::kBFloat16>(int, int);
 extern template int decode_ctas<CacheType::kFloat16>(int, int);
 extern template int decode_ctas<CacheType::kFloat8>(int, int);
 
-void check_table(const char* op, const Tensor& block_table, const Tensor& seq_lens) {
-  check_dtype(op, "block_table", block_table, aoti_torch_dtype_int32());
-  check_dim(op, "block_table", block_table, 2);
-  check_packed(op, "block_table", block_table, 1);
-  check_vector(op, "seq_lens", seq_lens, aoti_torch_dtype_int32(), block_table.size(0));
-}
-
-int32_t check_window(const char* op, const Optional<int64_t>& sliding_window) {
-  if (!sliding_window || *sliding_window >= INT32_MAX) return INT32_MAX;
-  if (*sliding_window < 1) {
-    fail(op,
-         "sliding_window is " + std::to_string(*sliding_window) + "; expected at least 1, or None");
-  }
-  return static_cast<int32_t>(*sliding_window);
-}
-
 namespace {
 
 // CUDA's limit on the second dimension of a grid.
@@ -36,14 +20,10 @@ constexpr int64_t kMaxItems = 65535;
 void plan_decode(Tensor item_start, Tensor items, Tensor seq_lens, int64_t min_tokens,
                  Optional<int64_t> sliding_window) {
   const char* op = "plan_decode";
-  check_dim(op, "seq_lens", seq_lens, 1);
+  check_tensor(op, "seq_lens", seq_lens, aoti_torch_dtype_int32(), {kAnySize});
   const int64_t num_seqs = seq_lens.size(0);
-  check_vector(op, "seq_lens", seq_lens, aoti_torch_dtype_int32(), num_seqs);
-  check_vector(op, "item_start", item_start, aoti_torch_dtype_int32(), num_seqs + 1);
-  check_dtype(op, "items", items, aoti_torch_dtype_int32());
-  check_dim(op, "items", items, 2);
-  check_size(op, "items", items, 1, 4);
-  check_packed(op, "items", items);
+  check_tensor(op, "item_start", item_start, aoti_torch_dtype_int32(), {num_seqs + 1});
+  check_tensor(op, "items", items, aoti_torch_dtype_int32(), {kAnySize, 4});
   const int64_t wave = (items.size(0) - num_seqs) / 2;
   if (wave < 1 || min_tokens < 1) {
     fail(op, "items has shape " + shape_name(items) + " and min_tokens is " +
@@ -61,21 +41,6 @@ void plan_decode(Tensor item_start, Tensor items, Tensor seq_lens, int64_t min_t
   check_launch(op);
 }
 
-void check_queries(const char* op, const Tensor& out, const Tensor& q, const CacheShape& cache) {
-  check_dim(op, "q", q, 3);
-  check_dim(op, "out", out, 3);
-  check_dtype(op, "out", out, q.dtype());
-  for (int i = 0; i < 3; ++i) check_size(op, "out", out, i, q.size(i));
-  check_packed(op, "q", q, 2);
-  check_packed(op, "out", out, 2);
-  check_size(op, "q", q, 2, cache.head_dim);
-  check_at_most(op, "head_dim", q.size(2), kMaxHeadDim);
-  if (cache.num_kv_heads == 0 || q.size(1) % cache.num_kv_heads != 0) {
-    fail(op, "q has " + std::to_string(q.size(1)) + " heads; expected a multiple of the " +
-                 std::to_string(cache.num_kv_heads) + " kv heads of the cache");
-  }
-}
-
 struct Plan {
   const Optional<Tensor>&item_start, &items, &partials;
 };
@@ -88,17 +53,10 @@ int64_t check_plan(const char* op, const Plan& plan, const Tensor& q) {
     fail(op, "a plan is item_start, items and partials; expected all three, or None");
   }
   const Tensor &items = *plan.items, &partials = *plan.partials;
-  check_vector(op, "item_start", *plan.item_start, aoti_torch_dtype_int32(), num_seqs + 1);
-  check_dtype(op, "items", items, aoti_torch_dtype_int32());
-  check_dim(op, "items", items, 2);
-  check_size(op, "items", items, 1, 4);
-  check_packed(op, "items", items);
-  check_dtype(op, "partials", partials, aoti_torch_dtype_float32());
-  check_dim(op, "partials", partials, 3);
-  check_size(op, "partials", partials, 0, items.size(0));
-  check_size(op, "partials", partials, 1, q.size(1));
-  check_size(op, "partials", partials, 2, q.size(2) + kPartialPadding);
-  check_packed(op, "partials", partials);
+  check_tensor(op, "item_start", *plan.item_start, aoti_torch_dtype_int32(), {num_seqs + 1});
+  check_tensor(op, "items", items, aoti_torch_dtype_int32(), {kAnySize, 4});
+  check_tensor(op, "partials", partials, aoti_torch_dtype_float32(),
+               {items.size(0), q.size(1), q.size(2) + kPartialPadding});
   return items.size(0);
 }
 
@@ -134,14 +92,15 @@ void paged_attention(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tenso
                      Optional<Tensor> partials) {
   const char* op = "paged_attention";
   const CacheShape cache = check_caches(op, k_cache, v_cache, q.dtype());
-  check_queries(op, out, q, cache);
+  check_queries(op, out, q, cache.num_kv_heads, cache.head_dim);
+  check_at_most(op, "head_dim", cache.head_dim, kMaxHeadDim);
   if (cache.block_size != 8 && cache.block_size != 16 && cache.block_size != 32) {
     fail(op, "block_size is " + std::to_string(cache.block_size) + "; expected 8, 16 or 32");
   }
   check_table(op, block_table, seq_lens);
   check_size(op, "block_table", block_table, 0, q.size(0));
   if (alibi_slopes)
-    check_vector(op, "alibi_slopes", *alibi_slopes, aoti_torch_dtype_float32(), q.size(1));
+    check_tensor(op, "alibi_slopes", *alibi_slopes, aoti_torch_dtype_float32(), {q.size(1)});
   const int64_t max_items = check_plan(op, {item_start, items, partials}, q);
   check_at_most(op, "the number of work items", max_items, kMaxItems);
   DecodeArgs args = {};

@@ -1,5 +1,5 @@
-// Launchers: write_kv_cache, rotary_write_kv_cache, rotary_embedding, copy_blocks,
-// copy_cache_blocks, pack_blocks, unpack_blocks and gather_kv.
+// Launchers: write_kv_cache, rotary_write_kv_cache, copy_blocks, copy_cache_blocks, pack_blocks,
+// unpack_blocks and gather_kv.
 #include "cache/copy_blocks.cuh"
 #include "cache/gather_kv.cuh"
 #include "cache/store_kv.cuh"
@@ -16,8 +16,7 @@ CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_c
   if (!float8) check_dtype(op, "k_cache", k_cache, dtype);
   check_dtype(op, "v_cache", v_cache, k_cache.dtype());
   check_dim(op, "k_cache", k_cache, 4);
-  check_dim(op, "v_cache", v_cache, 4);
-  for (int i = 0; i < 4; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i));
+  check_like(op, "v_cache", v_cache, k_cache);
   check_packed(op, "k_cache", k_cache);
   check_packed(op, "v_cache", v_cache);
   return {k_cache.size(0), k_cache.size(1), k_cache.size(2), k_cache.size(3), float8};
@@ -62,7 +61,7 @@ void launch_store(const char* op, const Tensor& k, const StoreArgs& args, bool f
 void set_caches(const char* op, StoreArgs& args, const Tensor& k_cache, const Tensor& v_cache,
                 const Tensor& slot_mapping, int64_t num_tokens, bool float8, double k_scale,
                 double v_scale) {
-  check_vector(op, "slot_mapping", slot_mapping, aoti_torch_dtype_int32(), num_tokens);
+  check_tensor(op, "slot_mapping", slot_mapping, aoti_torch_dtype_int32(), {num_tokens});
   check_scales(op, k_scale, v_scale);
   args.k_cache = k_cache.raw();
   args.v_cache = v_cache.raw();
@@ -72,11 +71,10 @@ void set_caches(const char* op, StoreArgs& args, const Tensor& k_cache, const Te
 }
 
 void set_rotary(const char* op, StoreArgs& args, const Tensor& positions,
-                const Tensor& cos_sin_cache, int64_t num_tokens, int64_t head_dim, bool is_neox) {
-  check_vector(op, "positions", positions, aoti_torch_dtype_int32(), num_tokens);
-  check_dtype(op, "cos_sin_cache", cos_sin_cache, aoti_torch_dtype_float32());
-  check_dim(op, "cos_sin_cache", cos_sin_cache, 2);
-  check_packed(op, "cos_sin_cache", cos_sin_cache);
+                const Tensor& cos_sin_cache, int64_t num_tokens, int64_t head_dim) {
+  check_tensor(op, "positions", positions, aoti_torch_dtype_int32(), {num_tokens});
+  check_tensor(op, "cos_sin_cache", cos_sin_cache, aoti_torch_dtype_float32(),
+               {kAnySize, kAnySize});
   const int64_t rotary_dim = cos_sin_cache.size(1);
   if (rotary_dim % 2 != 0 || cos_sin_cache.size(0) < 1) {
     fail(op, "cos_sin_cache has shape " + shape_name(cos_sin_cache) +
@@ -87,21 +85,13 @@ void set_rotary(const char* op, StoreArgs& args, const Tensor& positions,
   args.cos_sin_cache = cos_sin_cache.data<float>();
   args.rotary_dim = static_cast<int>(rotary_dim);
   args.num_positions = static_cast<int>(cos_sin_cache.size(0));
-  args.is_neox = is_neox ? 1 : 0;
 }
 
 void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
                     double k_scale, double v_scale) {
   const char* op = "write_kv_cache";
-  check_dim(op, "k", k, 3);
-  check_dim(op, "v", v, 3);
-  check_dtype(op, "v", v, k.dtype());
   const CacheShape cache = check_caches(op, k_cache, v_cache, k.dtype());
-  for (int i = 0; i < 3; ++i) check_size(op, "v", v, i, k.size(i));
-  check_size(op, "k", k, 1, cache.num_kv_heads);
-  check_size(op, "k", k, 2, cache.head_dim);
-  check_packed(op, "k", k, 2);
-  check_packed(op, "v", v, 2);
+  check_keys(op, k, v, cache.num_kv_heads, cache.head_dim, 2);
   StoreArgs args = {};
   args.k = k.raw();
   args.v = v.raw();
@@ -117,10 +107,9 @@ void write_kv_cache(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor s
 
 void rotary_write_kv_cache(Tensor positions, Tensor qkv, Tensor cos_sin_cache, Tensor slot_mapping,
                            Tensor k_cache, Tensor v_cache, int64_t num_heads, int64_t num_kv_heads,
-                           bool is_neox, double k_scale, double v_scale) {
+                           double k_scale, double v_scale) {
   const char* op = "rotary_write_kv_cache";
-  check_dim(op, "qkv", qkv, 2);
-  check_packed(op, "qkv", qkv, 1);
+  check_shape(op, "qkv", qkv, {kAnySize, kAnySize}, 1);
   const CacheShape cache = check_caches(op, k_cache, v_cache, qkv.dtype());
   check_size(op, "k_cache", k_cache, 2, num_kv_heads);
   const int64_t d = cache.head_dim, bytes = element_bytes(op, "qkv", qkv);
@@ -134,32 +123,9 @@ void rotary_write_kv_cache(Tensor positions, Tensor qkv, Tensor cos_sin_cache, T
   args.num_heads = static_cast<int>(num_heads);
   args.num_kv_heads = static_cast<int>(num_kv_heads);
   args.head_dim = static_cast<int>(d);
-  set_rotary(op, args, positions, cos_sin_cache, qkv.size(0), d, is_neox);
+  set_rotary(op, args, positions, cos_sin_cache, qkv.size(0), d);
   set_caches(op, args, k_cache, v_cache, slot_mapping, qkv.size(0), cache.float8, k_scale, v_scale);
   launch_store(op, qkv, args, cache.float8);
-}
-
-void rotary_embedding(Tensor positions, Tensor q, Tensor k, Tensor cos_sin_cache, bool is_neox) {
-  const char* op = "rotary_embedding";
-  check_dim(op, "q", q, 3);
-  check_dim(op, "k", k, 3);
-  check_dtype(op, "q", q, k.dtype());
-  check_size(op, "k", k, 0, q.size(0));
-  check_size(op, "k", k, 2, q.size(2));
-  check_packed(op, "q", q, 2);
-  check_packed(op, "k", k, 2);
-  StoreArgs args = {};
-  args.q = q.raw();
-  args.k = k.raw();
-  args.q_token_stride = q.stride(0);
-  args.q_head_stride = q.stride(1);
-  args.k_token_stride = k.stride(0);
-  args.k_head_stride = k.stride(1);
-  args.num_heads = static_cast<int>(q.size(1));
-  args.num_kv_heads = static_cast<int>(k.size(1));
-  args.head_dim = static_cast<int>(k.size(2));
-  set_rotary(op, args, positions, cos_sin_cache, q.size(0), q.size(2), is_neox);
-  launch_store(op, k, args, false);
 }
 
 int64_t cache_element_bytes(const char* op, const char* name, const Tensor& tensor) {
@@ -186,13 +152,6 @@ BlockPlace place_of(const char* op, const char* name, const Tensor& tensor, int 
   return place;
 }
 
-void check_pairs(const char* op, const Tensor& pairs) {
-  check_dtype(op, "block_pairs", pairs, aoti_torch_dtype_int64());
-  check_dim(op, "block_pairs", pairs, 2);
-  check_size(op, "block_pairs", pairs, 1, 2);
-  check_packed(op, "block_pairs", pairs);
-}
-
 // CUDA's limit on the second dimension of a grid.
 constexpr int64_t kMaxPieces = 65535;
 
@@ -207,7 +166,7 @@ void launch_copy(const char* op, const Tensor& cache, const CopyBlocksArgs& args
 
 void copy_pairs(const char* op, const Tensor& cache, BlockPlace place, int64_t piece_bytes,
                 int64_t num_pieces, const Tensor& pairs) {
-  check_pairs(op, pairs);
+  check_tensor(op, "block_pairs", pairs, aoti_torch_dtype_int64(), {kAnySize, 2});
   CopyBlocksArgs args = {place, place, piece_bytes};
   args.source.ids = pairs.data<int64_t>();
   args.target.ids = args.source.ids + 1;
@@ -242,7 +201,7 @@ void move_blocks(const char* op, const Tensor& cache, const Tensor& packed, cons
   BlockPlace inside = place_of(op, "cache", cache, 1, &piece_bytes);
   const BlockPlace outside = place_of(op, "packed", packed, 0, &packed_bytes);
   check_dtype(op, "packed", packed, cache.dtype());
-  check_vector(op, "block_ids", block_ids, aoti_torch_dtype_int64(), packed.size(0));
+  check_tensor(op, "block_ids", block_ids, aoti_torch_dtype_int64(), {packed.size(0)});
   check_size(op, "packed", packed, 1, cache.size(0));
   if (piece_bytes != packed_bytes) {
     fail(op, "packed has shape " + shape_name(packed) + " and cache " + shape_name(cache) +
@@ -265,21 +224,12 @@ void unpack_blocks(Tensor cache, Tensor packed, Tensor block_ids) {
 void gather_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor block_table,
                Tensor token_start, double k_scale, double v_scale) {
   const char* op = "gather_kv";
-  check_dim(op, "k", k, 3);
-  check_dim(op, "v", v, 3);
-  check_dtype(op, "v", v, k.dtype());
   const CacheShape cache = check_caches(op, k_cache, v_cache, k.dtype());
-  for (int i = 0; i < 3; ++i) check_size(op, "v", v, i, k.size(i));
-  check_size(op, "k", k, 1, cache.num_kv_heads);
-  check_size(op, "k", k, 2, cache.head_dim);
-  check_packed(op, "k", k);
-  check_packed(op, "v", v);
+  check_keys(op, k, v, cache.num_kv_heads, cache.head_dim, 0);
   check_scales(op, k_scale, v_scale);
-  check_dtype(op, "block_table", block_table, aoti_torch_dtype_int32());
-  check_dim(op, "block_table", block_table, 2);
-  check_packed(op, "block_table", block_table, 1);
+  check_tensor(op, "block_table", block_table, aoti_torch_dtype_int32(), {kAnySize, kAnySize}, 1);
   const int64_t num_seqs = block_table.size(0), row_size = cache.num_kv_heads * cache.head_dim;
-  check_vector(op, "token_start", token_start, aoti_torch_dtype_int32(), num_seqs + 1);
+  check_tensor(op, "token_start", token_start, aoti_torch_dtype_int32(), {num_seqs + 1});
   const GatherArgs args = {k.raw(),
                            v.raw(),
                            k_cache.raw(),
@@ -312,7 +262,6 @@ void gather_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor block_
 void register_cache(TorchLibraryHandle library) {
   implement<&write_kv_cache>(library, "write_kv_cache");
   implement<&rotary_write_kv_cache>(library, "rotary_write_kv_cache");
-  implement<&rotary_embedding>(library, "rotary_embedding");
   implement<&copy_blocks>(library, "copy_blocks");
   implement<&copy_cache_blocks>(library, "copy_cache_blocks");
   implement<&pack_blocks>(library, "pack_blocks");

@@ -8,13 +8,6 @@
 namespace tpengine::cuda {
 namespace {
 
-void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& x) {
-  check_dtype(op, name, tensor, x.dtype());
-  check_dim(op, name, tensor, x.dim());
-  for (int i = 0; i < x.dim(); ++i) check_size(op, name, tensor, i, x.size(i));
-  check_packed(op, name, tensor, static_cast<int>(x.dim()) - 1);
-}
-
 bool are_multiples(int64_t n, std::initializer_list<int64_t> sizes) {
   for (const int64_t size : sizes) {
     if (size % n != 0) return false;
@@ -29,7 +22,7 @@ void launch_norm(const char* op, const Tensor& out, const Tensor& x, void* resid
   check_packed(op, "x", x, last);
   check_like(op, "out", out, x);
   const bool float_weight = weight.dtype() == aoti_torch_dtype_float32();
-  check_vector(op, "weight", weight, float_weight ? weight.dtype() : x.dtype(), x.size(last));
+  check_tensor(op, "weight", weight, float_weight ? weight.dtype() : x.dtype(), {x.size(last)});
   const int heads_per_token = heads ? static_cast<int>(x.size(1)) : 1;
   const NormArgs args = {out.raw(),
                          x.raw(),
@@ -75,13 +68,8 @@ void add_rms_norm(Tensor out, Tensor x, Tensor residual, Tensor weight, double e
 
 template <Activation A>
 void launch_activation(const char* op, const Tensor& out, const Tensor& x) {
-  check_dtype(op, "out", out, x.dtype());
-  check_dim(op, "x", x, 2);
-  check_dim(op, "out", out, 2);
-  check_size(op, "out", out, 0, x.size(0));
+  check_rows(op, out, x);
   check_size(op, "x", x, 1, 2 * out.size(1));
-  check_packed(op, "x", x, 1);
-  check_packed(op, "out", out, 1);
   const GatedArgs args = {out.raw(), x.raw(), out.stride(0), x.stride(0),
                           static_cast<int>(out.size(1))};
   const int64_t n = 16 / element_bytes(op, "x", x);

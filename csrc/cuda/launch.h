@@ -76,11 +76,6 @@ struct CacheShape {
 CacheShape check_caches(const char* op, const Tensor& k_cache, const Tensor& v_cache,
                         int32_t dtype);
 
-// int32 [num_seqs, max_blocks] and int32 [num_seqs].
-void check_table(const char* op, const Tensor& block_table, const Tensor& seq_lens);
-
-int32_t check_window(const char* op, const Optional<int64_t>& sliding_window);
-
 void register_attention(TorchLibraryHandle library);
 void register_cache(TorchLibraryHandle library);
 void register_fused(TorchLibraryHandle library);

@@ -8,28 +8,12 @@ namespace {
 // CUDA's limit on the second dimension of a grid.
 constexpr int64_t kMostTiles = 65535;
 
-void check_rows(const char* op, const Tensor& out, const Tensor& x) {
-  check_dim(op, "x", x, 2);
-  check_dim(op, "out", out, 2);
-  check_packed(op, "x", x, 1);
-  check_packed(op, "out", out, 1);
-  check_dtype(op, "out", out, x.dtype());
-  check_size(op, "out", out, 0, x.size(0));
-}
-
 void check_adapters(const char* op, const Tensor& a, const Tensor& b, int64_t in_features) {
   const int64_t line = kLineBytes / element_bytes(op, "a", a);
-  check_dim(op, "a", a, 6);
-  check_size(op, "a", a, 3, (in_features + line - 1) / line);
-  check_size(op, "a", a, 4, kLoRATile);
-  check_size(op, "a", a, 5, line);
-  check_packed(op, "a", a);
-  check_dtype(op, "b", b, a.dtype());
-  check_dim(op, "b", b, 4);
-  check_size(op, "b", b, 0, a.size(0));
-  check_size(op, "b", b, 2, a.size(2) * kLoRATile);
-  check_size(op, "b", b, 3, kLoRAPanel);
-  check_packed(op, "b", b);
+  const int64_t num_lines = (in_features + line - 1) / line;
+  check_shape(op, "a", a, {kAnySize, kAnySize, kAnySize, num_lines, kLoRATile, line});
+  const int64_t max_rank = a.size(2) * kLoRATile;
+  check_tensor(op, "b", b, a.dtype(), {a.size(0), kAnySize, max_rank, kLoRAPanel});
   if (!is_aligned(a.raw(), kLineBytes)) fail(op, "a does not begin at a multiple of 64 bytes");
   check_at_most(op, "the number of columns", a.size(1) * a.size(2), kMostTiles);
   check_at_most(op, "the number of panels", b.size(1), kMostTiles);
@@ -41,14 +25,12 @@ void add_lora(Tensor out, Tensor x, Tensor a, Tensor b, Tensor ranks, Tensor fir
   check_rows(op, out, x);
   check_adapters(op, a, b, x.size(1));
   const int32_t int32 = aoti_torch_dtype_int32();
-  check_matrix(op, "ranks", ranks, int32, a.size(0), a.size(1));
-  check_vector(op, "first_outputs", first_outputs, int32, a.size(1) + 1);
-  check_dim(op, "rows", rows, 1);
-  check_vector(op, "rows", rows, int32, rows.size(0));
-  check_dim(op, "groups", groups, 2);
-  check_matrix(op, "groups", groups, int32, groups.size(0), 3);
-  check_matrix(op, "shrunk", shrunk, aoti_torch_dtype_float32(), rows.size(0),
-               a.size(1) * a.size(2) * kLoRATile);
+  check_tensor(op, "ranks", ranks, int32, {a.size(0), a.size(1)});
+  check_tensor(op, "first_outputs", first_outputs, int32, {a.size(1) + 1});
+  check_tensor(op, "rows", rows, int32, {kAnySize});
+  check_tensor(op, "groups", groups, int32, {kAnySize, 3});
+  check_tensor(op, "shrunk", shrunk, aoti_torch_dtype_float32(),
+               {rows.size(0), a.size(1) * a.size(2) * kLoRATile});
   const int64_t item = element_bytes(op, "x", x);
   const bool wide = is_aligned(x.raw(), 32) && x.stride(0) * item % 32 == 0;
   const LoRAArgs args = {out.raw(),

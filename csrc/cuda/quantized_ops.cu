@@ -27,7 +27,7 @@ PackedWeight check_weight(const char* op, const Tensor& packed, int64_t outputs,
   check_at_most(op, "the number of inputs", inputs, INT32_MAX - kStep);
   const int64_t numbers = panels * steps * kStep * kPanel * bits / 8;
   const int64_t factors = panels * groups * kPanel * (offsets == 0 ? 2 : 4);
-  check_vector(op, "packed", packed, aoti_torch_dtype_uint8(), numbers + factors);
+  check_tensor(op, "packed", packed, aoti_torch_dtype_uint8(), {numbers + factors});
   if (!is_aligned(packed.raw(), 16)) fail(op, "packed does not begin at a multiple of 16 bytes");
   return {packed.raw(),
           static_cast<int>(panels),
@@ -40,12 +40,7 @@ PackedWeight check_weight(const char* op, const Tensor& packed, int64_t outputs,
 void weight_only_linear(Tensor out, Tensor x, Tensor packed, Optional<Tensor> bias, int64_t bits,
                         int64_t group_size, int64_t offsets) {
   const char* op = "weight_only_linear";
-  check_dim(op, "x", x, 2);
-  check_dim(op, "out", out, 2);
-  check_packed(op, "x", x, 1);
-  check_packed(op, "out", out, 1);
-  check_dtype(op, "out", out, x.dtype());
-  check_size(op, "out", out, 0, x.size(0));
+  check_rows(op, out, x);
   if (x.size(1) % 8 != 0 || x.stride(0) % 8 != 0 || !is_aligned(x.raw(), 16)) {
     fail(op, "x has shape " + shape_name(x) + " and row stride " + std::to_string(x.stride(0)) +
                  "; expected rows of a multiple of 8 inputs, aligned to 16 bytes");
@@ -53,7 +48,7 @@ void weight_only_linear(Tensor out, Tensor x, Tensor packed, Optional<Tensor> bi
   check_at_most(op, "the number of rows", x.size(0), INT32_MAX / 2);
   const PackedWeight weight =
       check_weight(op, packed, out.size(1), x.size(1), bits, group_size, offsets);
-  if (bias) check_vector(op, "bias", *bias, x.dtype(), out.size(1));
+  if (bias) check_tensor(op, "bias", *bias, x.dtype(), {out.size(1)});
   const WeightOnlyArgs args = {out.raw(),
                                x.raw(),
                                bias ? bias->raw() : nullptr,
@@ -78,8 +73,7 @@ void weight_only_linear(Tensor out, Tensor x, Tensor packed, Optional<Tensor> bi
 void dequantize_weight(Tensor out, Tensor packed, int64_t first_output, int64_t out_features,
                        int64_t bits, int64_t group_size, int64_t offsets) {
   const char* op = "dequantize_weight";
-  check_dim(op, "out", out, 2);
-  check_packed(op, "out", out);
+  check_shape(op, "out", out, {kAnySize, kAnySize});
   const PackedWeight weight =
       check_weight(op, packed, out_features, out.size(1), bits, group_size, offsets);
   const int64_t rows = out.size(0), first_panel = first_output / kPanel;

@@ -7,13 +7,7 @@ namespace {
 
 LogitsArgs make_args(const char* op, const Tensor& out, const Tensor& logits,
                      const Optional<Tensor>& logprobs) {
-  check_dim(op, "logits", logits, 2);
-  check_packed(op, "logits", logits, 1);
-  check_vector(op, "out", out, aoti_torch_dtype_int64(), logits.size(0));
-  if (logits.size(1) < 1 || logits.size(1) > INT32_MAX) {
-    fail(op, "logits has shape " + shape_name(logits) + "; expected 1 to 2^31 - 1 tokens");
-  }
-  if (logprobs) check_vector(op, "logprobs", *logprobs, aoti_torch_dtype_float32(), logits.size(0));
+  check_logits(op, out, logits, logprobs);
   return {out.data<int64_t>(), logits.raw(), logits.stride(0), static_cast<int>(logits.size(1)),
           logprobs ? logprobs->data<float>() : nullptr};
 }
@@ -34,11 +28,7 @@ void sample_tokens(Tensor out, Tensor logits, Tensor temperature, Tensor top_k, 
   const LogitsArgs row = make_args(op, out, logits, logprobs);
   check_at_most(op, "the vocabulary (logits' last dimension)", row.vocab_size, kMaxSampleVocab);
   const int64_t rows = logits.size(0);
-  check_vector(op, "temperature", temperature, aoti_torch_dtype_float32(), rows);
-  check_vector(op, "top_k", top_k, aoti_torch_dtype_int32(), rows);
-  check_vector(op, "top_p", top_p, aoti_torch_dtype_float32(), rows);
-  check_vector(op, "min_p", min_p, aoti_torch_dtype_float32(), rows);
-  check_vector(op, "uniform", uniform, aoti_torch_dtype_float64(), rows);
+  check_filters(op, rows, temperature, top_k, top_p, min_p, uniform);
   const SampleArgs args = {row,
                            temperature.data<float>(),
                            top_k.data<int32_t>(),

@@ -299,7 +299,7 @@ def elementwise_rows(setting: Setting) -> Iterator[Row]:
         qkv, out = setting.randn(tokens, width), setting.randn(tokens, inner)
         positions = torch.arange(tokens, dtype=torch.int32, device=setting.device)
         pages = setting.caches(-(-tokens // BLOCK_SIZE), kv_heads, setting.dtype)
-        rotated = positions, qkv, angles, positions, pages[0], pages[1], heads, kv_heads, True
+        rotated = positions, qkv, angles, positions, *pages, heads, kv_heads
         written = tokens * (heads + 3 * kv_heads + kv_heads) * HEAD_DIM * item
         rotate_bytes = written + tokens * heads * HEAD_DIM * item
         norm = partial(fused.add_rms_norm, x, x, residual, weight, 1e-5)

@@ -50,6 +50,11 @@ GPU = [
 ]
 
 
+def layout_of(name: str) -> str:
+    """The device whose layout of the cache a backend takes."""
+    return "cuda" if name in CUDA_OPS else "cpu"
+
+
 def on_cuda(*values: Any) -> list[Any]:
     """Values, or tuples of them, each with the name of every way to a CUDA kernel."""
     return [

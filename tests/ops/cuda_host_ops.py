@@ -26,7 +26,7 @@ StoreArgs = struct(
     ("positions", P), ("cos_sin_cache", P), ("q_token_stride", I64), ("q_head_stride", I64),
     ("k_token_stride", I64), ("k_head_stride", I64), ("v_token_stride", I64),
     ("v_head_stride", I64), ("num_heads", I32), ("num_kv_heads", I32), ("head_dim", I32),
-    ("rotary_dim", I32), ("is_neox", I32), ("num_positions", I32), ("k_inverse_scale", F32),
+    ("rotary_dim", I32), ("num_positions", I32), ("k_inverse_scale", F32),
     ("v_inverse_scale", F32),
 )  # fmt: skip
 GatherArgs = struct(
@@ -148,39 +148,36 @@ class StandIn:
     _gelu_tanh_and_mul = partialmethod(_gated, 2)
 
     def _store(
-        self, parts: list[Tensor | None], caches: list[Tensor], slots: Tensor | None,
-        rotary: tuple[Tensor | None, Tensor | None, bool], *scales: float,
+        self, parts: list[Tensor | None], caches: list[Tensor], slots: Tensor,
+        rotary: tuple[Tensor | None, Tensor | None], *scales: float,
     ) -> None:  # fmt: skip
-        """Parts: q, k and v by token and head; rotary: positions, table and whether it is NeoX."""
-        positions, table, is_neox = rotary
+        """Parts: q, k and v by token and head; rotary: positions and table."""
+        positions, table = rotary
         there = [part for part in parts if part is not None]
         heads = [0 if part is None else part.shape[1] for part in parts]
         strides = [0 if part is None else part.stride(i) for part in parts for i in (0, 1)]
         num_positions, rotary_dim = (0, 0) if table is None else table.shape
-        k, is_fp8 = there[-1], bool(caches) and caches[0].dtype == FP8
+        k, is_fp8 = there[-1], caches[0].dtype == FP8
         args = StoreArgs(
-            *map(pointer, parts), *(map(self._cache, caches) if caches else (None, None)),
+            *map(pointer, parts), *map(self._cache, caches),
             *map(pointer, (slots, positions, table)), *strides, heads[0], heads[1], k.shape[2],
-            rotary_dim, is_neox, num_positions,
+            rotary_dim, num_positions,
             *(1 / scale if is_fp8 else 1.0 for scale in scales or (1.0, 1.0)),
         )  # fmt: skip
         wide = self._fits(there, *strides, k.shape[2], rotary_dim // 2)
         self._launch("elementwise", "store_kv", CODES[k.dtype], is_fp8, wide, args, len(k))
 
-    def _rotary_embedding(self, positions: Tensor, q: Tensor, k: Tensor, *rotary: Any) -> None:
-        self._store([q, k, None], [], None, (positions, *rotary))
-
     def _write_kv_cache(self, k: Tensor, v: Tensor, *rest: Any) -> None:
         k_cache, v_cache, slots, *scales = rest
-        self._store([None, k, v], [k_cache, v_cache], slots, (None, None, False), *scales)
+        self._store([None, k, v], [k_cache, v_cache], slots, (None, None), *scales)
 
     def _rotary_write_kv_cache(
         self, positions: Tensor, qkv: Tensor, table: Tensor, *rest: Any
     ) -> None:
-        slots, k_cache, v_cache, num_heads, num_kv_heads, is_neox, *scales = rest
+        slots, k_cache, v_cache, num_heads, num_kv_heads, *scales = rest
         heads = qkv.unflatten(1, (-1, k_cache.shape[-1]))
         parts = list(heads.split([num_heads, num_kv_heads, num_kv_heads], 1))
-        self._store(parts, [k_cache, v_cache], slots, (positions, table, is_neox), *scales)
+        self._store(parts, [k_cache, v_cache], slots, (positions, table), *scales)
 
     def _gather_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any

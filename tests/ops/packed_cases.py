@@ -30,15 +30,10 @@ class Case:
     values: Tensor
     weight: GpuQuantizedWeight
 
-    @property
-    def format(self) -> tuple[int, int, int]:
-        form = self.weight.format
-        return form.bits, form.group_size, form.offsets
-
 
 def pack_groups(q: Tensor, scales: Tensor, offsets: Any, form: QuantizedFormat) -> Any:
     """Packs a weight that is quantised already."""
-    packed = q.new_empty(packed_bytes(*q.shape, form.bits, form.group_size, form.offsets))
+    packed = q.new_empty(packed_bytes(*q.shape, *form))
     pack_panels(packed, 0, len(q), q, scales, offsets, form.bits)
     return GpuQuantizedWeight(packed, form, *q.shape)
 

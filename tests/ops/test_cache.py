@@ -11,26 +11,23 @@ from .cases import (
     BACKENDS,
     CACHES,
     CUDA_CACHES,
-    CUDA_OPS,
     DTYPES,
     ISAS,
     backend,
     generator,
+    layout_of,
     make_case,
     on_cuda,
     poisoned,
+    relative_error,
     same,
     threads,
 )
 from .cuda_host_library import FAR_BLOCKS, needs_compiler
-from .cuda_host_ops import FP8, StandIn
+from .cuda_host_ops import BOUND, FP8, StandIn
 
 NAMES = [*((name, *d) for name, d in itertools.product(BACKENDS, CACHES)), *on_cuda(*CUDA_CACHES)]
 CUDA = on_cuda()
-
-
-def layout_of(name: str) -> str:
-    return "cuda" if name in CUDA_OPS else "cpu"
 
 
 def test_shapes_hold_the_same_number_of_elements_on_every_device() -> None:
@@ -69,15 +66,39 @@ def test_write_fills_the_named_slots_and_nothing_else(
     assert same(v_cache, case.v_cache)
 
 
-@pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize(("name", "dtype", "cache_dtype"), NAMES, ids=str)
-def test_fused_rotary_and_write_equal_the_two_ops(
-    name: str, dtype: torch.dtype, cache_dtype: torch.dtype, is_neox: bool
+def test_rotary_embedding(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """On packed qkv of which no row is cached, with dimensions beyond `rotary_dim` left alone."""
+    shapes = cache.kv_cache_shapes(layout_of(name), cache_dtype, 1, 16, 2, 64)
+    caches = [poisoned(shape, cache_dtype) for shape in shapes]
+    for rotary_dim in (2, 24, 48, 64):
+        gen, half = generator(rotary_dim), rotary_dim // 2
+        angle = torch.arange(60)[:, None] * torch.rand(half, generator=gen)
+        table = torch.cat([angle.cos(), angle.sin()], dim=-1)
+        qkv = torch.randn(11, 8, 64, generator=gen).to(dtype)
+        positions = torch.randint(0, 60, (11,), generator=gen, dtype=torch.int32)
+        cos, sin = table.double()[positions.long()][:, None].chunk(2, dim=-1)
+        x, y = qkv[:, :6, :half].double(), qkv[:, :6, half:rotary_dim].double()
+        before, expected = qkv.clone(), qkv.double()
+        expected[:, :6, :rotary_dim] = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
+        slots = torch.full_like(positions, -1)
+        with backend(name) as op:
+            op("rotary_write_kv_cache")(positions, qkv.flatten(1), table, slots, *caches, 4, 2)
+        bound = 1e-6 if dtype == torch.float32 else BOUND[dtype]
+        assert relative_error(qkv, expected) < bound, rotary_dim
+        assert torch.equal(qkv[:, 6:], before[:, 6:])
+        assert torch.equal(qkv[..., rotary_dim:], before[..., rotary_dim:])
+
+
+@pytest.mark.parametrize(("name", "dtype", "cache_dtype"), NAMES, ids=str)
+def test_rotary_write_equals_rotation_and_then_a_write(
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
     gen = generator(2)
     num_heads, num_kv_heads, head_dim, num_tokens = 6, 2, 64, 50
     qkv = torch.randn(num_tokens, 10 * head_dim, generator=gen).to(dtype)
-    heads = qkv.clone().view(num_tokens, 10, head_dim)
+    rotated = qkv.clone()
+    heads = rotated.view(num_tokens, 10, head_dim)
     table = torch.randn(100, 48, generator=gen)
     positions = torch.randint(0, 100, (num_tokens,), generator=gen, dtype=torch.int32)
     slots = torch.randperm(128, generator=gen)[:num_tokens].int()
@@ -85,12 +106,11 @@ def test_fused_rotary_and_write_equal_the_two_ops(
     shapes = cache.kv_cache_shapes(layout_of(name), cache_dtype, 8, 16, num_kv_heads, head_dim)
     fused, apart = ([poisoned(shape, cache_dtype) for shape in shapes] for _ in range(2))
     with backend(name) as op:
-        op("rotary_write_kv_cache")(
-            positions, qkv, table, slots, *fused, num_heads, num_kv_heads, is_neox
-        )
-        op("rotary_embedding")(positions, heads[:, :6], heads[:, 6:8], table, is_neox)
+        rotary_write, counts = op("rotary_write_kv_cache"), (num_heads, num_kv_heads)
+        rotary_write(positions, qkv, table, slots, *fused, *counts)
+        rotary_write(positions, rotated, table, torch.full_like(slots, -1), *apart, *counts)
         op("write_kv_cache")(heads[:, 6:8], heads[:, 8:], *apart, slots)
-    assert torch.equal(qkv, heads.view(num_tokens, -1))
+    assert torch.equal(qkv, rotated)
     assert same(fused[0], apart[0])
     assert same(fused[1], apart[1])
 
@@ -114,7 +134,7 @@ def test_a_prompt_is_written_the_same_by_several_threads(
             caches = [poisoned(shape, cache_dtype) for shape in shapes]
             rotated = qkv.clone()
             with threads(count):
-                op("rotary_write_kv_cache")(positions, rotated, table, slots, *caches, 1, 1, True)
+                op("rotary_write_kv_cache")(positions, rotated, table, slots, *caches, 1, 1)
             results.append((rotated, *caches))
     if cache_dtype == torch.int8:
         num_written = int(

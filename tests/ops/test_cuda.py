@@ -165,10 +165,10 @@ def test_packed_weights_refuse_wrong_use() -> None:
     ]
     for index, change, message in wrong:
         with pytest.raises(RuntimeError, match=message):
-            _op("weight_only_linear")(*replaced(index, change)(tensors), *case.format)
+            _op("weight_only_linear")(*replaced(index, change)(tensors), *case.weight.format)
     out = x.new_empty(32, case.weight.padded_inputs)
     with pytest.raises(RuntimeError, match="first_output is 16 for 32 rows; expected a multiple"):
-        _op("dequantize_weight")(out, tensors[2], 16, 40, *case.format)
+        _op("dequantize_weight")(out, tensors[2], 16, 40, *case.weight.format)
 
 
 def test_wrong_use_says_what_to_do() -> None:

@@ -190,30 +190,6 @@ def test_gated_activations(name: str, dtype: torch.dtype) -> None:
         _assert_close(out, ACTIVATIONS[activation](gate) * up, gate * up, (activation, size))
 
 
-@each_backend_and_cuda
-def test_rotary_embedding(name: str, dtype: torch.dtype) -> None:
-    """Both layouts, on views of packed qkv, with dimensions beyond `rotary_dim` left alone."""
-    for rotary_dim, is_neox in itertools.product([2, 24, 48, 64], [True, False]):
-        gen, half = generator(rotary_dim), rotary_dim // 2
-        angle = torch.arange(60)[:, None] * torch.rand(half, generator=gen)
-        table = torch.cat([angle.cos(), angle.sin()], dim=-1)
-        qkv = torch.randn(11, 8, 64, generator=gen).to(dtype)
-        positions = torch.randint(0, 60, (11,), generator=gen, dtype=torch.int32)
-        expected = qkv.double()
-        cos, sin = table.double()[positions.long()][:, None].chunk(2, dim=-1)
-        for i in range(half):
-            a, b = (i, i + half) if is_neox else (2 * i, 2 * i + 1)
-            c, s = cos[..., i], sin[..., i]
-            x, y = qkv[:, :6, a].double(), qkv[:, :6, b].double()
-            expected[:, :6, a], expected[:, :6, b] = x * c - y * s, y * c + x * s
-        before = qkv.clone()
-        with backend(name) as op:
-            op("rotary_embedding")(positions, qkv[:, :4], qkv[:, 4:6], table, is_neox)
-        assert relative_error(qkv, expected) < BOUND[dtype], (rotary_dim, is_neox)
-        assert torch.equal(qkv[:, 6:], before[:, 6:])
-        assert torch.equal(qkv[..., rotary_dim:], before[..., rotary_dim:])
-
-
 @each_backend
 def test_embedding(name: str, dtype: torch.dtype) -> None:
     gen = generator(3)

@@ -40,9 +40,8 @@ def _arguments() -> dict[str, tuple]:
     groups = torch.zeros(2 * (512 + 64), dtype=torch.uint8)  # two panels of one group of 32
     return {
         "write_kv_cache": (randn(5, 2, 64), randn(5, 2, 64), k_cache, v_cache, slots),
-        "rotary_embedding": (rotary[0], q, randn(5, 2, 64), rotary[1], True),
         "rotary_write_kv_cache": (
-            rotary[0], randn(5, 512), rotary[1], slots, k_cache, v_cache, 4, 2, False,
+            rotary[0], randn(5, 512), rotary[1], slots, k_cache, v_cache, 4, 2,
         ),
         "copy_blocks": (k_cache, v_cache, torch.tensor([[0, 1], [2, 3]])),
         "copy_cache_blocks": (randn(4, 6, 32), torch.tensor([[0, 1], [2, 3]])),
@@ -146,9 +145,9 @@ WRONG = [
         lambda a: (*a[:2], *[torch.zeros(6, 2, 16, 64, dtype=torch.int8)] * 2, *a[4:]),
         "head_dim of an int8 cache is 60; expected a multiple of 16",
     ),
-    ("rotary_embedding", replaced(0, lambda t: t + 1), r"positions\[1\] is 8.*rows 0 to 7"),
-    ("rotary_embedding", replaced(3, lambda t: t[:, :7].contiguous()), "is 7; expected an even"),
-    ("rotary_embedding", replaced(3, lambda t: t.repeat(1, 2)), "is 128; the limit is 64"),
+    ("rotary_write_kv_cache", replaced(0, lambda t: t + 1), r"positions\[1\] is 8.*rows 0 to 7"),
+    ("rotary_write_kv_cache", replaced(2, lambda t: t[:, :7] + 0), "is 7; expected an even"),
+    ("rotary_write_kv_cache", replaced(2, lambda t: t.repeat(1, 2)), "is 128; the limit is 64"),
     ("rotary_write_kv_cache", replaced(6, lambda n: n + 1), r"qkv has shape.*expected size 576"),
     ("copy_blocks", replaced(2, lambda t: t + 3), "names block 6; the cache has 6"),
     ("paged_attention", replaced(5, lambda t: t + 1), r"seq_lens\[1\] is 33.*0 to 32 tokens"),

@@ -37,7 +37,7 @@ FORMATS = {
     "int8 g32 zeros": QuantizedFormat(8, 32, ZERO_POINTS),
     "int8 g64 minima": QuantizedFormat(8, 64, quantized_ops.MINIMA),
     "int8 per output": quantized_ops.per_output(290),
-    "int8 per output zeros": replace(quantized_ops.per_output(290), offsets=ZERO_POINTS),
+    "int8 per output zeros": quantized_ops.per_output(290)._replace(offsets=ZERO_POINTS),
 }
 # rows around the blocks of 2 and 6 and the sets of 384, outputs around panels
 SHAPES = [(1, 1), (2, 31), (3, 64), (5, 33), (6, 32), (7, 65), (13, 100), (70, 40), (390, 34)]

@@ -35,7 +35,7 @@ def multiply(name: str, case: Case, x: Tensor, bias: Tensor | None) -> Tensor:
     wide = nan_like(torch.empty(len(x), outputs + 3, dtype=x.dtype))
     out = wide[:, :outputs]
     with backend(name) as op:
-        op("weight_only_linear")(out, x, case.weight.packed, bias, *case.format)
+        op("weight_only_linear")(out, x, case.weight.packed, bias, *case.weight.format)
     assert wide[:, outputs:].isnan().all(), "wrote beyond the last output"
     return out
 
@@ -77,7 +77,7 @@ def test_dequantize(name: str, form: QuantizedFormat) -> None:
     for dtype in CUDA_DTYPES:
         out = nan_like(torch.empty(64, case.weight.padded_inputs, dtype=dtype))
         with backend(name) as op:
-            op("dequantize_weight")(out, case.weight.packed, 32, 70, *case.format)
+            op("dequantize_weight")(out, case.weight.packed, 32, 70, *case.weight.format)
         assert torch.equal(out[:38, :INPUTS], case.values[32:].float().to(dtype))
 
 

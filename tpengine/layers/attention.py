@@ -205,7 +205,7 @@ class Attention:
                 rotated = positions, qkv, table
             num_heads = self.num_heads, self.num_kv_heads
             cache_ops.rotary_write_kv_cache(
-                *rotated, metadata.slot_mapping, *kv_cache, *num_heads, True, *self.kv_scales
+                *rotated, metadata.slot_mapping, *kv_cache, *num_heads, *self.kv_scales
             )
             return
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)

@@ -13,21 +13,13 @@ import torch
 from torch import Tensor
 
 from tpengine.config import ModelConfig
-from tpengine.layers.attention import (
-    Attention,
-    AttentionMetadata,
-    KVCache,
-    LayerStep,
-    SelfAttention,
-)
+from tpengine.layers.attention import AttentionMetadata, KVCache, LayerStep, SelfAttention
 from tpengine.layers.cross_attention import CrossAttention
 from tpengine.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from tpengine.layers.gpu_attention import AttentionRule
-from tpengine.layers.linear import QKVParallelLinear, RowParallelLinear
 from tpengine.layers.norm import LayerNorm, NoNorm, Norm
 from tpengine.layers.weights import CheckpointTensor, LoadedTensor, Weights
 from tpengine.models.decoder import Decoder, DecoderLayer, Hidden, Norms, PlainMLP
-from tpengine.models.opt import NormsAfter
+from tpengine.models.opt import NormsAfter, layer_parts
 from tpengine.models.registry import check_plain_attention, require, unsupported
 from tpengine.ops import fused_ops as fused
 
@@ -82,23 +74,9 @@ def _parts(
     Args:
         half: encoder or decoder.
     """
-    hf, size, name = config.hf_config, config.hidden_size, f"{prefix}.self_attn"
-    names = [f"{name}.{part}_proj" for part in "qkv"]
-    qkv = QKVParallelLinear(weights, names, config, config.total_num_heads, bias=True)
-    out = RowParallelLinear(weights, f"{name}.out_proj", size, size, bias=True)
-    heads, rule = (qkv.num_heads, qkv.num_heads, qkv.head_dim), AttentionRule(qkv.head_dim**-0.5)
-    attention = Attention(*heads, rule, is_bidirectional=half == "encoder")
-    sizes = size, hf[f"{half}_ffn_dim"], hf["activation_function"]
-    mlp = PlainMLP(weights, f"{prefix}.fc1", f"{prefix}.fc2", *sizes)
-    first, last = (
-        LayerNorm(weights, f"{prefix}.{name}", size)
-        for name in ("self_attn_layer_norm", "final_layer_norm")
-    )
-    if _family(config).norms_before:
-        norms = Norms(before_attention=first, before_mlp=last)
-    else:
-        norms = Norms(after_attention=first, after_mlp=last)
-    return SelfAttention(qkv, attention, out), mlp, norms
+    ffn_dim, norms_before = config.hf_config[f"{half}_ffn_dim"], _family(config).norms_before
+    is_encoder = half == "encoder"
+    return layer_parts(config, weights, prefix, ffn_dim, norms_before, is_bidirectional=is_encoder)
 
 
 class _CrossLayer(DecoderLayer):

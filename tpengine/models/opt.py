@@ -27,13 +27,39 @@ _POSITION_OFFSET = 2
 """Row of position 0 in the checkpoint's table, which counts from after the padding id."""
 
 
-def _attention(config: ModelConfig, weights: Weights, prefix: str) -> SelfAttention:
-    hidden_size, bias = config.hf_config["hidden_size"], config.hf_config["enable_bias"]
-    names = [f"{prefix}.{name}_proj" for name in "qkv"]
+def layer_parts(
+    config: ModelConfig,
+    weights: Weights,
+    prefix: str,
+    ffn_dim: int,
+    norms_before: bool,
+    bias: bool = True,
+    affine: bool = True,
+    is_bidirectional: bool = False,
+) -> tuple[SelfAttention, PlainMLP, Norms]:
+    """Makes what a layer of OPT has, and one of BART's halves under the same names.
+
+    Args:
+        norms_before: whether norms stand before attention and MLP, not after them.
+        affine: see `LayerNorm`.
+        is_bidirectional: see `Attention`.
+    """
+    size, name = config.hidden_size, f"{prefix}.self_attn"
+    names = [f"{name}.{part}_proj" for part in "qkv"]
     qkv = QKVParallelLinear(weights, names, config, config.total_num_heads, bias)
-    out = RowParallelLinear(weights, f"{prefix}.out_proj", hidden_size, hidden_size, bias)
+    out = RowParallelLinear(weights, f"{name}.out_proj", size, size, bias)
     heads, rule = (qkv.num_heads, qkv.num_heads, qkv.head_dim), AttentionRule(qkv.head_dim**-0.5)
-    return SelfAttention(qkv, Attention(*heads, rule), out)
+    attention = Attention(*heads, rule, is_bidirectional=is_bidirectional)
+    sizes = size, ffn_dim, config.hf_config["activation_function"]
+    mlp = PlainMLP(weights, f"{prefix}.fc1", f"{prefix}.fc2", *sizes, bias)
+    first, last = (
+        LayerNorm(weights, f"{prefix}.{name}", size, affine=affine)
+        for name in ("self_attn_layer_norm", "final_layer_norm")
+    )
+    norms = Norms(before_attention=first, before_mlp=last)
+    if not norms_before:
+        norms = Norms(after_attention=first, after_mlp=last)
+    return SelfAttention(qkv, attention, out), mlp, norms
 
 
 class NormsAfter(DecoderLayer):
@@ -51,17 +77,10 @@ class NormsAfter(DecoderLayer):
 
 def _layer(config: ModelConfig, weights: Weights, prefix: str) -> DecoderLayer:
     hf = config.hf_config
-    size, bias = hf["hidden_size"], hf["enable_bias"]
-    first, second = (
-        LayerNorm(weights, f"{prefix}.{name}", size, affine=hf["layer_norm_elementwise_affine"])
-        for name in ("self_attn_layer_norm", "final_layer_norm")
-    )
-    attention = _attention(config, weights, f"{prefix}.self_attn")
-    names = f"{prefix}.fc1", f"{prefix}.fc2"
-    mlp = PlainMLP(weights, *names, size, hf["ffn_dim"], hf["activation_function"], bias)
-    if hf["do_layer_norm_before"]:
-        return DecoderLayer(attention, mlp, Norms(before_attention=first, before_mlp=second))
-    return NormsAfter(attention, mlp, Norms(after_attention=first, after_mlp=second))
+    norms_before = hf["do_layer_norm_before"]
+    options = norms_before, hf["enable_bias"], hf["layer_norm_elementwise_affine"]
+    layer_class = DecoderLayer if norms_before else NormsAfter
+    return layer_class(*layer_parts(config, weights, prefix, hf["ffn_dim"], *options))
 
 
 class OPTForCausalLM(Decoder):

@@ -1,5 +1,5 @@
-"""The ops between matrix products (embedding, norms, sums, activations, rotary embedding), and the
-ops that choose token ids from logits."""
+"""The ops between matrix products (embedding, norms, sums, activations), and the ops that choose
+token ids from logits."""
 
 from __future__ import annotations
 
@@ -20,6 +20,5 @@ gelu_tanh = op(reference.gelu_tanh, "x")
 silu_and_mul = op(reference.silu_and_mul, "out")
 gelu_and_mul = op(reference.gelu_and_mul, "out")
 gelu_tanh_and_mul = op(reference.gelu_tanh_and_mul, "out")
-rotary_embedding = op(reference.rotary_embedding, "q", "k")
 argmax = op(reference.argmax, "out", "logprobs")
 sample_tokens = op(reference.sample_tokens, "out", "logprobs")

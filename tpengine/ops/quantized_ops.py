@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +24,8 @@ NO_OFFSETS, ZERO_POINTS, MINIMA = range(3)
 `s (q - 128)`; `s (q - zero)` with a whole zero per group; or `s q + minimum`."""
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedFormat:
-    """How weights are stored.
+class QuantizedFormat(NamedTuple):
+    """How weights are stored, in the order in which ops take it.
 
     Attributes:
         bits: 4 or 8.
@@ -141,8 +141,7 @@ def quantized_linear(out: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tens
     Raises:
         RuntimeError: dtypes, shapes or strides do not fit.
     """
-    form = weight.format
-    _quantized_linear(out, x, weight.packed, bias, form.bits, form.group_size, form.offsets)
+    _quantized_linear(out, x, weight.packed, bias, *weight.format)
 
 
 def quantized_embedding(
@@ -162,8 +161,6 @@ def quantized_embedding(
     Raises:
         RuntimeError: dtypes or shapes do not fit, or an id has no row in the whole table.
     """
-    form = weight.format
     _quantized_embedding(
-        out, weight.packed, token_ids, weight.out_features, form.bits, form.group_size,
-        form.offsets, scale, first,
-    )  # fmt: skip
+        out, weight.packed, token_ids, weight.out_features, *weight.format, scale, first
+    )

@@ -246,39 +246,12 @@ def _longest_item(chunks: list[int], wave: int, min_chunks: int) -> int:
     return low
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> None:
-    head = x[..., : 2 * cos.shape[-1]]
-    if is_neox:
-        first, second = head.chunk(2, dim=-1)
-    else:
-        first, second = head[..., 0::2], head[..., 1::2]
-    a, b = first.float(), second.float()  # views of x if x is float32
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    first, second = heads[..., : 2 * cos.shape[-1]].chunk(2, dim=-1)
+    a, b = first.float(), second.float()  # views of heads if these are float32
     rotated = a * cos - b * sin, b * cos + a * sin
     first.copy_(rotated[0])
     second.copy_(rotated[1])
-
-
-def rotary_embedding(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, is_neox: bool
-) -> None:
-    """Rotary position embedding (Su et al. 2021) on q and k in place, computed in float32.
-
-    Args:
-        positions: int32 `[num_tokens]`.
-        q: `[num_tokens, num_heads, head_dim]`; any strides, last dimension contiguous.
-        k: `[num_tokens, num_kv_heads, head_dim]`, likewise.
-        cos_sin_cache: float32 `[max_position, rotary_dim]`: the rotary_dim / 2 cosines of each
-            position, then its sines. rotary_dim is even and at most head_dim; the rest of a head
-            stays as it is.
-        is_neox: True pairs dimension i with i + rotary_dim / 2 (GPT-NeoX, Llama), False pairs
-            neighbours (GPT-J).
-
-    Raises:
-        RuntimeError: an argument's dtype, shape or strides do not fit, or a position has no row.
-    """
-    cos, sin = cos_sin_cache[positions.long()][:, None].chunk(2, dim=-1)
-    _rotate(q, cos, sin, is_neox)
-    _rotate(k, cos, sin, is_neox)
 
 
 def rotary_write_kv_cache(
@@ -290,25 +263,28 @@ def rotary_write_kv_cache(
     v_cache: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    is_neox: bool,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """`rotary_embedding` on packed qkv in place, then `write_kv_cache`, in one pass.
+    """Rotary position embedding (Su et al. 2021) on packed qkv in place, computed in float32, then
+    `write_kv_cache`, in one pass. Dimension i is paired with i + rotary_dim / 2 (GPT-NeoX, Llama).
 
     Args:
         positions: int32 `[num_tokens]`.
         qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`; q and k are rotated. A row
             whose slot is -1 is rotated and not cached.
-        cos_sin_cache: float32 `[max_position, rotary_dim]`.
+        cos_sin_cache: float32 `[max_position, rotary_dim]`: the rotary_dim / 2 cosines of each
+            position, then its sines. rotary_dim is even and at most head_dim; the rest of a head
+            stays as it is.
         slot_mapping, k_cache, v_cache, k_scale, v_scale: as in `write_kv_cache`.
 
     Raises:
-        RuntimeError: as `rotary_embedding` and `write_kv_cache`.
+        RuntimeError: as `write_kv_cache`, or a position has no row.
     """
+    cos, sin = cos_sin_cache[positions.long()][:, None].chunk(2, dim=-1)
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    rotary_embedding(positions, q, k, cos_sin_cache, is_neox)
+    _rotate(heads[:, : num_heads + num_kv_heads], cos, sin)
+    k, v = heads[:, num_heads:].chunk(2, dim=1)
     write_kv_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 

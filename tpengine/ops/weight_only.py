@@ -50,7 +50,7 @@ def quantize_for_gpu(weight: Tensor, form: QuantizedFormat) -> GpuQuantizedWeigh
         weight: `[out_features, in_features]`, of any float type.
     """
     (outputs, inputs), bits, size = weight.shape, form.bits, form.group_size
-    count = packed_bytes(outputs, inputs, bits, size, form.offsets)
+    count = packed_bytes(outputs, inputs, *form)
     packed = torch.empty(count, dtype=torch.uint8, device=weight.device)
     result = GpuQuantizedWeight(packed, form, outputs, inputs)
     rows = max(1, _PIECE // result.padded_inputs // GPU_PANEL) * GPU_PANEL
@@ -76,8 +76,7 @@ def weight_only_linear(
     Raises:
         RuntimeError: dtypes, shapes or strides do not fit.
     """
-    form = weight.format
-    _weight_only_linear(out, x, weight.packed, bias, form.bits, form.group_size, form.offsets)
+    _weight_only_linear(out, x, weight.packed, bias, *weight.format)
 
 
 def dequantize_weight(out: Tensor, weight: GpuQuantizedWeight, first_output: int) -> None:
@@ -91,8 +90,4 @@ def dequantize_weight(out: Tensor, weight: GpuQuantizedWeight, first_output: int
     Raises:
         RuntimeError: dtypes or shapes do not fit, or the weight has no such outputs.
     """
-    form = weight.format
-    _dequantize_weight(
-        out, weight.packed, first_output, weight.out_features, form.bits, form.group_size,
-        form.offsets,
-    )  # fmt: skip
+    _dequantize_weight(out, weight.packed, first_output, weight.out_features, *weight.format)

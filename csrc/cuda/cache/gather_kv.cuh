@@ -60,17 +60,15 @@ __global__ void __launch_bounds__(kGatherWarps* kWarpSize)
   }
 }
 
+// wide: see `with_width`.
 template <class T, class Cache>
 void launch_gather_kv(const GatherArgs& args, bool wide, cudaStream_t stream) {
   if (args.num_tokens == 0 || args.num_seqs == 0) return;
   const dim3 grid(ceil_div(args.num_tokens, kGatherWarps)), block(kGatherWarps * kWarpSize);
-  if (wide) {
-    const auto kernel = gather_kv_kernel<T, Cache, 16 / sizeof(T)>;
+  with_width<T>(wide, [&](auto width) {
+    const auto kernel = gather_kv_kernel<T, Cache, decltype(width)::value>;
     TPENGINE_LAUNCH(kernel, grid, block, 0, stream, args);
-  } else {
-    const auto kernel = gather_kv_kernel<T, Cache, 1>;
-    TPENGINE_LAUNCH(kernel, grid, block, 0, stream, args);
-  }
+  });
 }
 
 }  // namespace tpengine::cuda

@@ -1,4 +1,4 @@
-// Rotary embedding in place and the writing of K and V into the cache, in one pass or each alone.
+// The writing of K and V into the cache, with rotary embedding in place before it or without.
 // Checked on the CPU stand-in only; it has not run on a GPU.
 #pragma once
 
@@ -11,16 +11,15 @@ struct StoreArgs {
   void* q;  // [num_tokens, num_heads, head_dim]; null: no queries
   void* k;  // [num_tokens, num_kv_heads, head_dim]
   const void* v;
-  void* k_cache;  // null: nothing is cached
+  void* k_cache;
   void* v_cache;
-  const int32_t* slot_mapping;
+  const int32_t* slot_mapping;  // -1: the token is not cached
   const int32_t* positions;
   const float* cos_sin_cache;  // [max_position, rotary_dim]
   int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
       v_head_stride;
   int num_heads, num_kv_heads, head_dim;
   int rotary_dim;  // 0: no rotation
-  int is_neox;
   int num_positions;
   float k_inverse_scale, v_inverse_scale;  // of an fp8 cache
 };
@@ -32,43 +31,26 @@ constexpr int kStoreThreads = 128;
 template <class T, int N>
 struct Pairs {
   float low[N], high[N];
-  __device__ __forceinline__ void rotate(T* head, const float* cos, int first, int half,
-                                         bool is_neox) {
-    float cosine[N], sine[N];
+  __device__ __forceinline__ void rotate(T* head, const float* cos, int first, int half) {
+    load<N>(low, head + first);
+    load<N>(high, head + half + first);
     for (int i = 0; i < N; ++i) {
-      cosine[i] = cos[first + i];
-      sine[i] = cos[half + first + i];
-    }
-    if (is_neox) {
-      load<N>(low, head + first);
-      load<N>(high, head + half + first);
-    } else {
-      float both[2 * N];
-      load<N>(both, head + 2 * first);
-      load<N>(both + N, head + 2 * first + N);
-      for (int i = 0; i < N; ++i) {
-        low[i] = both[2 * i];
-        high[i] = both[2 * i + 1];
-      }
-    }
-    for (int i = 0; i < N; ++i) {
+      const float cosine = cos[first + i], sine = cos[half + first + i];
       const float x = low[i], y = high[i];
-      low[i] = x * cosine[i] - y * sine[i];
-      high[i] = y * cosine[i] + x * sine[i];
+      low[i] = x * cosine - y * sine;
+      high[i] = y * cosine + x * sine;
     }
-    put(head, first, half, is_neox, 1.f);
+    put(head, first, half, 1.f);
   }
   template <class Out>
-  __device__ __forceinline__ void put(Out* head, int first, int half, bool is_neox,
-                                      float factor) const {
+  __device__ __forceinline__ void put(Out* head, int first, int half, float factor) const {
     float a[N], b[N];
     for (int i = 0; i < N; ++i) {
-      a[i] = (is_neox ? low[i] : i % 2 == 0 ? low[i / 2] : high[i / 2]) * factor;
-      const int j = N + i;
-      b[i] = (is_neox ? high[i] : j % 2 == 0 ? low[j / 2] : high[j / 2]) * factor;
+      a[i] = low[i] * factor;
+      b[i] = high[i] * factor;
     }
-    store<N>(head + (is_neox ? first : 2 * first), a);
-    store<N>(head + (is_neox ? half + first : 2 * first + N), b);
+    store<N>(head + first, a);
+    store<N>(head + half + first, b);
   }
   // As the model's dtype rounds them: what is cached is what is left in qkv.
   __device__ __forceinline__ void round() {
@@ -84,7 +66,7 @@ template <class T, class Cache, int N>
 __global__ void __launch_bounds__(kStoreThreads)
     store_kv_kernel(const __grid_constant__ StoreArgs a) {
   const int64_t token = blockIdx.x;
-  const int64_t slot = a.k_cache != nullptr ? a.slot_mapping[token] : -1;
+  const int64_t slot = a.slot_mapping[token];
   const int64_t cached = slot * a.num_kv_heads * a.head_dim;
   T* q = static_cast<T*>(a.q) + token * a.q_token_stride;
   T* k = static_cast<T*>(a.k) + token * a.k_token_stride;
@@ -100,14 +82,14 @@ __global__ void __launch_bounds__(kStoreThreads)
       const int head = i / per_head, first = i % per_head * N;
       Pairs<T, N> pairs;
       if (head < a.num_heads) {
-        pairs.rotate(q + head * a.q_head_stride, cos, first, half, a.is_neox != 0);
+        pairs.rotate(q + head * a.q_head_stride, cos, first, half);
         continue;
       }
       const int kv_head = head - a.num_heads;
-      pairs.rotate(k + kv_head * a.k_head_stride, cos, first, half, a.is_neox != 0);
+      pairs.rotate(k + kv_head * a.k_head_stride, cos, first, half);
       if (slot < 0) continue;
       pairs.round();
-      pairs.put(k_cache + kv_head * a.head_dim, first, half, a.is_neox != 0, a.k_inverse_scale);
+      pairs.put(k_cache + kv_head * a.head_dim, first, half, a.k_inverse_scale);
     }
   }
   if (slot < 0) return;
@@ -125,21 +107,14 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-template <class T, class Cache, int N>
-void launch_store_kv(const StoreArgs& args, int num_tokens, cudaStream_t stream) {
-  if (num_tokens == 0) return;
-  const auto kernel = store_kv_kernel<T, Cache, N>;
-  TPENGINE_LAUNCH(kernel, dim3(num_tokens), dim3(kStoreThreads), 0, stream, args);
-}
-
-// With the widest accesses that strides and addresses allow.
+// wide: see `with_width`.
 template <class T, class Cache>
 void launch_store_kv(const StoreArgs& args, bool wide, int num_tokens, cudaStream_t stream) {
-  if (wide) {
-    launch_store_kv<T, Cache, 16 / sizeof(T)>(args, num_tokens, stream);
-  } else {
-    launch_store_kv<T, Cache, 1>(args, num_tokens, stream);
-  }
+  if (num_tokens == 0) return;
+  with_width<T>(wide, [&](auto width) {
+    const auto kernel = store_kv_kernel<T, Cache, decltype(width)::value>;
+    TPENGINE_LAUNCH(kernel, dim3(num_tokens), dim3(kStoreThreads), 0, stream, args);
+  });
 }
 
 }  // namespace tpengine::cuda

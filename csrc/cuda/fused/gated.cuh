@@ -41,20 +41,16 @@ __global__ void __launch_bounds__(kGatedThreads) gated_kernel(const __grid_const
   store<N>(static_cast<T*>(a.out) + blockIdx.x * a.out_stride + i, gate);
 }
 
-// `wide`: addresses, strides and size are multiples of 16 bytes.
+// wide: see `with_width`.
 template <class T, Activation A>
 void launch_gated(const GatedArgs& args, bool wide, int num_tokens, cudaStream_t stream) {
   if (num_tokens == 0 || args.size == 0) return;
-  constexpr int kPack = 16 / sizeof(T);
-  const int columns = ceil_div(args.size, kGatedThreads * (wide ? kPack : 1));
-  const dim3 grid(num_tokens, columns), block(kGatedThreads);
-  if (wide) {
-    const auto kernel = gated_kernel<T, A, kPack>;
-    TPENGINE_LAUNCH(kernel, grid, block, 0, stream, args);
-  } else {
-    const auto kernel = gated_kernel<T, A, 1>;
-    TPENGINE_LAUNCH(kernel, grid, block, 0, stream, args);
-  }
+  with_width<T>(wide, [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    const auto kernel = gated_kernel<T, A, N>;
+    const dim3 grid(num_tokens, ceil_div(args.size, kGatedThreads * N));
+    TPENGINE_LAUNCH(kernel, grid, dim3(kGatedThreads), 0, stream, args);
+  });
 }
 
 }  // namespace tpengine::cuda

@@ -76,23 +76,17 @@ __global__ void __launch_bounds__(kMaxNormThreads)
   }
 }
 
-template <class T, class W, int N>
-void launch_rms_norm(const NormArgs& args, int num_rows, cudaStream_t stream) {
-  const int warps = ceil_div(ceil_div(args.size, N), kWarpSize);
-  const int threads = min(max(warps, 1) * kWarpSize, kMaxNormThreads);
-  const auto kernel = rms_norm_kernel<T, W, N>;
-  TPENGINE_LAUNCH(kernel, dim3(num_rows), dim3(threads), 0, stream, args);
-}
-
-// `wide`: addresses, strides and size are multiples of 16 bytes.
+// wide: see `with_width`.
 template <class T, class W = T>
 void launch_rms_norm(const NormArgs& args, bool wide, int num_rows, cudaStream_t stream) {
   if (num_rows == 0) return;
-  if (wide) {
-    launch_rms_norm<T, W, 16 / sizeof(T)>(args, num_rows, stream);
-  } else {
-    launch_rms_norm<T, W, 1>(args, num_rows, stream);
-  }
+  with_width<T>(wide, [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    const int warps = ceil_div(ceil_div(args.size, N), kWarpSize);
+    const int threads = min(max(warps, 1) * kWarpSize, kMaxNormThreads);
+    const auto kernel = rms_norm_kernel<T, W, N>;
+    TPENGINE_LAUNCH(kernel, dim3(num_rows), dim3(threads), 0, stream, args);
+  });
 }
 
 }  // namespace tpengine::cuda

@@ -140,7 +140,6 @@ void cache(int head_dim, int rotary_dim, bool wide) {
                            kKvHeads,
                            head_dim,
                            rotary_dim,
-                           wide,
                            9,
                            1.f,
                            1.f};

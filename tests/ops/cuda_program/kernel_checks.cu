@@ -264,7 +264,6 @@ void check_cache() {
   store.num_heads = num_heads;
   store.num_kv_heads = kKvHeads;
   store.head_dim = store.rotary_dim = head_dim;
-  store.is_neox = 1;
   store.num_positions = num_tokens;
   store.k_inverse_scale = store.v_inverse_scale = 1.f;
   launch_store_kv<T, T>(store, true, num_tokens, nullptr);
