@@ -30,7 +30,7 @@ from tpengine.errors import EngineDeadError
 from tpengine.executor import group_executor
 from tpengine.executor.group import Group
 from tpengine.executor.group_executor import GroupExecutor
-from tpengine.executor.launch import actors, processes, ray_home
+from tpengine.executor.launch import processes, ray_home
 from tpengine.executor.launch.actors import ActorSpare, Agents
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.launch.processes import ProcessHome
@@ -203,7 +203,7 @@ class Campaign:
             for child in children:
                 os.kill(child.pid, signal.SIGKILL)
 
-        before(ProcessHome, "make_launcher", "template", lambda home: kill(*home.spares.usable()))
+        before(ProcessHome, "prepare", "template", lambda home: kill(*home.spares.usable()))
         before(Template, "_receive", "fork", kill)
         before(Group, "join", "interrupt", lambda _: signal.raise_signal(signal.SIGINT))
         patch.setattr(processes, "_RENEW_S", 0.0)
@@ -374,12 +374,12 @@ def test_ranks_of_ray(
         pytest.skip("this kernel does not tell how a process of Ray ended (Linux 6.15 does)")
     if holder == "actor":
         monkeypatch.setattr(ray_home, "Agents", lambda _: Agents("another node"))
-        monkeypatch.setattr(actors, "channel_address", lambda *_: LOOPBACK)
+        monkeypatch.setattr(ray_home, "channel_address", lambda *_: LOOPBACK)
     fields = FIELDS | {"executor": "ray", "spare_workers": 1}
     args = EngineArgs(str(folder), tensor_parallel_size=2, **fields)
     with LLMEngine.from_engine_args(args) as engine:
         executor: Any = engine._executor
-        spares, agents = executor.home.spares, executor.home._agents
+        spares, agents = executor.home.spares, executor.home.agents
         expected, first = serve(engine, prompts, {}), executor.places
         agent = agents.ask(first[0].node_id, "ping")
         memory = files_of_ranks(agent)
@@ -497,10 +497,10 @@ def test_memory_of_others_is_not_used(
     args = EngineArgs(str(folder), tensor_parallel_size=2, **FIELDS)
     with LLMEngine.from_engine_args(args) as engine:
         expected, executor = serve(engine, prompts, {}), executor_of(engine)
-        memory: dict[int, int] = executor.home._agents._memory  # type: ignore[attr-defined]
+        memory: dict[int, int] = executor.home.agents._memory  # type: ignore[attr-defined]
         changes: dict[str, Callable[[], None]] = {
             "engine is": lambda: setattr(executor, "_engine_id", "another"),
-            "epoch is": lambda: setattr(executor, "_first_epoch", 9),
+            "epoch is": lambda: setattr(executor._group, "first_epoch", 9),
             "rank is 0, and not 1": lambda: memory.update({0: memory[1], 1: memory[0]}),
             "number of bytes of blocks": lambda: setattr(executor, "_num_blocks", (17, 0)),
         }

@@ -314,7 +314,7 @@ def test_what_fails_at_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(OSError, match="full"):
                 executor.rebuild()
             assert isinstance(executor.home, ProcessHome)
-            [half_started] = executor.home._agents.children.values()
+            [half_started] = executor.home.agents.children.values()
             wait_until(lambda: half_started.exit_status() == signal.SIGKILL)
         with monkeypatch.context() as patch:
             patch.setattr(
