@@ -69,10 +69,8 @@ class Group:
         start: Start,
         lost: Group | None = None,
     ) -> None:
-        limits = config.parallel.ranks
-        assert limits is not None, "ranks in processes of their own need config.parallel.ranks"
         self.epoch = epoch
-        self.first_epoch = epoch if lost is None else lost.first_epoch
+        self.first_epoch: int = epoch if lost is None else lost.first_epoch
         self.places: list[diagnosis.RankPlace] = [] if lost is None else list(lost.places)
         self.loss: RankLoss | None = None
         self.survivors: frozenset[int] | None = None
@@ -85,7 +83,7 @@ class Group:
         self._home = home
         self._agents = home.agents
         self._start = start
-        self._limits = limits
+        self._limits = config.parallel.own_processes
         self._size = config.parallel.world_size
         self._diagnosis = diagnosis.Diagnosis(self._agents, epoch, [])
         self._channels: list[Sequence[Channel]] = [] if lost is None else list(lost._channels)
@@ -150,7 +148,10 @@ class Group:
         except diagnosis.NodeSilentError as error:
             logger.warning("what rank %d holds ends with its process: %s", rank, error)
             return None
-        return None if place is None else KeptMemory(*place, self._engine_id, self.first_epoch)
+        if place is None:
+            return None
+        path, target = place
+        return KeptMemory(path, target, self._engine_id, self.first_epoch)
 
     def rendezvous(self) -> None:
         """Connects the ranks with each other."""
@@ -208,17 +209,20 @@ class Group:
     def _settled(self, doing: diagnosis.Doing, run: Callable[[], Answer]) -> Answer:
         """Returns what `run` returns. If a rank fails in it, either the group is lost, or the
         rank's exception is raised because another start would fail in the same way."""
-        with self._during(doing):
-            try:
-                return run()
-            except diagnosis.RanksFailedError as error:
-                rank = error.cause
-                failure = error.failures[rank]
-            except Exception as error:
-                if not is_temporary(error):
-                    raise
-                reason = f"the driver could not call it: {type(error).__name__}: {error}"
-                raise self._end_as_lost(0, ChannelError(reason), doing) from error
+        self._check_alive()
+        self._calling = doing
+        try:
+            return run()
+        except diagnosis.RanksFailedError as error:
+            rank = error.cause
+            failure = error.failures[rank]
+        except Exception as error:
+            if not is_temporary(error):
+                raise
+            reason = f"the driver could not call it: {type(error).__name__}: {error}"
+            raise self._end_as_lost(0, ChannelError(reason), doing) from error
+        finally:
+            self._calling = None
         if (
             isinstance(failure, diagnosis.RankFailure)
             and not failure.is_consequence
@@ -272,15 +276,6 @@ class Group:
         with contextlib.suppress(IndexError):  # the watch asks too, while another thread takes one
             return diagnosis.Doing("execute_model", self._unanswered[0])
         return diagnosis.IDLE
-
-    @contextlib.contextmanager
-    def _during(self, call: diagnosis.Doing) -> Iterator[None]:
-        self._check_alive()
-        self._calling = call
-        try:
-            yield
-        finally:
-            self._calling = None
 
     def _check_alive(self) -> None:
         """Raises an error if the start was cancelled, or the group is lost or ended."""

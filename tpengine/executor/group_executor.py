@@ -69,22 +69,20 @@ class GroupExecutor(Executor):
     """
 
     def __init__(self, config: EngineConfig, home: Home) -> None:
-        limits = config.parallel.ranks
-        assert limits is not None, "ranks in processes of their own need config.parallel.ranks"
         super().__init__()
         self.home = home
         self._former_homes: list[Home] = []
         self._config = config
-        self._limits = limits
+        self._limits = config.parallel.own_processes
         self._engine_id = uuid.uuid4().hex
-        self._deadline = StepDeadline(limits.step_timeout_s)
+        self._deadline = StepDeadline(self._limits.step_timeout_s)
         self._unanswered: deque[StepInput] = deque()
         self._mirror = BatchMirror()
         self._num_blocks = 0, 0
         self._has_grammars = False
         self._outlive = False
         self._group: Group | None = None
-        self._start = Start(limits.start_timeout_s, self._check)
+        self._start = Start(self._limits.start_timeout_s, self._check)
         self.start_times_s = self._start.seconds
         self._peaks: dict[int, list[int]] = {}  # by number of ranks, as the digests
         self._digests: dict[int, list[str]] = {}

@@ -238,11 +238,6 @@ class Exchange:
             self._broken.setdefault(rank, error)
             self._poll.unregister(fileno)
 
-    def close(self) -> None:
-        """Closes all channels, which ends the ranks."""
-        for channel in self._channels:
-            channel.close()
-
 
 def _late(kind: FrameKind, number: int, timeout_s: float) -> ChannelError:
     if kind is FrameKind.STEP:

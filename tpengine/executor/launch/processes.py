@@ -131,12 +131,13 @@ class ProcessHome(Home):
         ConfigError: there are fewer GPUs than ranks.
     """
 
+    agents: OwnMachine
+
     def __init__(
         self, config: EngineConfig, devices: Sequence[tuple[str, ...]] | None = None
     ) -> None:
-        ranks, self._size = config.parallel.ranks, config.parallel.world_size
-        assert ranks is not None, "ranks in processes of their own need config.parallel.ranks"
-        if ranks.spare_workers:
+        self._size = config.parallel.world_size
+        if config.parallel.own_processes.spare_workers:
             logger.info("no spare workers: ranks are forked from a template process")
         self._model_code = config.model_code
         self._devices = devices or rank_devices(config.device, self._size)

@@ -57,9 +57,10 @@ class RayHome(Home):
         connection: to the cluster; closed with this home.
     """
 
+    agents: Agents
+
     def __init__(self, config: EngineConfig, connection: RayConnection) -> None:
-        ranks, ray_config = config.parallel.ranks, config.parallel.ray
-        assert ranks is not None, "ranks in processes of their own need config.parallel.ranks"
+        ray_config = config.parallel.ray
         assert ray_config is not None, "ranks in a cluster of Ray need config.parallel.ray"
         self._config = config
         self._ray_config = ray_config
@@ -67,7 +68,8 @@ class RayHome(Home):
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self.agents = Agents(self._node_id)
         self.keeps_memory = config.device == "cpu"
-        self.spares: Spares[ActorSpare] = Spares(ranks.spare_workers, self._start_spare)
+        num_spares = config.parallel.own_processes.spare_workers
+        self.spares: Spares[ActorSpare] = Spares(num_spares, self._start_spare)
         self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._placement: Placement | None = None
         # Of the latest group, by index of the bundle; that of each rank is in `_order`.
