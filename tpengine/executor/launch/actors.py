@@ -142,14 +142,15 @@ def start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) -> 
 
 
 def kill(*actors: Any) -> None:
-    """Has Ray end actors."""
+    """Has Ray end actors, if it answers."""
 
     def end() -> None:
         for actor in actors:
             with contextlib.suppress(Exception):  # another cluster does not know the actor
                 ray.kill(actor, no_restart=True)
 
-    bounded(end, "the end of actors", limit_s=_KILL_S)
+    with contextlib.suppress(RaySilentError):
+        bounded(end, "the end of actors", limit_s=_KILL_S)
 
 
 def _start_on(node_id: str, actor_class: type[Any], *args: Any, **options: Any) -> Any:
@@ -239,7 +240,7 @@ class Agents:
         self.open(new)
         unanswered, dead = self._unanswered(new, AGENT_START_S, check)
         for node_id in unanswered | dead:
-            self._forget(node_id)
+            kill(self._actors.pop(node_id))
         return silent | unanswered | dead
 
     def _unanswered(
@@ -257,15 +258,11 @@ class Agents:
                     dead.add(node_id)
         return silent, dead
 
-    def _forget(self, node_id: str) -> None:
-        with contextlib.suppress(RayError, RaySilentError):
-            kill(self._actors.pop(node_id))
-
     def close(self) -> None:
         """Ends the agents."""
         self._own.close()
-        for node_id in list(self._actors):
-            self._forget(node_id)
+        while self._actors:
+            kill(self._actors.popitem()[1])
 
 
 class ActorSpare:
@@ -291,8 +288,7 @@ class ActorSpare:
         return place if isinstance(place, RankPlace) else None
 
     def end(self) -> None:
-        with contextlib.suppress(RayError, RaySilentError):
-            kill(self.actor)
+        kill(self.actor)
         with contextlib.suppress(RayError):
             # Ray asks the process to end itself, which a stopped one cannot do.
             if self.is_prepared():

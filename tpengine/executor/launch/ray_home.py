@@ -271,8 +271,7 @@ class RayHome(Home):
 
     def kill(self) -> None:
         if ray.is_initialized():
-            with contextlib.suppress(RaySilentError):
-                actors.kill(*self._actors.values())
+            actors.kill(*self._actors.values())
 
     def _start_spare(self, node_id: str) -> ActorSpare:
         self.check()
