@@ -20,7 +20,7 @@ from executor import sabotage
 from executor.ray_engines import free_cpus, is_alive, rank_engine, ray_engine, sabotaged_rank
 from tpengine import EngineArgs, LLMEngine, errors
 from tpengine.executor.channel import Listener
-from tpengine.executor.launch import actors, placement
+from tpengine.executor.launch import placement, ray_home
 from tpengine.executor.launch.placement import Placer
 
 TRACEBACK = "Traceback (most recent call last)"
@@ -154,7 +154,7 @@ def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.Monkey
             super().__init__(*args)
             self.invitation = address, b""
 
-    monkeypatch.setattr(actors, "Listener", Elsewhere)
+    monkeypatch.setattr(ray_home, "Listener", Elsewhere)
     with pytest.raises(
         errors.WorkerError, match=rf"cannot reach the driver at 127.0.0.1:{address[1]}"
     ):

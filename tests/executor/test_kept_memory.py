@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from support.models import ModelShop
 from support.namespaces import children_of
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 from support.zoo import PLAIN, ZOO
 
 from executor.moments import Orders, install
@@ -297,9 +297,9 @@ def test_aborts_and_new_requests_while_a_rank_is_replaced(
     with LLMEngine.from_engine_args(args) as engine:
         goes_on, join = threading.Event(), Group.join
 
-        def held_join(group: Group, timeout_s: float) -> None:
-            assert goes_on.wait(timeout_s)
-            join(group, timeout_s)
+        def held_join(group: Group) -> None:
+            assert goes_on.wait(PATIENCE_S)
+            join(group)
 
         def add(number: int) -> None:
             engine.add_request(str(number), None, params, prompt_token_ids=prompts[number])

@@ -199,9 +199,9 @@ def test_join(ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyP
     join = Group.join
     for number, cause in ((signal.SIGKILL, KILLED), (signal.SIGSTOP, FROZEN)):
 
-        def losing(group: Group, timeout_s: float, number: int = number) -> None:
+        def losing(group: Group, number: int = number) -> None:
             os.kill(group.places[1].pid, number)
-            join(group, timeout_s)
+            join(group)
 
         monkeypatch.setattr(Group, "join", losing)
         with pytest.raises(GroupLostError) as caught:
