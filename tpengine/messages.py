@@ -415,22 +415,6 @@ class MemoryLedger:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptMemory:
-    """The file of what outlives a rank's process, which its node's agent holds.
-
-    Attributes:
-        path: by which processes of the node open it.
-        target: what this path leads to, if it is still that file.
-        engine_id, epoch: the engine that it belongs to, and in which its content began.
-    """
-
-    path: str
-    target: str
-    engine_id: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class Rendezvous:
     """Where the ranks of a group meet, and time limits; the same for all of them.
 

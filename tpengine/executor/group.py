@@ -13,7 +13,6 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ from tpengine.executor.codec import decode_call, encode_call
 from tpengine.executor.home import Home, Start
 from tpengine.executor.watch import Exchange, RankWatch, WakeUp
 from tpengine.logger import init_logger
-from tpengine.messages import KeptMemory, Rendezvous
+from tpengine.messages import Rendezvous
 
 logger = init_logger(__name__)
 Answer = TypeVar("Answer")
@@ -120,8 +119,7 @@ class Group:
         self._watch = RankWatch(heartbeats, self._is_frozen, self._on_loss)
         host.start_thread(self._watch)
         payloads = {
-            rank: encode_call(("join", (rank, astuple(self.places[rank])), {}))
-            for rank in self._new
+            rank: encode_call(("join", (rank, self.places[rank]), {})) for rank in self._new
         }
         exchange.call(payloads, self._start.at_most(self._start.appear_s))
 
@@ -136,7 +134,7 @@ class Group:
         if self.first_epoch != self.epoch and not self._keeps_memory:
             raise EngineError("the memory of the lost rank is not found on its node")
 
-    def _memory_of(self, rank: int) -> KeptMemory | None:
+    def _memory_of(self, rank: int) -> diagnosis.KeptMemory | None:
         """Has the node of a rank hold its memory; returns where it is."""
         if not self._home.keeps_memory or self._limits.keep_kv == "never":
             return None
@@ -151,7 +149,7 @@ class Group:
         if place is None:
             return None
         path, target = place
-        return KeptMemory(path, target, self._engine_id, self.first_epoch)
+        return diagnosis.KeptMemory(path, target, self._engine_id, self.first_epoch)
 
     def rendezvous(self) -> None:
         """Connects the ranks with each other."""

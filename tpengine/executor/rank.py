@@ -25,10 +25,17 @@ from tpengine.config import EngineConfig
 from tpengine.errors import error_number, is_shortage
 from tpengine.executor.channel import Channel, ChannelError, Frame, FrameKind
 from tpengine.executor.codec import decode_call, decode_step, encode, encode_call
-from tpengine.executor.diagnosis import DRIVER_GONE, Doing, LastLines, RankFailure, RankPlace
+from tpengine.executor.diagnosis import (
+    DRIVER_GONE,
+    Doing,
+    KeptMemory,
+    LastLines,
+    RankFailure,
+    RankPlace,
+)
 from tpengine.executor.watch import Heartbeat, end_process
 from tpengine.logger import init_logger
-from tpengine.messages import KeptMemory, StepOutput
+from tpengine.messages import StepOutput
 
 if TYPE_CHECKING:
     from tpengine.worker.worker import Worker
@@ -143,17 +150,17 @@ class Rank:
         failure = self.failure(error, phase)
         return FrameKind.FAILURE, number, encode(dataclasses.astuple(failure))
 
-    def join(self, rank: int, place: Sequence[Any]) -> None:
+    def join(self, rank: int, place: RankPlace) -> None:
         """Makes this process a rank, which sends heartbeats from now on.
 
         Args:
-            place: the fields of its `RankPlace`. It takes the GPUs that this names; none: the same
-                as the driver, or those that Ray gave it.
+            place: the rank takes the GPUs that it names; none: the same as the driver, or those
+                that Ray gave it.
         """
         self._rank = self._heartbeat.rank = rank
-        self.place = RankPlace(*place)
-        if self.place.devices:
-            envs.set_visible_gpus(self.place.devices)
+        self.place = place
+        if place.devices:
+            envs.set_visible_gpus(place.devices)
         self._heartbeat.start()
 
     def create(self, config: EngineConfig, kept: KeptMemory | None) -> bool:
