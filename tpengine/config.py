@@ -473,6 +473,12 @@ class ParallelConfig:
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
+    def own_processes(self) -> RanksConfig:
+        """`ranks`, of an executor whose ranks have processes of their own."""
+        assert self.ranks is not None, "ranks in processes of their own need config.parallel.ranks"
+        return self.ranks
+
+    @property
     def sampling_rank(self) -> int:
         """The rank whose answers count: the first one of the last stage."""
         return self.world_size - self.tensor_parallel_size

@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from tpengine import envs
 from tpengine.errors import error_number
@@ -39,6 +40,7 @@ LOOPBACK = "127.0.0.1"
 _MIB = 1 << 20
 _BEGIN_S = 10.0
 _LONGEST_POLL_S = 3600.0
+Result = TypeVar("Result")
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
@@ -249,6 +251,24 @@ def start_thread(thread: threading.Thread) -> None:
     """
     vars(thread)["_started"] = _Begin()
     thread.start()
+
+
+def run_in_thread(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Runs `work` in a new thread. If no thread can be started, the result is that error. The
+    thread is a daemon, so that a process can end before the work has."""
+    result = Future[Result]()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    try:
+        start_thread(threading.Thread(target=run, name=name, daemon=True))
+    except (RuntimeError, MemoryError) as error:
+        result.set_exception(error)
+    return result
 
 
 # The terminal.

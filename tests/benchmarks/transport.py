@@ -133,7 +133,7 @@ def _processes(options: TransportOptions, stack: contextlib.ExitStack) -> Iterat
 
 
 def _run_step(exchange: Exchange, number: int, payload: bytes) -> bytes:
-    exchange.send_step(number, payload, TIMEOUT_S)
+    exchange.send_step(number, [payload] * len(exchange._channels), TIMEOUT_S)
     return exchange.take_answers(number, TIMEOUT_S)[0]
 
 

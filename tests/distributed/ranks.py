@@ -145,8 +145,7 @@ def open_store(state: Rank, name: str) -> int:
 def connect(state: Rank, kind: str, name: str, rendezvous: Rendezvous) -> None:
     master = state.stores.get(name)
     if "gloo" in kind:
-        meeting = Meeting(state.rank, rendezvous, master)
-        group = GlooCollectives(meeting, rendezvous.collective_timeout_s)
+        group = GlooCollectives(Meeting(state.rank, rendezvous, master))
         state.groups[name] = ParallelState(state.rank, state.size, group)
         return
     state.groups[name], line = connect_ranks(state.rank, rendezvous, torch.device("cpu"), master)

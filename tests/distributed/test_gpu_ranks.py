@@ -28,7 +28,7 @@ def nccl() -> Iterator[NcclCollectives]:
     """A group of one rank."""
     store = make_store(ADDRESS)
     rendezvous = Rendezvous("nccl_test", 0, [ADDRESS], store.port, 30.0, 30.0)
-    group = NcclCollectives(Meeting(0, rendezvous, store), CUDA, 30.0)
+    group = NcclCollectives(Meeting(0, rendezvous, store), CUDA)
     yield group
     group.close()
 

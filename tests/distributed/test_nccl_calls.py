@@ -58,7 +58,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
 
 def test_every_call_runs_on_the_current_stream(meeting: Meeting) -> None:
     """torch returns no handle for such calls, so nothing waits for one."""
-    group = NcclCollectives(meeting, CPU, 5.0)
+    group = NcclCollectives(meeting, CPU)
     x = torch.arange(6.0).view(2, 3)
     for answer in (group.all_reduce(x), group.all_gather(x), group.gather(x), group.broadcast(x)):
         assert answer is not None
@@ -70,13 +70,13 @@ def test_every_call_runs_on_the_current_stream(meeting: Meeting) -> None:
 def test_unconnected_group_is_aborted(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandIn, "error", RuntimeError("a rank is missing"))
     with pytest.raises(RendezvousError, match=r"by NCCL.*a rank is missing"):
-        NcclCollectives(meeting, CPU, 5.0)
+        NcclCollectives(meeting, CPU)
     assert StandIn.calls[-1][0] == "abort"
 
 
 def test_a_gpu_fault_is_not_a_lost_peer(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that failed earlier is reported by the next exchange; no other rank has failed."""
-    group = NcclCollectives(meeting, CPU, 5.0)
+    group = NcclCollectives(meeting, CPU)
     fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     fault.error_code = 700
     monkeypatch.setattr(StandIn, "error", fault)

@@ -142,8 +142,8 @@ def exchange(state: Rank) -> tuple[list[str], list[float], list[int]]:
     if stage.target is not None:
         stage.target.send(numbers + 10.0 * (1 + stage.index))
     ids = torch.tensor([7, 8]) if stage.is_last else torch.empty(2, dtype=torch.int64)
-    if stage.sampled is not None:
-        (stage.sampled.send if stage.is_last else stage.sampled.receive)(ids)
+    for link in stage.sampled:
+        (link.send if stage.is_last else link.receive)(ids)
     total = place.all_reduce(torch.tensor([float(place.rank)]))
     first = stage.index * place.tp_size
     assert total.item() == sum(range(first, first + place.tp_size))

@@ -19,9 +19,8 @@ from support.waiting import PATIENCE_S, wait_until
 from executor import sabotage
 from executor.ray_engines import free_cpus, is_alive, rank_engine, ray_engine, sabotaged_rank
 from tpengine import EngineArgs, LLMEngine, errors
-from tpengine.config import RayConfig
 from tpengine.executor.channel import Listener
-from tpengine.executor.launch import actors, placement
+from tpengine.executor.launch import placement, ray_home
 from tpengine.executor.launch.placement import Placer
 
 TRACEBACK = "Traceback (most recent call last)"
@@ -46,8 +45,8 @@ class DriverInAGroup:
 
     def place(self, size: int, timeout_s: float) -> tuple[list[int], str]:
         """(indices of the ranks' bundles, the error)."""
-        config = RayConfig(placement_timeout_s=timeout_s)
-        placer = Placer({"CPU": 1.0}, size, config, lambda _: set(), lambda: None)
+        room = {"CPU": 1.0}, size, "PACK", timeout_s
+        placer = Placer(*room, lambda _: set(), lambda: None)
         try:
             return placer.place(set())._indices, ""
         except errors.PlacementError as error:
@@ -99,8 +98,7 @@ def test_nodes_that_are_excluded(ray_address: str) -> None:
     """Nodes that do not answer get no rank, although Ray may hold them for alive."""
     node_id = ray.get_runtime_context().get_node_id()
     other = "f" * len(node_id)
-    config = RayConfig(placement_timeout_s=1.0)
-    placer = Placer({"CPU": 1.0}, 2, config, lambda _: set(), lambda: None)
+    placer = Placer({"CPU": 1.0}, 2, "PACK", 1.0, lambda _: set(), lambda: None)
     placement = placer.place({other, other[:-1] + "e"})
     try:
         assert placement.node_ids == [node_id] * 2
@@ -156,7 +154,7 @@ def test_driver_that_ranks_cannot_reach(folder: Path, monkeypatch: pytest.Monkey
             super().__init__(*args)
             self.invitation = address, b""
 
-    monkeypatch.setattr(actors, "Listener", Elsewhere)
+    monkeypatch.setattr(ray_home, "Listener", Elsewhere)
     with pytest.raises(
         errors.WorkerError, match=rf"cannot reach the driver at 127.0.0.1:{address[1]}"
     ):

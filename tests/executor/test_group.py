@@ -1,10 +1,11 @@
-"""A group of ranks whose launcher is not Ray's."""
+"""A group of ranks whose home is not Ray's."""
 
 from __future__ import annotations
 
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,7 @@ from tpengine.executor.channel import Channel, ChannelClosedError
 from tpengine.executor.codec import encode_call
 from tpengine.executor.diagnosis import Failure, RankFailure, RankPlace, RanksFailedError
 from tpengine.executor.group import Group
-from tpengine.executor.home import Started
+from tpengine.executor.home import Home, Start, Started
 
 
 class Silent(ScriptedAgents):
@@ -34,7 +35,7 @@ class Silent(ScriptedAgents):
         pass
 
 
-class FakeLauncher:
+class FakeHome(Home):
     """Ranks that join, and then do nothing.
 
     Args:
@@ -69,23 +70,25 @@ class FakeLauncher:
             channel.close()
 
 
-def make_group(launcher: FakeLauncher) -> Group:
+def make_group(home: FakeHome) -> Group:
     args = EngineArgs(EMBEDDED_MODEL, tensor_parallel_size=2, executor="ray", device="cpu")
     config = args.create_engine_config("cpu")
-    return Group(3, config, launcher, RanksConfig(TIMEOUT_S, TIMEOUT_S), lambda: None)
+    parallel = replace(config.parallel, ranks=RanksConfig(TIMEOUT_S, TIMEOUT_S))
+    start = Start(TIMEOUT_S, lambda: None)
+    return Group(3, replace(config, parallel=parallel), "engine", home, start)
 
 
 @pytest.fixture
-def launcher() -> Iterator[FakeLauncher]:
-    launcher = FakeLauncher()
-    yield launcher
-    launcher.kill()
+def home() -> Iterator[FakeHome]:
+    home = FakeHome()
+    yield home
+    home.kill()
 
 
-def open_group(launcher: FakeLauncher) -> Group:
-    group = make_group(launcher)
-    group.start(TIMEOUT_S)
-    group.join(30.0)
+def open_group(home: FakeHome) -> Group:
+    group = make_group(home)
+    group.start()
+    group.join()
     return group
 
 
@@ -98,31 +101,31 @@ def test_group_needs_no_launcher() -> None:
 
 
 def test_loss_that_leaves_no_thread_to_kill_ranks(
-    launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    home: FakeHome, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is known all the same, and the end of the group kills them."""
-    group = open_group(launcher)
+    group = open_group(home)
 
     kill = Mock(side_effect=RuntimeError("can't start new thread"))
 
     with monkeypatch.context() as patch, caplog.at_level("WARNING"):
-        patch.setattr(launcher, "kill", kill)
-        launcher.channels[3].close()
+        patch.setattr(home, "kill", kill)
+        home.channels[3].close()
         wait_until(lambda: group.loss is not None, TIMEOUT_S)
     assert (group.loss.rank, group.loss.cause) == (1, "exit code 7")
     assert "were not killed at once: RuntimeError" in caplog.text
     group.end(orderly=False)
-    assert launcher.num_kills == 1
+    assert home.num_kills == 1
 
 
 @pytest.mark.parametrize("work", ["step", "call"])
-def test_group_that_is_ended_in_a_step_or_call(launcher: FakeLauncher, work: str) -> None:
+def test_group_that_is_ended_in_a_step_or_call(home: FakeHome, work: str) -> None:
     """Its caller learns that no rank was lost."""
-    group = open_group(launcher)
+    group = open_group(home)
     ending = threading.Timer(0.2, group.end)
     ending.start()
     if work == "step":
-        group.send_step(1, b"p", TIMEOUT_S)
+        group.send_step(1, [b"p"] * 2, TIMEOUT_S)
     with pytest.raises(EngineError, match="the engine was shut down"):
         group.take_answers(TIMEOUT_S) if work == "step" else group.call("load_model")
     ending.join(TIMEOUT_S)
@@ -138,9 +141,9 @@ def test_group_that_is_ended_in_a_step_or_call(launcher: FakeLauncher, work: str
     ids=["gone", "cannot connect"],
 )
 def test_process_that_does_not_start(failure: Failure) -> None:
-    group = make_group(FakeLauncher(failure))
+    group = make_group(FakeHome(failure))
     with pytest.raises(GroupLostError, match="it is gone") as caught:
-        group.start(TIMEOUT_S)
+        group.start()
     assert (caught.value.loss.rank, caught.value.loss.phase) == (1, "start")
     assert "process 1 that has not told where it is" in caught.value.loss.place
     group.end(orderly=False)

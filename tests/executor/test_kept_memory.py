@@ -23,7 +23,7 @@ from support.engines import bits, greedy
 from support.models import ModelShop
 from support.namespaces import children_of
 from support.patches import on_call
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 from support.zoo import PLAIN, ZOO
 
 from executor.moments import Orders, install
@@ -33,7 +33,7 @@ from tpengine import EngineArgs, LLMEngine, RequestOutput
 from tpengine.errors import EngineDeadError
 from tpengine.executor import group_executor
 from tpengine.executor.group import Group
-from tpengine.executor.launch import actors, processes, ray_home
+from tpengine.executor.launch import processes, ray_home
 from tpengine.executor.launch.actors import ActorSpare, Agents
 from tpengine.executor.launch.node_agent import NodeAgent
 from tpengine.executor.launch.processes import ProcessHome
@@ -222,7 +222,7 @@ class Campaign:
             for child in children:
                 os.kill(child.pid, signal.SIGKILL)
 
-        before(ProcessHome, "make_launcher", "template", lambda home: kill(*home.spares.usable()))
+        before(ProcessHome, "prepare", "template", lambda home: kill(*home.spares.usable()))
         before(Template, "_receive", "fork", kill)
         before(Group, "join", "interrupt", lambda _: signal.raise_signal(signal.SIGINT))
         patch.setattr(processes, "_RENEW_S", 0.0)
@@ -308,8 +308,8 @@ def test_aborts_and_new_requests_while_a_rank_is_replaced(
     with serving(models) as served:
         engine, goes_on = served.engine, threading.Event()
 
-        def hold(_: Group, timeout_s: float) -> None:
-            assert goes_on.wait(timeout_s)
+        def hold(_: Group) -> None:
+            assert goes_on.wait(PATIENCE_S)
 
         def add(number: int) -> None:
             prompt = served.prompts[number]
@@ -377,10 +377,10 @@ def test_ranks_of_ray(
         pytest.skip("this kernel does not tell how a process of Ray ended (Linux 6.15 does)")
     if holder == "actor":
         monkeypatch.setattr(ray_home, "Agents", lambda _: Agents("another node"))
-        monkeypatch.setattr(actors, "channel_address", lambda *_: LOOPBACK)
+        monkeypatch.setattr(ray_home, "channel_address", lambda *_: LOOPBACK)
     with serving(models, executor="ray", spare_workers=1) as served:
         executor, first = served.executor, served.executor.places
-        spares, agents = executor.home.spares, executor.home._agents
+        spares, agents = executor.home.spares, executor.home.agents
         agent = agents.ask(first[0].node_id, "ping")
         memory = files_of_ranks(agent)
         assert len(memory) == 2
@@ -471,10 +471,10 @@ def test_memory_that_is_not_trusted(
 def test_memory_of_others_is_not_used(models: ModelShop, caplog: pytest.LogCaptureFixture) -> None:
     """A new rank finds that what it was given is not its own; then all ranks start again."""
     with serving(models) as served:
-        executor, memory = served.executor, served.executor.home._agents._memory
+        executor, memory = served.executor, served.executor.home.agents._memory
         changes: dict[str, Callable[[], None]] = {
             "engine is": lambda: setattr(executor, "_engine_id", "another"),
-            "epoch is": lambda: setattr(executor, "_first_epoch", 9),
+            "epoch is": lambda: setattr(executor._group, "first_epoch", 9),
             "rank is 0, and not 1": lambda: memory.update({0: memory[1], 1: memory[0]}),
             "number of bytes of blocks": lambda: setattr(executor, "_num_blocks", (17, 0)),
         }

@@ -195,7 +195,7 @@ def test_join(ranks: BareRanks, expected: list[int], monkeypatch: pytest.MonkeyP
 
     ways = {KILLED: signal.SIGKILL, FROZEN: signal.SIGSTOP}
 
-    def signal_one(group: Group, _: float) -> None:
+    def signal_one(group: Group) -> None:
         os.kill(group.places[1].pid, ways[cause])
 
     for cause in ways:
@@ -306,7 +306,7 @@ def test_what_fails_at_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch)
             patch.setattr("tpengine.executor.group.WakeUp", full)
             with pytest.raises(OSError, match="full"):
                 executor.rebuild()
-            [half_started] = executor.home._agents.children.values()
+            [half_started] = executor.home.agents.children.values()
             wait_until(lambda: half_started.exit_status() == signal.SIGKILL)
         with monkeypatch.context() as patch:
             no_thread = RuntimeError("can't start new thread")

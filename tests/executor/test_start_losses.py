@@ -15,7 +15,7 @@ from support.waiting import wait_until
 from executor.bare_ranks import bare_ranks
 from executor.ray_engines import replace_ranks
 from tpengine.errors import GroupLostError, PlacementError
-from tpengine.executor.home import PROCESSES, StartTimes
+from tpengine.executor.home import PROCESSES, Start
 from tpengine.executor.launch import placement
 from tpengine.executor.launch.actors import RayWorker
 from tpengine.executor.launch.placement import address_of
@@ -45,8 +45,8 @@ def test_rank_that_freezes_before_it_says_where_it_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process is not known yet: the rebuild fails soon, and the next one succeeds."""
-    noted: list[StartTimes] = []
-    monkeypatch.setattr(StartTimes, "note_first", lambda times: noted.append(times))
+    noted: list[Start] = []
+    monkeypatch.setattr(Start, "note_first", lambda times: noted.append(times))
     note = tmp_path / "pid"
     with bare_ranks(folder, 2, executor="ray") as ranks:
         expected = ranks.generate()
@@ -69,12 +69,12 @@ def test_rank_that_freezes_before_it_says_where_it_is(
 def test_patience_with_new_processes() -> None:
     """At first as long as the user allows; later by what the first took, but enough for a busy
     machine."""
-    times = StartTimes(600.0)
+    times = Start(600.0, lambda: None)
     assert times.appear_s == 600.0
     times.seconds[PROCESSES] = 1.0
     times.note_first()
     assert times.appear_s == 25.0
-    slow, bounded = StartTimes(600.0), StartTimes(10.0)
+    slow, bounded = Start(600.0, lambda: None), Start(10.0, lambda: None)
     for later in (slow, bounded):
         later.seconds[PROCESSES] = 30.0
         later.note_first()

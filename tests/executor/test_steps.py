@@ -35,7 +35,7 @@ def serve(channels: list[wire.Channel], respond: Respond) -> None:
 
 
 def step(exchange: Exchange, number: int, payload: bytes, timeout_s: float) -> list[bytes]:
-    exchange.send_step(number, payload, timeout_s)
+    exchange.send_step(number, [payload] * len(exchange._channels), timeout_s)
     return exchange.take_answers(number, timeout_s)
 
 
@@ -94,7 +94,7 @@ def test_several_steps_in_flight() -> None:
         serve(ranks, respond)
         exchange = Exchange(driver)
         for number in (1, 2, 3, 4):
-            exchange.send_step(number, bytes([number]), TIMEOUT_S)
+            exchange.send_step(number, [bytes([number])] * 2, TIMEOUT_S)
         assert exchange.call({1: b"c"}, TIMEOUT_S) == [b"c\1"]
         for number in (1, 2):
             assert exchange.take_answers(number, TIMEOUT_S) == [bytes([number, r]) for r in (0, 1)]
@@ -102,7 +102,7 @@ def test_several_steps_in_flight() -> None:
             exchange.take_answers(3, TIMEOUT_S)
         assert list(caught.value.failures) == [0, 1]
         assert exchange.take_answers(4, TIMEOUT_S) == [b"\4\0", b"\4\1"]
-        exchange.send_step(5, b"others", TIMEOUT_S, b"first")
+        exchange.send_step(5, [b"first", b"others"], TIMEOUT_S)
         assert exchange.take_answers(5, TIMEOUT_S) == [b"first\0", b"others\1"]
 
 
@@ -111,7 +111,7 @@ def test_a_rank_that_goes_with_steps_in_flight() -> None:
     with open_channels(2) as (driver, ranks):
         exchange = Exchange(driver)
         for number in (1, 2):
-            exchange.send_step(number, b"p", TIMEOUT_S)
+            exchange.send_step(number, [b"p"] * 2, TIMEOUT_S)
         for channel in ranks:
             answer(channel, 1, b"done")
         ranks[1].close()

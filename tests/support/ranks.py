@@ -171,9 +171,9 @@ class ThreadedExecutor(Executor):
             group = ThreadCollectives(tp_size)
             for rank, source, target in zip(range(tp_size), before, after, strict=True):
                 sampled = ids if is_last else ids.of_reader(index * tp_size + rank)
-                stage = Stage(index, count, None, source, target, sampled)
+                stage = Stage(index, count, None, source, target, (sampled,))
                 if count == 1 or (is_last and rank):
-                    stage = replace(stage, sampled=None)
+                    stage = replace(stage, sampled=())
                 place = ParallelState(rank, tp_size, RankCollectives(group, rank), stage=stage)
                 self._workers.append(Worker(config, place))
                 self._groups.append(group)

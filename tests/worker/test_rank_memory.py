@@ -151,7 +151,7 @@ def test_a_rank_takes_over_what_another_has_loaded(file: int, config: EngineConf
 
 
 def loaded(config: EngineConfig, file: int) -> Worker:
-    worker = Worker(config, memory_file=file)
+    worker = Worker(config, memory=RankMemory(file, config, 0))
     worker.init_device()
     worker.load_model()
     return worker

@@ -25,7 +25,7 @@ from tpengine.distributed import shared_memory
 from tpengine.distributed.parallel_state import Collectives, Link, ParallelState, Stage
 from tpengine.distributed.rendezvous import Meeting, interface_of
 from tpengine.distributed.shared_memory import CAPACITY_BYTES, SharedMemoryCollectives
-from tpengine.distributed.stage_links import Connections, DeviceLink, FanLink, Kind
+from tpengine.distributed.stage_links import Connections, DeviceLink, Kind
 from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError, is_device_fault
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
@@ -86,17 +86,19 @@ def connect_ranks(
 def _connect_group(meeting: Meeting, device: torch.device) -> tuple[Collectives, str, int]:
     """Connects the ranks that share each layer; returns their collectives, their name, and the
     bytes of host memory that they hold for this rank."""
-    timeout_s = meeting.collective_timeout_s
-    collectives: Collectives
-    num_bytes = 0  # gloo buffers only in its sockets, which is memory of the kernel
     if device.type == "cuda":
-        collectives, how = _connect_gpus(meeting, device, timeout_s)
-    elif (segment := _connect_segment(meeting)) is not None:
-        collectives, how = segment, "shared memory"
-        num_bytes = segment_bytes(meeting.size, CAPACITY_BYTES) // meeting.size
-    else:
-        collectives, how = GlooCollectives(meeting, timeout_s), "gloo"
-    return collectives, how, num_bytes
+        if not share_a_card(meeting, _card(device)):
+            return NcclCollectives(meeting, device), "NCCL", 0
+        if meeting.rank == 0:
+            logger.warning(
+                "ranks share a GPU, which NCCL refuses: they exchange through the host and run "
+                "without CUDA graphs, and both are slow; give each rank its own GPU"
+            )
+        return GlooCollectives(meeting), "gloo through the host", 0
+    segment = _connect_segment(meeting)
+    if segment is None:  # gloo buffers only in its sockets, which is memory of the kernel
+        return GlooCollectives(meeting), "gloo", 0
+    return segment, "shared memory", segment_bytes(meeting.size, CAPACITY_BYTES) // meeting.size
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -134,30 +136,17 @@ def _connect_stages(
             source = _device_link(meeting, range(before, rank + 1, tp_size), device)
         if rank < last:
             target = _device_link(meeting, range(rank, after + 1, tp_size), device)
-    samples = [opened[other, Kind.SAMPLED] for other in range(last)] if rank == last else []
-    sampled = FanLink(samples) if samples else taken.get((last, Kind.SAMPLED))
+    links = taken | opened
+    sampled = [link for (_, kind), link in links.items() if kind is Kind.SAMPLED]
     index, count = rank // tp_size, meeting.size // tp_size
     names = [link.name for link in (source, target) if link is not None]
     how = f"stage {index} of {count} ({', '.join(dict.fromkeys(names))})"
-    return Stage(index, count, None, source, target, sampled), how, num_bytes
+    return Stage(index, count, None, source, target, tuple(sampled)), how, num_bytes
 
 
 def _device_link(meeting: Meeting, ranks: range, device: torch.device) -> DeviceLink:
     pair = meeting.among(ranks, f"link {ranks.start}")
-    return DeviceLink(NcclCollectives(pair, device, meeting.collective_timeout_s))
-
-
-def _connect_gpus(
-    meeting: Meeting, device: torch.device, timeout_s: float
-) -> tuple[Collectives, str]:
-    if share_a_card(meeting, _card(device)):
-        if meeting.rank == 0:
-            logger.warning(
-                "ranks share a GPU, which NCCL refuses: they exchange through the host and run "
-                "without CUDA graphs, and both are slow; give each rank its own GPU"
-            )
-        return GlooCollectives(meeting, timeout_s), "gloo through the host"
-    return NcclCollectives(meeting, device, timeout_s), "NCCL"
+    return DeviceLink(NcclCollectives(pair, device))
 
 
 def _card(device: torch.device) -> str:
@@ -234,11 +223,11 @@ class _TorchCollectives:
 
     can_be_recorded = False
 
-    def __init__(self, group: Any, meeting: Meeting, timeout_s: float) -> None:
+    def __init__(self, group: Any, meeting: Meeting) -> None:
         self.group = group  # a dist.Backend, whose calls torch's stubs do not declare
         self._rank, self._size, self._ranks = meeting.rank, meeting.size, meeting.ranks
-        self._timeout_s = timeout_s
-        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._timeout_s = meeting.collective_timeout_s
+        self._timeout = datetime.timedelta(seconds=self._timeout_s)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenation over ranks along the last dimension."""
@@ -316,7 +305,7 @@ class GlooCollectives(_TorchCollectives):
     to which the host name resolves. A call that waits for a frozen peer ends only at the timeout.
     """
 
-    def __init__(self, meeting: Meeting, timeout_s: float) -> None:
+    def __init__(self, meeting: Meeting) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=meeting.left_s)
         try:
@@ -330,8 +319,8 @@ class GlooCollectives(_TorchCollectives):
                 f"{interface_of(meeting.address) or 'unknown'}) could not connect with all other "
                 f"ranks by gloo: {error}; every node must reach every other's address"
             ) from error
-        group._set_default_timeout(datetime.timedelta(seconds=timeout_s))
-        super().__init__(group, meeting, timeout_s)
+        super().__init__(group, meeting)
+        group._set_default_timeout(self._timeout)
 
     def _placed(self, x: torch.Tensor) -> torch.Tensor:
         return x.cpu().contiguous()
@@ -363,16 +352,16 @@ class NcclCollectives(_TorchCollectives):
 
     can_be_recorded = True
 
-    def __init__(self, meeting: Meeting, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
         interface = interface_of(meeting.address)
         if interface is not None:
             envs.set_nccl_interface(interface)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = datetime.timedelta(seconds=timeout_s)
+        options._timeout = datetime.timedelta(seconds=meeting.collective_timeout_s)
         try:
             store = dist.PrefixStore("nccl", meeting.store)
             group = dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)
-            super().__init__(group, meeting, timeout_s)
+            super().__init__(group, meeting)
             self._meet_all(device)
         except RuntimeError as error:
             raise RendezvousError(

@@ -71,6 +71,7 @@ class Link(Protocol):
 
     def abandon(self) -> None:
         """`close` of a rank that fails: it waits for no work on the device."""
+        self.close()
 
     def close(self) -> None:
         """Ends the waits of both sides with an error; a second call does nothing."""
@@ -84,8 +85,8 @@ class Stage:
         layers: numbers of its layers; None: all, or not known yet.
         source: brings hidden states from the stage before; None: this is the first.
         target: takes them to the stage after it; None: this is the last.
-        sampled: brings the sampled ids from the last stage, or takes them to all others; None:
-            there is one stage, or another rank of the last one does so.
+        sampled: bring the sampled ids from the last stage, or take them to all others; empty: there
+            is one stage, or another rank of the last one does so.
     """
 
     index: int = 0
@@ -93,7 +94,7 @@ class Stage:
     layers: range | None = None
     source: Link | None = None
     target: Link | None = None
-    sampled: Link | None = None
+    sampled: tuple[Link, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -114,7 +115,7 @@ class Stage:
     @property
     def links(self) -> list[Link]:
         """All that there are."""
-        return [link for link in (self.source, self.target, self.sampled) if link is not None]
+        return [link for link in (self.source, self.target, *self.sampled) if link is not None]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import fcntl
 import socket
 import struct
 import time
-from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -73,6 +72,8 @@ class Meeting:
     Attributes:
         store: with a prefix that only these ranks use.
         ranks: their numbers among the ranks of all stages.
+        addresses: of their nodes.
+        collective_timeout_s: limit of each exchange after the meeting.
 
     Raises:
         RendezvousError: rank 0's store cannot be reached.
@@ -82,6 +83,8 @@ class Meeting:
         self.rank, self.size = rank, len(rendezvous.addresses)
         self.ranks = range(self.size)
         self._rendezvous = rendezvous
+        self.addresses = rendezvous.addresses
+        self.collective_timeout_s = rendezvous.collective_timeout_s
         self._deadline = time.monotonic() + rendezvous.connect_timeout_s
         prefix = f"{rendezvous.engine_id}/{rendezvous.epoch}"
         self.store = dist.PrefixStore(prefix, self._join() if master is None else master)
@@ -95,8 +98,7 @@ class Meeting:
         part = copy.copy(self)
         part.rank, part.size = ranks.index(self.rank), len(ranks)
         part.ranks = ranks
-        addresses = [self._rendezvous.addresses[rank] for rank in ranks]
-        part._rendezvous = replace(self._rendezvous, addresses=addresses)
+        part.addresses = [self.addresses[rank] for rank in ranks]
         part.store = dist.PrefixStore(name, self.store)
         return part
 
@@ -108,16 +110,7 @@ class Meeting:
     @property
     def address(self) -> str:
         """Address of this rank's node."""
-        return self.address_of(self.rank)
-
-    def address_of(self, rank: int) -> str:
-        """Address of a rank's node."""
-        return self._rendezvous.addresses[rank]
-
-    @property
-    def collective_timeout_s(self) -> float:
-        """Limit of each exchange after the meeting."""
-        return self._rendezvous.collective_timeout_s
+        return self.addresses[self.rank]
 
     @property
     def left_s(self) -> float:
@@ -143,7 +136,7 @@ class Meeting:
             RendezvousError: the rank did not arrive in time.
         """
         key = f"{phase}/{rank}"
-        where = f"rank {self.ranks[rank]} ({self.address_of(rank)})"
+        where = f"rank {self.ranks[rank]} ({self.addresses[rank]})"
         try:
             self.store.wait([key], datetime.timedelta(seconds=self.left_s))
             value = bytes(self.store.get(key))
@@ -181,7 +174,7 @@ class Meeting:
         return RendezvousError(f"{self._at(phase)} lost rank 0's store: {error}", 0)
 
     def _join(self) -> dist.TCPStore:
-        address, port = self._rendezvous.addresses[0], self._rendezvous.port
+        address, port = self.addresses[0], self._rendezvous.port
         timeout = datetime.timedelta(seconds=self._rendezvous.connect_timeout_s)
         try:
             return dist.TCPStore(

@@ -186,26 +186,22 @@ class SharedMemoryCollectives:
         here = self._first + self._rank
         what = f"{operation} of {num_bytes} bytes at rank {here}"
         failure = self._functions.tpengine_shm_failure(self._handle).contents
-        status, rank, culprit = failure.status, failure.rank, failure.culprit
-        if status == SegmentStatus.CLOSED:
-            return CollectiveError(f"{what}: this rank has left the group", here)
-        rank += self._first
-        if status == SegmentStatus.ABANDONED:
-            if culprit < 0:
-                return CollectiveError(f"{what}: rank {rank} failed, or left the group", rank)
-            culprit += self._first
-            return CollectiveError(
-                f"{what}: rank {rank} left the group because of rank {culprit}", culprit
-            )
-        if status == SegmentStatus.DEAD:
-            return CollectiveError(f"{what}: the process of rank {rank} has died", rank)
-        if status == SegmentStatus.TIMEOUT:
-            return CollectiveError(
-                f"{what}: rank {rank} did not arrive within {self._timeout_s:g} s; it is frozen, "
-                "or busy for longer",
-                rank,
-            )
-        return CollectiveError(
-            f"{what}: rank {rank} takes part in another operation; ranks must do the same in the "
-            "same order"
-        )
+        rank = self._first + failure.rank
+        failed: int | None = rank
+        match failure.status:
+            case SegmentStatus.CLOSED:
+                why, failed = "this rank has left the group", here
+            case SegmentStatus.ABANDONED if failure.culprit < 0:
+                why = f"rank {rank} failed, or left the group"
+            case SegmentStatus.ABANDONED:
+                failed = self._first + failure.culprit
+                why = f"rank {rank} left the group because of rank {failed}"
+            case SegmentStatus.DEAD:
+                why = f"the process of rank {rank} has died"
+            case SegmentStatus.TIMEOUT:
+                why = f"rank {rank} did not arrive within {self._timeout_s:g} s; it is frozen, or "
+                why += "busy for longer"
+            case _:
+                failed, why = None, f"rank {rank} takes part in another operation; ranks must do "
+                why += "the same in the same order"
+        return CollectiveError(f"{what}: {why}", failed)

@@ -19,13 +19,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from tpengine import host
 from tpengine.distributed import shared_memory
-from tpengine.distributed.parallel_state import Collectives
+from tpengine.distributed.parallel_state import Collectives, Link
 from tpengine.distributed.rendezvous import Meeting
 from tpengine.errors import CollectiveError, RendezvousError, SharedMemoryError
 from tpengine.logger import init_logger
@@ -50,7 +50,7 @@ _DATA_OFFSET = 4096
 """The memory begins with the token of `shared_memory.find_segment`."""
 
 
-class SocketLink:
+class SocketLink(Link):
     """A connection to another rank; sends and receives by the calling thread.
 
     Args:
@@ -76,10 +76,6 @@ class SocketLink:
         self._fill(_bytes(data).numpy().data)
         return data if data is out else out.copy_(data)
 
-    def abandon(self) -> None:
-        """See `Link`."""
-        self.close()
-
     def close(self) -> None:
         """See `Link`."""
         with contextlib.suppress(OSError):
@@ -103,14 +99,8 @@ class SocketLink:
 
     def _fill(self, target: memoryview) -> None:
         """Receives exactly as many bytes as fit."""
-        deadline, count = time.monotonic() + self._timeout_s, 0
         with self._failures("sent nothing"):
-            while count < len(target):
-                self._sock.settimeout(max(0.001, deadline - time.monotonic()))
-                received = self._sock.recv_into(target[count:])
-                if not received:
-                    raise ConnectionResetError("it closed the connection")
-                count += received
+            _fill(self._sock, target, self._timeout_s)
 
     @contextlib.contextmanager
     def _failures(self, late: str) -> Iterator[None]:
@@ -208,34 +198,7 @@ class QueuedLink(SocketLink):
             self._error = error
 
 
-class FanLink:
-    """Sends to several ranks."""
-
-    name = "sockets"
-
-    def __init__(self, links: Sequence[SocketLink]) -> None:
-        self._links = links
-
-    def send(self, x: torch.Tensor) -> None:
-        """See `Link`."""
-        for link in self._links:
-            link.send(x)
-
-    def receive(self, out: torch.Tensor) -> torch.Tensor:
-        """Raises an error: a fan only sends."""
-        raise NotImplementedError
-
-    def abandon(self) -> None:
-        """See `Link`."""
-        self.close()
-
-    def close(self) -> None:
-        """See `Link`."""
-        for link in self._links:
-            link.close()
-
-
-class DeviceLink:
+class DeviceLink(Link):
     """A link between two ranks whose collectives move tensors from device to device.
 
     Args:
@@ -305,7 +268,7 @@ class Connections:
         if memory_bytes:
             memory, offer = self._offered(memory_bytes)
         hello = bytes.fromhex(token), self._meeting.rank, kind, len(offer)
-        address = self._meeting.address_of(other)
+        address = self._meeting.addresses[other]
         try:
             sock = _tuned(socket.create_connection((address, port), self._meeting.left_s))
             self._opened[other, kind] = sock, memory
@@ -323,9 +286,9 @@ class Connections:
             except OSError as error:
                 raise self._missing("other stages", error) from error
             try:
-                head = self._read(sock, _HELLO.size, _HELLO_S)
+                head = _read(sock, _HELLO.size, _HELLO_S)
                 token, other, kind, size = _HELLO.unpack(head)
-                offer = self._read(sock, size, _HELLO_S) if token == self._token else b""
+                offer = _read(sock, size, _HELLO_S) if token == self._token else b""
             except OSError:  # no rank, or one that has ended
                 token = b""
             if token != self._token:
@@ -344,7 +307,7 @@ class Connections:
         links: dict[Key, SocketLink] = {}
         for (other, kind), (sock, memory) in self._opened.items():
             try:
-                is_taken = self._read(sock, 1, self._meeting.left_s) == _TAKEN
+                is_taken = _read(sock, 1, self._meeting.left_s) == _TAKEN
             except OSError as error:
                 raise self._missing(f"rank {other}", error, other) from error
             if memory is not None and is_taken:
@@ -370,17 +333,6 @@ class Connections:
             return MemoryLink(*place, memory)
         return QueuedLink(*place) if is_queued else SocketLink(*place)
 
-    @staticmethod
-    def _read(sock: socket.socket, count: int, timeout_s: float) -> bytes:
-        data = b""
-        while len(data) < count:
-            sock.settimeout(timeout_s)
-            part = sock.recv(count - len(data))
-            if not part:
-                raise ConnectionResetError("it closed the connection")
-            data += part
-        return data
-
     def _missing(self, who: str, error: OSError, rank: int | None = None) -> RendezvousError:
         return RendezvousError(
             f"rank {self._meeting.rank} ({self._meeting.address}) cannot connect with {who} for a "
@@ -400,6 +352,27 @@ class Connections:
             return None, b""
         self._files.append(made[1])
         return _mapped(made[1], memory_bytes), json.dumps([*made, memory_bytes]).encode()
+
+
+def _read(sock: socket.socket, count: int, timeout_s: float) -> bytes:
+    data = bytearray(count)
+    _fill(sock, memoryview(data), timeout_s)
+    return bytes(data)
+
+
+def _fill(sock: socket.socket, target: memoryview, timeout_s: float) -> None:
+    """Receives exactly as many bytes as fit.
+
+    Raises:
+        OSError: the other side closed the connection, or has not sent them in time.
+    """
+    deadline, count = time.monotonic() + timeout_s, 0
+    while count < len(target):
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        received = sock.recv_into(target[count:])
+        if not received:
+            raise ConnectionResetError("it closed the connection")
+        count += received
 
 
 def _tuned(sock: socket.socket) -> socket.socket:

@@ -32,13 +32,11 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from tpengine import errors, host
 from tpengine.config import EngineConfig
@@ -54,7 +52,6 @@ from tpengine.errors import counted
 from tpengine.executor.executor import Executor, pause_s
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger
-from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import Request
 
@@ -63,9 +60,9 @@ logger = init_logger(__name__)
 _WAIT_S = 0.02
 """How long a step waits for a rebuild: its caller has other work to do."""
 Ledgers = list[MemoryLedger]
-Result = TypeVar("Result")
 _PROGRESS_LINE_S = 5.0
 _CLOSE_S = 10.0
+_THREAD = "tpengine-rebuild"
 _NUM_RECORDS = 1000
 _NUMBER = re.compile(r"\b[0-9a-f]*\d[0-9a-f]*\b")
 """Also in the form of Ray's names."""
@@ -93,7 +90,7 @@ class Recovery:
         self._num_recoveries = 0
         self._failure: BaseException | None = None
         self._poison = PoisonSearch()
-        self._size = GroupSize(config, lambda more: _in_thread(partial(executor.has_room, more)))
+        self._size = GroupSize(config, self._look_for_room)
         self._loss: errors.RankLoss | None = None  # the latest
         # What is recovered from; None: the group was ended to get all ranks again.
         self._cause: errors.RankLoss | None = None
@@ -107,6 +104,9 @@ class Recovery:
         self._attempt_at = self._lost_at  # the next attempt begins then
         # Requests without a token since the loss, with the time of their last one.
         self._gaps: dict[str, tuple[Request, float]] = {}
+
+    def _look_for_room(self, num_more: int) -> Future[bool]:
+        return host.run_in_thread(partial(self._executor.has_room, num_more), _THREAD)
 
     def check_alive(self) -> None:
         """Makes sure that the engine can still be used.
@@ -167,7 +167,7 @@ class Recovery:
         if self._poison.suspects:
             self._begin_anew(loss)
             return
-        self._resumption = _in_thread(self._executor.resume)
+        self._resumption = host.run_in_thread(self._executor.resume, _THREAD)
         self._poll_resumption(self._resumption)
 
     def _pause(self) -> None:
@@ -224,8 +224,7 @@ class Recovery:
         """Waits a moment for the lost rank to be replaced alone. If that cannot be, all begins
         anew."""
         assert self._loss is not None
-        if not wait([resumption], _WAIT_S).done:
-            self._check_patience(time.monotonic())
+        if not self._has_ended(resumption):
             return
         self._resumption = None
         error = resumption.exception()
@@ -310,7 +309,6 @@ class Recovery:
         Raises:
             EngineDeadError: too many were lost lately.
         """
-        self._loss = loss
         now, limits = time.monotonic(), self._config.recovery
         if counts:
             self._loss_times.append(now)
@@ -341,19 +339,17 @@ class Recovery:
             executor.init_cache_engine(num_blocks, num_host_blocks)
             return ledgers
 
-        self._rebuild = _in_thread(rebuild)
+        self._rebuild = host.run_in_thread(rebuild, _THREAD)
 
     def _poll_rebuild(self) -> None:
         """Waits a moment for the new group; once it is ready, requests can run again."""
-        now = time.monotonic()
         if self._rebuild is None:
-            if now < self._attempt_at:
+            if time.monotonic() < self._attempt_at:
                 time.sleep(_WAIT_S)
                 return
             self._start_rebuild()
         assert self._rebuild is not None
-        if not wait([self._rebuild], _WAIT_S).done:
-            self._check_patience(now)
+        if not self._has_ended(self._rebuild):
             return
         rebuild, self._rebuild = self._rebuild, None
         try:
@@ -362,17 +358,24 @@ class Recovery:
         except Exception as error:
             self._note_failed_attempt(error)
             return
-        self._note_rebuilt(ledgers, blocks)
+        num_blocks_before = self._scheduler.block_manager.num_total_blocks
+        self._scheduler.restart(blocks)
+        self.ledgers = ledgers
+        self._note_ready(num_blocks_before, is_resumed=False)
 
-    def _check_patience(self, now: float) -> None:
-        """Ends an engine whose attempt at a rank or a group hangs; else logs that it goes on."""
-        limit_s = self._config.recovery.timeout_s
-        if now - self._lost_at > limit_s:
+    def _has_ended(self, attempt: Future[Any]) -> bool:
+        """Waits a moment for an attempt at a rank or a group. Ends the engine if it hangs; else
+        logs that it goes on."""
+        if wait([attempt], _WAIT_S).done:
+            return True
+        now = time.monotonic()
+        if now - self._lost_at > self._config.recovery.timeout_s:
             self._give_up(TimeoutError(f"attempt {self._num_attempts} hangs"))
         if now - self._last_line_at > _PROGRESS_LINE_S:
             self._last_line_at = now
             what = "rebuilding the group" if self._resumption is None else "replacing the rank"
             logger.warning("still %s, since %.1f s", what, now - self._lost_at)
+        return False
 
     def _note_failed_attempt(self, error: Exception) -> None:
         """Plans the next attempt at a group, unless it would fail as this one has.
@@ -429,12 +432,6 @@ class Recovery:
     def _describe_loss(self) -> str:
         return "" if self._cause is None else f". What was lost: {self._cause.report()}"
 
-    def _note_rebuilt(self, ledgers: list[MemoryLedger], blocks: BlockManager) -> None:
-        num_blocks_before = self._scheduler.block_manager.num_total_blocks
-        self._scheduler.restart(blocks)
-        self.ledgers = ledgers
-        self._note_ready(num_blocks_before, is_resumed=False)
-
     def _note_ready(self, num_blocks_before: int, is_resumed: bool) -> None:
         """Notes that steps can be sent again."""
         assert self._loss is not None
@@ -484,24 +481,6 @@ class Recovery:
         except Exception:  # the user is to see the error that ended the engine, not this one
             logger.exception("the ranks could not be ended in order")
         raise error
-
-
-def _in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Runs `work` in a new thread. If no thread can be started, the result is that error. The
-    thread is a daemon, so that a process can end before the ranks are there."""
-    result = Future[Result]()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    try:
-        host.start_thread(threading.Thread(target=run, name="tpengine-rebuild", daemon=True))
-    except (RuntimeError, MemoryError) as error:
-        result.set_exception(error)
-    return result
 
 
 def _describe(error: Exception) -> str:

@@ -23,6 +23,7 @@ import msgpack
 from tpengine import config, messages
 from tpengine.checkpoint.model_files import ModelFields
 from tpengine.errors import EngineError
+from tpengine.executor.diagnosis import KeptMemory, RankPlace
 from tpengine.structured.grammars import Vocabulary
 
 Message = TypeVar("Message")
@@ -36,7 +37,7 @@ _MAX_ITEMS = 1 << 27
 _FIRST_ROWS = list(range(1024))
 _GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
     kind: attrgetter(*(field.name for field in dataclasses.fields(kind)))
-    for kind in (*vars(config).values(), *vars(messages).values())
+    for kind in (*vars(config).values(), *vars(messages).values(), KeptMemory, RankPlace)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
 """How the fields of an object are read."""

@@ -82,6 +82,22 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """The file of what outlives a rank's process, which its node's agent holds.
+
+    Attributes:
+        path: by which processes of the node open it.
+        target: what this path leads to, if it is still that file.
+        engine_id, epoch: the engine that it belongs to, and in which its content began.
+    """
+
+    path: str
+    target: str
+    engine_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankFailure:
     """An exception on a rank, as plain data: `RankFailure(*dataclasses.astuple(failure))` is equal.
 

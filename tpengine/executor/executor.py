@@ -31,12 +31,14 @@ class Executor(ABC):
     Attributes:
         devices: a line about each rank's device, in rank order; empty before `load`.
         nodes: the address or name of each rank's machine, in rank order.
+        epoch: the number of the current group of ranks, counting from 1.
         start_times_s: seconds of each phase of the latest start, in order; empty if the executor
             does not measure them.
     """
 
     devices: Sequence[str] = ()
     nodes: Sequence[str] = (platform.node(),)
+    epoch: int = 1
     start_times_s: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self) -> None:
@@ -128,11 +130,6 @@ class Executor(ABC):
     def start_phase(self) -> str | None:
         """The phase of the start that goes on; None: none does, or it is not measured."""
         return None
-
-    @property
-    def epoch(self) -> int:
-        """The number of the current group of ranks, counting from 1."""
-        return 1
 
     @property
     def first_epoch(self) -> int:

@@ -1,7 +1,7 @@
 """The ranks of one epoch: their start, their calls and steps, their loss and their end.
 
-A group knows no launcher: processes are started, connected and killed through the `Launcher` that
-it is given; all steps and calls are frames on the channels. Once a rank is lost, no step can be
+A group knows no launcher: processes are started, connected and killed through the `Home` that it
+is given; all steps and calls are frames on the channels. Once a rank is lost, no step can be
 completed, and the group only tells why; the next epoch is another `Group`. It may have the other
 ranks as they are, if what the lost one has left in its memory can be trusted; else all are ended.
 """
@@ -9,23 +9,20 @@ ranks as they are, if what the lost one has left in its memory can be trusted; e
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple
 from functools import partial
 from typing import Any, TypeVar
 
 from tpengine import host
-from tpengine.config import EngineConfig, RanksConfig
+from tpengine.config import EngineConfig
 from tpengine.errors import EngineError, GroupLostError, ModelLoadError, RankLoss, is_temporary
 from tpengine.executor import diagnosis
 from tpengine.executor.channel import Channel, ChannelError
 from tpengine.executor.codec import decode_call, encode_call
-from tpengine.executor.home import Launcher
+from tpengine.executor.home import Home, Start
 from tpengine.executor.watch import Exchange, RankWatch, WakeUp
 from tpengine.logger import init_logger
 from tpengine.messages import Rendezvous
@@ -48,48 +45,44 @@ class Group:
     """The ranks of one epoch.
 
     Args:
-        launcher: of this group alone.
-        limits: of calls, except the start of the processes, and of steps.
-        check_cancelled: called during everything that may take long; an exception of it ends the
-            wait.
+        engine_id: unique to the engine.
+        home: where the processes of the ranks are prepared.
+        start: says how long the waits for ranks may take, and whether they still make sense.
         lost: the group before, whose survivors go on as they are; None: all begin anew.
 
     Attributes:
         places: where each rank is, in rank order; before `start`, those of `lost`.
+        first_epoch: in which the ranks' memory began.
         loss: the rank that was lost; None: no rank was lost.
         survivors: once a rank was lost, the ranks that another group may keep beside the memory of
             the lost ones; None: all begins anew.
         why_given_up: then the reason.
-        deadline: by the monotonic clock, at which every wait for ranks ends, so that those that
-            have not answered are lost. Infinity: each wait has only its own limit.
     """
 
     def __init__(
         self,
         epoch: int,
         config: EngineConfig,
-        launcher: Launcher,
-        limits: RanksConfig,
-        check_cancelled: Callable[[], None],
+        engine_id: str,
+        home: Home,
+        start: Start,
         lost: Group | None = None,
     ) -> None:
         self.epoch = epoch
+        self.first_epoch: int = epoch if lost is None else lost.first_epoch
         self.places: list[diagnosis.RankPlace] = [] if lost is None else list(lost.places)
         self.loss: RankLoss | None = None
         self.survivors: frozenset[int] | None = None
         self.why_given_up = ""
-        self.deadline = math.inf
         kept = frozenset() if lost is None else lost.survivors or frozenset()
         self._new = [rank for rank in range(config.parallel.world_size) if rank not in kept]
-        self._goes_on = lost is not None
-        self._keep_kv = limits.keep_kv
         self._keeps_memory = False  # before it is known
         self._config = config
-        self._launcher = launcher
-        self._agents = launcher.agents
-        self._start_timeout_s = limits.start_timeout_s
-        self._step_timeout_s = limits.step_timeout_s
-        self._check_cancelled = check_cancelled
+        self._engine_id = engine_id
+        self._home = home
+        self._agents = home.agents
+        self._start = start
+        self._limits = config.parallel.own_processes
         self._size = config.parallel.world_size
         self._diagnosis = diagnosis.Diagnosis(self._agents, epoch, [])
         self._channels: list[Sequence[Channel]] = [] if lost is None else list(lost._channels)
@@ -101,15 +94,10 @@ class Group:
         self._is_over = threading.Event()
         self._wake_up = WakeUp()
 
-    def start(self, timeout_s: float) -> None:
-        """Starts the processes of the ranks.
-
-        Args:
-            timeout_s: for them to tell where they are. Until then a process that does not answer
-                cannot be looked at.
-        """
-        limit_s = self._at_most(timeout_s)
-        start = partial(self._launcher.start, self.epoch, limit_s, self._check_alive)
+    def start(self) -> None:
+        """Starts the processes of the ranks."""
+        limit_s = self._start.at_most(self._start.appear_s)
+        start = partial(self._home.start, self.epoch, limit_s, self._check_alive)
         processes = self._settled(diagnosis.START, start)
         self.places = [place for place, _ in processes]
         self._channels = [channels for _, channels in processes]
@@ -120,75 +108,62 @@ class Group:
         places = (f"rank {rank} on {place}" for rank, place in enumerate(self.places))
         logger.info("%s", "; ".join(places))
 
-    def join(self, timeout_s: float) -> None:
-        """Makes each process a rank, and starts the watch.
+    def join(self) -> None:
+        """Makes each process a rank, and starts the watch. New processes of the driver import
+        first."""
+        self._settled(diagnosis.Doing("join"), self._join)
 
-        Args:
-            timeout_s: for the answers. New processes of the driver import first.
-        """
-        self._settled(diagnosis.Doing("join"), partial(self._join, timeout_s))
-
-    def _join(self, timeout_s: float) -> None:
+    def _join(self) -> None:
         self._exchange = exchange = Exchange([steps for steps, _ in self._channels], self._wake_up)
         heartbeats = [control for _, control in self._channels]
         self._watch = RankWatch(heartbeats, self._is_frozen, self._on_loss)
         host.start_thread(self._watch)
         payloads = {
-            rank: encode_call(("join", (rank, astuple(self.places[rank])), {}))
-            for rank in self._new
+            rank: encode_call(("join", (rank, self.places[rank]), {})) for rank in self._new
         }
-        exchange.call(payloads, self._at_most(timeout_s))
+        exchange.call(payloads, self._start.at_most(self._start.appear_s))
 
-    def create_workers(self, engine_id: str, first_epoch: int) -> None:
+    def create_workers(self) -> None:
         """Has every new rank make its worker, which imports torch.
-
-        Args:
-            engine_id: see `rendezvous`.
-            first_epoch: in which the ranks' memory began.
 
         Raises:
             EngineError: one that replaces a lost rank does not find what that one has left.
         """
-        args = {
-            rank: (self._config.for_rank(rank), engine_id, first_epoch, self._memory_of(rank))
-            for rank in self._new
-        }
+        args = {rank: (self._config.for_rank(rank), self._memory_of(rank)) for rank in self._new}
         self._keeps_memory = all(self.call_each("create", args))
-        if self._goes_on and not self._keeps_memory:
+        if self.first_epoch != self.epoch and not self._keeps_memory:
             raise EngineError("the memory of the lost rank is not found on its node")
 
-    def _memory_of(self, rank: int) -> tuple[str, str] | None:
-        """Has the node of a rank hold its memory; returns where it is, for `Rank.create`."""
-        if not self._launcher.keeps_memory or self._keep_kv == "never":
+    def _memory_of(self, rank: int) -> diagnosis.KeptMemory | None:
+        """Has the node of a rank hold its memory; returns where it is."""
+        if not self._home.keeps_memory or self._limits.keep_kv == "never":
             return None
-        self._check_cancelled()
+        self._start.check()
         node_id, limit_s = self.places[rank].node_id, diagnosis.AGENT_START_S
-        place: tuple[str, str] | None = None
+        is_new = self.first_epoch == self.epoch
         try:
-            place = self._agents.ask(
-                node_id, "keep_memory", rank, not self._goes_on, timeout_s=limit_s
-            )
+            place = self._agents.ask(node_id, "keep_memory", rank, is_new, timeout_s=limit_s)
         except diagnosis.NodeSilentError as error:
             logger.warning("what rank %d holds ends with its process: %s", rank, error)
-        return place
+            return None
+        if place is None:
+            return None
+        path, target = place
+        return diagnosis.KeptMemory(path, target, self._engine_id, self.first_epoch)
 
-    def rendezvous(self, engine_id: str) -> None:
-        """Connects the ranks with each other.
-
-        Args:
-            engine_id: unique to the engine.
-        """
+    def rendezvous(self) -> None:
+        """Connects the ranks with each other."""
         addresses = [place.address for place in self.places]
         if len({place.node_id for place in self.places}) == 1:
             addresses = [host.LOOPBACK] * self._size
         [port] = self.call_each("open_rendezvous", {0: (addresses[0],)})
         rendezvous = Rendezvous(
-            engine_id=engine_id,
+            engine_id=self._engine_id,
             epoch=self.epoch,
             addresses=addresses,
             port=port,
-            connect_timeout_s=min(60.0, self._start_timeout_s),
-            collective_timeout_s=_COLLECTIVE_SHARE * self._step_timeout_s,
+            connect_timeout_s=min(60.0, self._limits.start_timeout_s),
+            collective_timeout_s=_COLLECTIVE_SHARE * self._limits.step_timeout_s,
         )
         logger.info("%s", "; ".join(self.call("connect", rendezvous)))
 
@@ -209,10 +184,6 @@ class Group:
             )
         return digests
 
-    def _at_most(self, limit_s: float) -> float:
-        """Seconds that a wait with this limit may take now."""
-        return max(0.0, min(limit_s, self.deadline - time.monotonic()))
-
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every worker; returns the answers in rank order.
 
@@ -229,24 +200,27 @@ class Group:
         exchange = self._exchange
         assert exchange is not None, f"{method} before the ranks have joined"
         payloads = {rank: encode_call((method, own, kwargs)) for rank, own in args.items()}
-        call = partial(exchange.call, payloads, self._at_most(self._start_timeout_s))
+        call = partial(exchange.call, payloads, self._start.at_most(self._limits.start_timeout_s))
         answers = self._settled(diagnosis.Doing(method), call)
         return [decode_call(answer) for answer in answers]
 
     def _settled(self, doing: diagnosis.Doing, run: Callable[[], Answer]) -> Answer:
         """Returns what `run` returns. If a rank fails in it, either the group is lost, or the
         rank's exception is raised because another start would fail in the same way."""
-        with self._during(doing):
-            try:
-                return run()
-            except diagnosis.RanksFailedError as error:
-                rank = error.cause
-                failure = error.failures[rank]
-            except Exception as error:
-                if not is_temporary(error):
-                    raise
-                reason = f"the driver could not call it: {type(error).__name__}: {error}"
-                raise self._end_as_lost(0, ChannelError(reason), doing) from error
+        self._check_alive()
+        self._calling = doing
+        try:
+            return run()
+        except diagnosis.RanksFailedError as error:
+            rank = error.cause
+            failure = error.failures[rank]
+        except Exception as error:
+            if not is_temporary(error):
+                raise
+            reason = f"the driver could not call it: {type(error).__name__}: {error}"
+            raise self._end_as_lost(0, ChannelError(reason), doing) from error
+        finally:
+            self._calling = None
         if (
             isinstance(failure, diagnosis.RankFailure)
             and not failure.is_consequence
@@ -255,9 +229,7 @@ class Group:
             raise failure.to_error()
         raise self._end_as_lost(rank, failure, doing)
 
-    def send_step(
-        self, number: int, payload: bytes, timeout_s: float, first: bytes | None = None
-    ) -> None:
+    def send_step(self, number: int, payloads: Sequence[bytes], timeout_s: float) -> None:
         """Has every rank run a step, after those that were sent before. See `Exchange.send_step`.
 
         Raises:
@@ -266,7 +238,7 @@ class Group:
         self._check_alive()
         self._unanswered.append(number)
         with self._in_step() as exchange:
-            exchange.send_step(number, payload, timeout_s, first)
+            exchange.send_step(number, payloads, timeout_s)
 
     def take_answers(self, timeout_s: float) -> list[bytes]:
         """Waits for the oldest step without an answer; returns the answer of the first rank of each
@@ -277,7 +249,7 @@ class Group:
         """
         self._check_alive()
         with self._in_step() as exchange:
-            answers = exchange.take_answers(self._unanswered[0], self._at_most(timeout_s))
+            answers = exchange.take_answers(self._unanswered[0], self._start.at_most(timeout_s))
             self._unanswered.popleft()
         return answers[:: self._config.parallel.tensor_parallel_size]
 
@@ -303,18 +275,9 @@ class Group:
             return diagnosis.Doing("execute_model", self._unanswered[0])
         return diagnosis.IDLE
 
-    @contextlib.contextmanager
-    def _during(self, call: diagnosis.Doing) -> Iterator[None]:
-        self._check_alive()
-        self._calling = call
-        try:
-            yield
-        finally:
-            self._calling = None
-
     def _check_alive(self) -> None:
         """Raises an error if the start was cancelled, or the group is lost or ended."""
-        self._check_cancelled()
+        self._start.check()
         if self.loss is not None:
             raise GroupLostError(self.loss)
         if self._is_over.is_set():
@@ -362,7 +325,7 @@ class Group:
     def _part(self, loss: RankLoss, failure: diagnosis.Failure, doing: diagnosis.Doing) -> None:
         """Kills the lost ranks, and finds out whether the others can go on."""
         raised = isinstance(failure, diagnosis.RankFailure) and not failure.is_consequence
-        if self._keep_kv == "never":
+        if self._limits.keep_kv == "never":
             self.why_given_up = "keep_kv is never"
         elif raised or doing.phase not in ("execute_model", diagnosis.IDLE.phase):
             self.why_given_up = "it raised an error" if raised else f"it failed in {doing.phase}"
@@ -375,7 +338,7 @@ class Group:
         self._watch.keep_alive()  # the others end themselves if they hear nothing
         lost = self._diagnosis.kill_lost(loss.rank)
         broken = [rank for rank in lost if self._diagnosis.has_broken_code(rank)]
-        if broken and self._keep_kv == "safe":
+        if broken and self._limits.keep_kv == "safe":
             ranks = ", ".join(map(str, broken))
             self.why_given_up = (
                 f"the code of rank {ranks} was broken, or the kernel does not tell (of an actor of "
@@ -414,7 +377,7 @@ class Group:
             self._agents.tell(place.node_id, "signal", place.process, signal.SIGKILL)
         for node_id in {place.node_id for place in self.places}:
             self._agents.tell(node_id, "free_memory")
-        self._launcher.kill()
+        self._home.kill()
 
     def give_up(self) -> None:
         """Ends the wait of a thread that is in a step or a call, now or later."""
@@ -445,7 +408,7 @@ class Group:
         with contextlib.suppress(diagnosis.RanksFailedError):
             exchange.call(payloads, _SHUTDOWN_CALL_S, is_last=True)
         # Before the channels close: a rank that ends itself for that would be reported as crashed.
-        self._launcher.kill()
+        self._home.kill()
         self._wait_for_end(silent, is_last=False)
 
     def _wait_for_end(self, silent: Iterable[str], is_last: bool = True) -> None:

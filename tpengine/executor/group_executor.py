@@ -36,7 +36,7 @@ from tpengine.executor.codec import decode_output, encode
 from tpengine.executor.diagnosis import RankPlace
 from tpengine.executor.executor import Executor, pause_s
 from tpengine.executor.group import Group
-from tpengine.executor.home import PROCESSES, Home, StartTimes
+from tpengine.executor.home import PROCESSES, Home, Start
 from tpengine.executor.watch import StepDeadline
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, StepInput, StepOutput
@@ -69,23 +69,21 @@ class GroupExecutor(Executor):
     """
 
     def __init__(self, config: EngineConfig, home: Home) -> None:
-        limits = config.parallel.ranks
-        assert limits is not None, "ranks in processes of their own need config.parallel.ranks"
         super().__init__()
         self.home = home
         self._former_homes: list[Home] = []
         self._config = config
-        self._limits = limits
+        self._limits = config.parallel.own_processes
         self._engine_id = uuid.uuid4().hex
-        self._deadline = StepDeadline(limits.step_timeout_s)
+        self._deadline = StepDeadline(self._limits.step_timeout_s)
         self._unanswered: deque[StepInput] = deque()
         self._mirror = BatchMirror()
         self._num_blocks = 0, 0
-        self._has_grammars, self._first_epoch = False, 1
+        self._has_grammars = False
         self._outlive = False
         self._group: Group | None = None
-        self._times = StartTimes(limits.start_timeout_s)
-        self.start_times_s = self._times.seconds
+        self._start = Start(self._limits.start_timeout_s, self._check)
+        self.start_times_s = self._start.seconds
         self._peaks: dict[int, list[int]] = {}  # by number of ranks, as the digests
         self._digests: dict[int, list[str]] = {}
         self.nodes = []
@@ -118,17 +116,12 @@ class GroupExecutor(Executor):
     @property
     def start_phase(self) -> str | None:
         """See `Executor`."""
-        return self._times.phase_now
-
-    @property
-    def epoch(self) -> int:
-        """See `Executor`."""
-        return 1 if self._group is None else self._group.epoch
+        return self._start.phase_now
 
     @property
     def first_epoch(self) -> int:
         """See `Executor`."""
-        return self._first_epoch
+        return 1 if self._group is None else self._group.first_epoch
 
     def load(self) -> list[str]:
         """Places the ranks, starts and connects them, and loads the model.
@@ -164,9 +157,9 @@ class GroupExecutor(Executor):
     def _load_first(self) -> None:
         """Places and starts the first group, up to its loaded weights."""
         try:
-            self.home.place(self._times, self._check)
+            self.home.place(self._start)
             self._start_group(1)
-            self._times.note_first()
+            self._start.note_first()
             return
         except GroupLostError as error:
             self._end_group(orderly=False)
@@ -185,7 +178,7 @@ class GroupExecutor(Executor):
             return reason
         try:
             with self._in_turn():
-                self._times.seconds.clear()
+                self._start.seconds.clear()
                 self._reserve.give_back()
                 try:
                     self._replace_lost(lost)
@@ -224,14 +217,15 @@ class GroupExecutor(Executor):
         and sends again what was not answered."""
         unanswered = list(self._unanswered)
         limit_s = min(_REPLACE_S, _SHARE * self._config.recovery.timeout_s)
-        self._start_group(lost.epoch + 1, lost, time.monotonic() + limit_s)
-        with self._times.phase("cache"):
+        self._start.deadline = time.monotonic() + limit_s
+        self._start_group(lost.epoch + 1, lost)
+        with self._start.phase("cache"):
             self._run_workers("init_cache_engine", *self._num_blocks, goes_on=True)
-        with self._times.phase("batch"):
+        with self._start.phase("batch"):
             batch = StepInput(0, [], [], new_sequences=self._mirror.sequences())
             self._send(batch)
             self._take(batch)
-        self._require_group().deadline = math.inf
+        self._start.deadline = math.inf
         self._mirror.num_steps = 0
         self._unanswered.extend(unanswered)
         for step in unanswered:
@@ -257,12 +251,12 @@ class GroupExecutor(Executor):
             PlacementError: there is no room for the ranks without the nodes that were lost.
         """
         size = num_ranks or self._config.parallel.world_size
-        fewest, deadline = self._config.parallel.min_ranks or size, math.inf
+        fewest, self._start.deadline = self._config.parallel.min_ranks or size, math.inf
         if size > fewest:
             left_s = self._config.recovery.timeout_s if left_s is None else left_s
-            deadline = time.monotonic() + _SHARE * left_s
+            self._start.deadline = time.monotonic() + _SHARE * left_s
         try:
-            return self._rebuild(size, deadline)
+            return self._rebuild(size)
         except EngineError as error:
             with self._in_turn():  # else a shutdown might not end what is made here
                 home = self.home.successor(error)
@@ -270,25 +264,25 @@ class GroupExecutor(Executor):
                     raise
                 self._former_homes.append(self.home)
                 self.home = home
-        return self._rebuild(size, deadline)
+        return self._rebuild(size)
 
-    def _rebuild(self, size: int, deadline: float) -> list[MemoryLedger]:
+    def _rebuild(self, size: int) -> list[MemoryLedger]:
         with self._in_turn():
             lost = self._group
             if lost is None:
                 raise EngineError("no ranks were started: there is nothing to rebuild")
-            self._times.seconds.clear()
+            self._start.seconds.clear()
             self._reserve.give_back()
             try:
-                self.home.replace(size, lost.places, lost.end, self._times, self._check, deadline)
+                self.home.replace(size, lost, self._start)
                 self._config = self._config.with_ranks(size)
-                self._start_group(lost.epoch + 1, deadline=deadline)
+                self._start_group(lost.epoch + 1)
                 group = self._require_group()
-                with self._times.phase("profile"):
+                with self._start.phase("profile"):
                     known = self._peaks.get(size, [None] * size)
                     peaks = {rank: (peak,) for rank, peak in enumerate(known)}
                     ledgers = group.call_each("profile_num_available_blocks", peaks)
-                group.deadline = math.inf
+                self._start.deadline = math.inf
                 return self._noted(ledgers)
             except BaseException as error:
                 if not isinstance(error, GroupLostError) and self._group is not lost:
@@ -308,7 +302,7 @@ class GroupExecutor(Executor):
 
     def profile_num_available_blocks(self) -> list[MemoryLedger]:
         """See `Executor`."""
-        with self._times.phase("profile"):
+        with self._start.phase("profile"):
             ledgers = self._noted(super().profile_num_available_blocks())
         worst = self._config.scheduler.max_num_batched_tokens
         self._deadline.observe(worst, self.start_times_s["profile"])
@@ -318,7 +312,7 @@ class GroupExecutor(Executor):
         """See `Executor`; the last phase of a start."""
         self._num_blocks = num_blocks, num_host_blocks
         with self._in_turn():
-            with self._times.phase("cache"):
+            with self._start.phase("cache"):
                 self._run_workers("init_cache_engine", *self._num_blocks)
             self._fill_spares(0.0 if self.epoch == 1 else _REFILL_S)
 
@@ -328,12 +322,12 @@ class GroupExecutor(Executor):
         self._send(step)
 
     def _send(self, step: StepInput) -> None:
-        payload, first = encode(step), None
+        payloads = [encode(step)] * self._config.parallel.world_size
         if step.picture_loads:  # only rank 0 computes features
-            first, loads = payload, [replace(load, pixels=b"") for load in step.picture_loads]
-            payload = encode(replace(step, picture_loads=loads))
+            loads = [replace(load, pixels=b"") for load in step.picture_loads]
+            payloads[1:] = [encode(replace(step, picture_loads=loads))] * (len(payloads) - 1)
         deadline_s = self._deadline.of(step.num_tokens, step.num_awaited_rows)
-        self._require_group().send_step(step.step, payload, deadline_s, first)
+        self._require_group().send_step(step.step, payloads, deadline_s)
 
     def take_answer(self) -> StepOutput:
         """See `Executor`."""
@@ -361,48 +355,45 @@ class GroupExecutor(Executor):
             raise EngineError("the engine was shut down; make a new one")
         return self._group
 
-    def _start_group(
-        self, epoch: int, lost: Group | None = None, deadline: float = math.inf
-    ) -> None:
+    def _start_group(self, epoch: int, lost: Group | None = None) -> None:
         """Starts the ranks up to their loaded weights.
 
         Args:
             lost: see `Group`; it is released once the new processes are there, and till then has
                 its survivors hear of the driver.
-            deadline: see `Group`.
         """
         self._unanswered.clear()
         if lost is None:
             self._mirror.clear()
-            self._has_grammars, self._first_epoch = False, epoch
-        with self._times.phase(PROCESSES):
-            launcher = self.home.make_launcher(None if lost is None else lost.survivors)
+            self._has_grammars = False
+        phase = self._start.phase
+        with phase(PROCESSES):
+            self.home.prepare(None if lost is None else lost.survivors)
             try:
-                group = Group(epoch, self._config, launcher, self._limits, self._check, lost)
-                group.deadline = deadline
+                group = Group(epoch, self._config, self._engine_id, self.home, self._start, lost)
             except BaseException:  # such as no descriptor; no group would end the processes
-                launcher.kill()
+                self.home.kill()
                 raise
-            self._group = group
+            self._group, self.epoch = group, epoch
             try:
-                group.start(self._times.appear_s)
+                group.start()
             finally:
                 if lost is not None:
                     lost.release()
-        with self._times.phase("channels"):
-            group.join(self._times.appear_s)
-        with self._times.phase("imports"):
-            group.create_workers(self._engine_id, self._first_epoch)
+        with phase("channels"):
+            group.join()
+        with phase("imports"):
+            group.create_workers()
         if len(group.places) > 1:
-            with self._times.phase("rendezvous"):
-                group.rendezvous(self._engine_id)
-        with self._times.phase("devices"):
+            with phase("rendezvous"):
+                group.rendezvous()
+        with phase("devices"):
             lines: list[str] = group.call("init_device")
         self.nodes = [place.address for place in group.places]
         self.devices = [
             f"{line} ({place})" for line, place in zip(lines, group.places, strict=True)
         ]
-        with self._times.phase("weights"):
+        with phase("weights"):
             size = len(group.places)
             self._digests[size] = group.load_model(self._digests.get(size))
 

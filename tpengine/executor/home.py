@@ -1,8 +1,8 @@
 """What an executor needs of the place where its ranks run, as a cluster of Ray or this machine.
 
 A `Home` places, starts and kills processes, and is the same for all groups of an executor, until
-another one takes over; a `Launcher` does so for one group. Both know nothing of steps and calls:
-these are frames on the channels that `Launcher.start` returns.
+another one takes over. It knows nothing of steps and calls: these are frames on the channels that
+`Home.start` returns.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 from tpengine.errors import EngineError
 from tpengine.executor.channel import Channel, Check
@@ -24,24 +24,29 @@ time. Ray may have to end a stopped process first, which takes it five seconds."
 PROCESSES = "processes"
 
 
-class StartTimes:
-    """The seconds of each phase of the latest start, and the phase that goes on.
+class Start:
+    """The start of ranks that goes on, or else the latest one.
 
     Args:
         limit_s: of any call in a start.
+        check: called during everything that may take long; an exception of it ends the wait.
 
     Attributes:
-        seconds: by phase, in order.
+        seconds: of each phase that has ended, in order.
         phase_now: the phase that goes on; None: none does.
         appear_s: how long new processes may take to tell where they are. Until then they cannot be
             looked at. The first ones may take as long as the user allows; of a later group, one
             that takes far longer than the first did is frozen and must not delay the rebuild.
+        deadline: by the monotonic clock, at which every wait of the start ends, so that ranks that
+            have not answered are lost. Infinity: each wait has only its own limit.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, check: Check) -> None:
+        self.check = check
         self.seconds: dict[str, float] = {}
         self.phase_now: str | None = None
         self.appear_s = limit_s
+        self.deadline = math.inf
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -57,59 +62,46 @@ class StartTimes:
         patience_s = max(_LEAST_APPEAR_S, _APPEAR_PATIENCE * self.seconds[PROCESSES])
         self.appear_s = min(self.appear_s, patience_s)
 
+    def at_most(self, limit_s: float) -> float:
+        """Seconds that a wait with this limit may take now."""
+        return max(0.0, min(limit_s, self.deadline - time.monotonic()))
 
-Places = Sequence[RankPlace]
-EndGroup = Callable[[set[str]], None]
-"""Ends what is left of a group, except on these nodes, which do not answer."""
+
 Started = tuple[RankPlace, Sequence[Channel]]
 """A process: where it is, and its channels for steps and for heartbeats."""
 
 
-class Launcher(Protocol):
-    """Starts the processes of a group's ranks, and ends them; with Ray also those of the later
-    groups that keep some of them."""
+class Lost(Protocol):
+    """What is left of a group that was lost.
 
-    @property
-    def keeps_memory(self) -> bool:
-        """Whether what a rank holds in its memory outlives its process."""
+    Attributes:
+        places: where its ranks were; empty: they have not told.
+    """
 
-    @property
-    def agents(self) -> NodeAgents:
-        """The agents of the ranks' nodes."""
+    places: list[RankPlace]
 
-    def start(self, epoch: int, timeout_s: float, check: Check) -> list[Started]:
-        """Starts the processes and connects the driver with them; returns them in rank order.
-
-        Args:
-            timeout_s: for them to tell where they are, and to connect.
-            check: called repeatedly meanwhile; an exception of it ends the wait.
-
-        Raises:
-            RanksFailedError: a process has ended, does not tell, or cannot connect; by its number,
-                in any order.
-        """
-
-    def kill(self) -> None:
-        """Ends all processes without waiting, also those that are stopped."""
+    def end(self, silent: Iterable[str] = ()) -> None:
+        """Ends it, except on these nodes, which do not answer."""
 
 
 class Home:
     """Where the groups of an executor run.
 
     Attributes:
+        agents: of the ranks' nodes.
+        keeps_memory: whether what a rank holds in its memory outlives its process.
         spares: processes from which later groups get their ranks.
     """
 
-    spares: Spares
+    agents: NodeAgents
+    keeps_memory: bool
+    spares: Spares[Any]
 
     def check(self) -> None:
         """Raises EngineError if ranks can neither run nor be started here any more."""
 
-    def place(self, times: StartTimes, check: Check) -> None:
+    def place(self, start: Start) -> None:
         """Finds places for the first group.
-
-        Args:
-            check: called during everything that may take long; an exception of it ends the wait.
 
         Raises:
             PlacementError: there is no room.
@@ -119,41 +111,47 @@ class Home:
         """Whether there are places for so many more ranks now; waits a few seconds at most.
 
         Args:
-            check: see `place`.
+            check: called during everything that may take long; an exception of it ends the wait.
         """
         raise NotImplementedError
 
-    def replace(
-        self,
-        size: int,
-        lost: Places,
-        end: EndGroup,
-        times: StartTimes,
-        check: Check,
-        deadline: float = math.inf,
-    ) -> None:
-        """Makes sure of places for the next group.
+    def replace(self, size: int, lost: Lost, start: Start) -> None:
+        """Ends the last group, and makes sure of places for the next one.
 
         Args:
             size: number of its ranks.
-            lost: where the ranks of the last group were; empty: they have not told.
-            end: ends what is left of that group, except on these nodes, which do not answer.
-            check: see `place`.
-            deadline: monotonic: the wait for room ends then, as another number of ranks would do.
+            start: the wait for room ends at its deadline, as another number of ranks would do.
 
         Raises:
             PlacementError: there is no room without the nodes that were lost.
         """
-        with times.phase("end"):
-            end(set())
+        with start.phase("end"):
+            lost.end()
 
-    def make_launcher(self, kept: frozenset[int] | None = None) -> Launcher:
-        """Returns the launcher of the next group, with spares where there are some.
+    def prepare(self, kept: frozenset[int] | None = None) -> None:
+        """Prepares the processes of the next group, with spares where there are some.
 
         Args:
             kept: ranks of the latest group that go on as they are; the others get the memory of
                 those that they replace. None: all begin anew.
         """
+        raise NotImplementedError
+
+    def start(self, epoch: int, timeout_s: float, check: Check) -> list[Started]:
+        """Starts the processes and connects the driver with them; returns them in rank order.
+
+        Args:
+            timeout_s: for them to tell where they are, and to connect.
+            check: see `has_room`.
+
+        Raises:
+            RanksFailedError: a process has ended, does not tell, or cannot connect; by its number,
+                in any order.
+        """
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Ends the processes of the latest group without waiting, also those that are stopped."""
         raise NotImplementedError
 
     def successor(self, error: EngineError) -> Home | None:

@@ -25,7 +25,14 @@ from tpengine.config import EngineConfig
 from tpengine.errors import error_number, is_shortage
 from tpengine.executor.channel import Channel, ChannelError, Frame, FrameKind
 from tpengine.executor.codec import decode_call, decode_step, encode, encode_call
-from tpengine.executor.diagnosis import DRIVER_GONE, Doing, LastLines, RankFailure, RankPlace
+from tpengine.executor.diagnosis import (
+    DRIVER_GONE,
+    Doing,
+    KeptMemory,
+    LastLines,
+    RankFailure,
+    RankPlace,
+)
 from tpengine.executor.watch import Heartbeat, end_process
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
@@ -143,36 +150,35 @@ class Rank:
         failure = self.failure(error, phase)
         return FrameKind.FAILURE, number, encode(dataclasses.astuple(failure))
 
-    def join(self, rank: int, place: Sequence[Any]) -> None:
+    def join(self, rank: int, place: RankPlace) -> None:
         """Makes this process a rank, which sends heartbeats from now on.
 
         Args:
-            place: the fields of its `RankPlace`. It takes the GPUs that this names; none: the same
-                as the driver, or those that Ray gave it.
+            place: the rank takes the GPUs that it names; none: the same as the driver, or those
+                that Ray gave it.
         """
         self._rank = self._heartbeat.rank = rank
-        self.place = RankPlace(*place)
-        if self.place.devices:
-            envs.set_visible_gpus(self.place.devices)
+        self.place = place
+        if place.devices:
+            envs.set_visible_gpus(place.devices)
         self._heartbeat.start()
 
-    def create(
-        self,
-        config: EngineConfig,
-        engine_id: str,
-        first_epoch: int,
-        memory: tuple[str, str] | None,
-    ) -> bool:
+    def create(self, config: EngineConfig, kept: KeptMemory | None) -> bool:
         """Makes the worker, which imports torch; returns whether what it holds outlives it.
 
         Args:
-            engine_id, first_epoch: whose memory it is.
-            memory: see `NodeAgent.keep_memory`; None: nothing outlives the process.
+            kept: None: nothing outlives the process.
         """
-        file = None if memory is None else _open_memory(*memory)
-        self._worker = _import_worker()(config, None, self._rank, file, engine_id, first_epoch)
+        file = None if kept is None else _open_memory(kept)
+        worker_type = _import_worker()
+        memory = None
+        if kept is not None and file is not None:
+            from tpengine.worker.rank_memory import RankMemory
+
+            memory = RankMemory(file, config, self._rank, kept.engine_id, kept.epoch)
+        self._worker = worker_type(config, None, self._rank, memory)
         self._samples = self._rank == config.parallel.sampling_rank
-        return file is not None
+        return memory is not None
 
     def failure(self, error: BaseException, phase: str) -> RankFailure:
         """An exception of this rank, as data.
@@ -193,12 +199,12 @@ class Rank:
         )
 
 
-def _open_memory(path: str, target: str) -> int | None:
+def _open_memory(kept: KeptMemory) -> int | None:
     """Opens a file that the node's agent holds; returns a descriptor, or None if this process does
     not see it, as in another container, where the path may lead to any file."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if os.readlink(f"/proc/self/fd/{file}") == target:
+        file = os.open(kept.path, os.O_RDWR | os.O_CLOEXEC)
+        if os.readlink(f"/proc/self/fd/{file}") == kept.target:
             return file
         os.close(file)
         reason = "another process has its number"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from tpengine.executor.diagnosis import RankPlace
 from tpengine.host import start_thread
@@ -36,7 +36,10 @@ class Spare(Protocol):
         """Ends the process without waiting, also one that is stopped."""
 
 
-class Spares:
+AnySpare = TypeVar("AnySpare", bound=Spare)
+
+
+class Spares(Generic[AnySpare]):
     """Keeps spares ready on the nodes of the ranks.
 
     Args:
@@ -44,10 +47,10 @@ class Spares:
         start: starts one on a node, without waiting for it.
     """
 
-    def __init__(self, count: int, start: Callable[[str], Spare]) -> None:
+    def __init__(self, count: int, start: Callable[[str], AnySpare]) -> None:
         self.count = count
         self._start = start
-        self._spares: list[Spare] = []
+        self._spares: list[AnySpare] = []
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
 
@@ -96,13 +99,13 @@ class Spares:
             except Exception as error:
                 logger.warning(_NO_SPARE, error)
 
-    def take(self, node_ids: Sequence[str]) -> list[Spare | None]:
+    def take(self, node_ids: Sequence[str]) -> list[AnySpare | None]:
         """Takes a spare on each of these nodes, if possible one that has imported everything; None:
         there is none on that node."""
         with self._lock:
             self._cancel()
             usable = self.usable()
-            taken: list[Spare | None] = []
+            taken: list[AnySpare | None] = []
             for node_id in node_ids:
                 spare = next((spare for spare in usable if spare.node_id == node_id), None)
                 taken.append(spare)
@@ -111,7 +114,7 @@ class Spares:
                     self._spares.remove(spare)
             return taken
 
-    def usable(self) -> list[Spare]:
+    def usable(self) -> list[AnySpare]:
         """The spares that are alive, the prepared ones first; dead and frozen ones are ended."""
         with self._lock:
             prepared = [spare for spare in self._spares if spare.is_prepared()]

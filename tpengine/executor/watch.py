@@ -125,18 +125,9 @@ class Exchange:
         if wake_up is not None:
             self._poll.register(self._wake_up_file, select.POLLIN)
 
-    def send_step(
-        self, number: int, payload: bytes, timeout_s: float, first: bytes | None = None
-    ) -> None:
-        """Sends a step to all ranks. What fails is raised by `take_answers`.
-
-        Args:
-            first: what rank 0 gets; None: the same.
-        """
-        payloads = dict.fromkeys(range(len(self._channels)), payload)
-        if first is not None:
-            payloads[0] = first
-        self._send(FrameKind.STEP, number, payloads, timeout_s)
+    def send_step(self, number: int, payloads: Sequence[bytes], timeout_s: float) -> None:
+        """Sends each rank its payload of a step. What fails is raised by `take_answers`."""
+        self._send(FrameKind.STEP, number, dict(enumerate(payloads)), timeout_s)
 
     def take_answers(self, number: int, timeout_s: float) -> list[bytes]:
         """Waits for the answers to what was sent with this number; returns them in the order of the
@@ -246,11 +237,6 @@ class Exchange:
         except ChannelError as error:
             self._broken.setdefault(rank, error)
             self._poll.unregister(fileno)
-
-    def close(self) -> None:
-        """Closes all channels, which ends the ranks."""
-        for channel in self._channels:
-            channel.close()
 
 
 def _late(kind: FrameKind, number: int, timeout_s: float) -> ChannelError:

@@ -15,11 +15,10 @@ import ipaddress
 import re
 import socket
 import ssl
-import threading
 import time
 import urllib.parse
 from collections.abc import Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from tpengine import host as process
@@ -147,19 +146,10 @@ def _addresses(host: str, port: int, deadline: float) -> list[str]:
     """The addresses of a host, at least one; see `_connect`."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(host))]  # the operator has listed it
-    answer: Future[list[str]] = Future()
-
-    def resolve() -> None:
-        try:
-            places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            answer.set_result([str(place[0]) for *_, place in places])
-        except Exception as error:  # UnicodeError too
-            answer.set_exception(error)
-
-    # A thread, since the C library's resolver has no bound of ours.
-    thread = threading.Thread(target=resolve, name="tpengine-resolver", daemon=True)
-    process.start_thread(thread)
-    addresses = list(dict.fromkeys(answer.result(_left_s(deadline))))
+    # In a thread, since the C library's resolver has no bound of ours.
+    resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    places = process.run_in_thread(resolve, "tpengine-resolver").result(_left_s(deadline))
+    addresses = list(dict.fromkeys(str(place[0]) for *_, place in places))
     if not addresses or not all(map(_is_public, addresses)):
         raise OSError("an address of the host is not public")
     return addresses

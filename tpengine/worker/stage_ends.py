@@ -50,14 +50,15 @@ class StageEnds:
     def send_ids(self, sampled_ids: Int64) -> None:
         """Tells the other stages what was sampled, int64 `[num_samples]`; at other ranks than the
         one that samples it does nothing."""
-        if self._stage.is_last and self._stage.sampled is not None and len(sampled_ids):
-            self._stage.sampled.send(torch.from_numpy(sampled_ids))
+        if self._stage.is_last and len(sampled_ids):
+            for link in self._stage.sampled:
+                link.send(torch.from_numpy(sampled_ids))
 
     def ids_of(self, step: StepInput) -> Callable[[], Int64]:
         """Returns a function that waits for what a step samples. To be called in the order of the
         steps."""
-        sampled, ids = self._stage.sampled, torch.empty(len(step.sample_slots), dtype=torch.int64)
-        assert sampled is not None, "no stage samples"
+        (sampled,) = self._stage.sampled
+        ids = torch.empty(len(step.sample_slots), dtype=torch.int64)
         return lambda: sampled.receive(ids).numpy()
 
     def num_needed(self, pending: Sequence[StepInput], step: StepInput) -> int:

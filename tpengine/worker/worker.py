@@ -69,11 +69,7 @@ class Worker:
 
     Args:
         parallel: of a rank that is already connected with the others; replaces `rank`.
-        memory_file: descriptor of a file for what outlives the process; None: nothing does.
-        engine_id, first_epoch: whose file it is.
-
-    Raises:
-        TemporaryError: it is the file of others.
+        memory: for what outlives the process; None: nothing does.
     """
 
     def __init__(
@@ -81,15 +77,11 @@ class Worker:
         config: EngineConfig,
         parallel: ParallelState | None = None,
         rank: int = 0,
-        memory_file: int | None = None,
-        engine_id: str = "",
-        first_epoch: int = 1,
+        memory: RankMemory | None = None,
     ) -> None:
         self._config = config
-        self._memory: RankMemory | None = None
+        self._memory = memory
         self._outlives = False
-        if memory_file is not None:
-            self._memory = RankMemory(memory_file, config, rank, engine_id, first_epoch)
         self._rank = rank
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
         self._num_local_ranks = config.parallel.world_size

@@ -14,7 +14,6 @@ from support.waiting import PATIENCE_S, wait_until
 
 from executor.ray_engines import free_cpus, ray_engine
 from tpengine import SamplingParams
-from tpengine.config import RayConfig
 from tpengine.executor.launch.placement import Placer
 
 NUM_TOKENS = 8
@@ -24,8 +23,7 @@ class Driver:
     """Places two ranks, or makes an engine of two; and ends by itself."""
 
     def place(self, check: Callable[[], None] = lambda: None) -> None:
-        config = RayConfig(placement_timeout_s=600.0)
-        Placer({"CPU": 1.0}, 2, config, lambda _: set(), check).place(set())
+        Placer({"CPU": 1.0}, 2, "PACK", 600.0, lambda _: set(), check).place(set())
 
     def cancel(self) -> None:
         """Stops to place them while the group's owner starts, or waits for room."""

@@ -12,7 +12,7 @@ import ray
 from tpengine import EngineArgs
 from tpengine.errors import GroupLostError, RankLoss
 from tpengine.executor.diagnosis import RankPlace
-from tpengine.executor.home import StartTimes
+from tpengine.executor.home import Start
 from tpengine.executor.launch.ray_home import RayHome
 
 BEGUN, LATER, WELL = "start", "load_model", ""
@@ -40,12 +40,13 @@ def test_a_ray_that_starts_no_rank(
     placement = SimpleNamespace(node_ids=["", ""], is_borrowed=False)
     placer = SimpleNamespace(replace=lambda old, silent: placement)
     monkeypatch.setattr(home, "_placer", lambda *args: placer)
-    monkeypatch.setattr(home._agents, "silent", lambda node_ids, check: set())
+    monkeypatch.setattr(home.agents, "silent", lambda node_ids, check: set())
     node_id = ray.get_runtime_context().get_node_id() if is_here else "f" * 56
     lost = places = [RankPlace(node_id, "10.0.0.1", "host", (), rank, 1) for rank in range(2)]
     successors = []
     for phase in phases:
-        home.replace(2, lost, lambda silent: None, StartTimes(60.0), lambda: None)
+        group = SimpleNamespace(places=lost, end=lambda silent: None)
+        home.replace(2, group, Start(60.0, lambda: None))
         lost = [] if phase == BEGUN else places
         loss = RankLoss(0, "somewhere", 2, None, phase, "Ray says: it died")
         successors.append(home.successor(GroupLostError(loss)) if phase else None)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -25,34 +23,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tpengine import envs, host
 from tpengine.errors import ConfigError
 from tpengine.executor.channel import (
-    Channel,
     ChannelClosedError,
     ChannelError,
-    ChannelTimeoutError,
     Invitation,
-    Listener,
     connect,
 )
 from tpengine.executor.diagnosis import (
     AGENT_START_S,
     ANSWER_S,
     STOPPED,
-    Failure,
     NodeSilentError,
     RankFailure,
     RankPlace,
-    RanksFailedError,
 )
-from tpengine.executor.home import Started
 from tpengine.executor.launch.node_agent import NodeAgent, Process, own_error_log
-from tpengine.executor.launch.placement import (
-    Placement,
-    actor_options,
-    channel_address,
-    order_places,
-)
 from tpengine.executor.launch.ray_calls import RaySilentError, bounded
-from tpengine.executor.launch.ray_messages import hide_deaths
 from tpengine.executor.rank import Rank, import_all
 from tpengine.executor.spares import SPARE_ANSWER_S
 from tpengine.logger import init_logger
@@ -63,7 +48,7 @@ _AGENT_THREADS = 4
 """So that an agent answers while one of its calls waits."""
 _CONNECT_S = 20.0
 """How long a rank tries to connect; less than any group has to appear."""
-_CHECK_S = 0.2
+CHECK_S = 0.2
 """Between two looks at whether a wait still makes sense."""
 _KILL_S = 5.0
 """How long Ray may take to hear that an actor is to end."""
@@ -120,7 +105,7 @@ class RayWorker(Rank):
         return place
 
 
-class _ActorCalls:
+class ActorCalls:
     """Calls that actors answer.
 
     Args:
@@ -148,128 +133,30 @@ class _ActorCalls:
             return ChannelError(str(error))
 
 
-@dataclass(eq=False)
-class RayLauncher:
-    """Starts the ranks of one group as actors, one per bundle; see `home.Launcher`. The next group
-    has the same one if it keeps ranks.
-
-    Args:
-        placement: gets the devices of its bundles once the ranks have told where they are.
-        agents: of the ranks' nodes; the ranks on the driver's own node come first.
-
-    Attributes:
-        spares: by index of the bundle: an actor; None: a new one is started.
-    """
-
-    _placement: Placement
-    _bundle: Mapping[str, float]
-    agents: Agents
-    keeps_memory: bool
-    spares: dict[int, Any | None] = field(default_factory=dict)
-    _actors: dict[int, Any] = field(default_factory=dict)  # by index of the bundle
-    _started: dict[int, Started] = field(default_factory=dict)
-    _order: list[int] = field(default_factory=list)  # index of each rank's bundle
-
-    def keep(self, kept: frozenset[int]) -> None:
-        """Forgets all ranks but these; the others have ended."""
-        for rank, index in enumerate(self._order):
-            if rank not in kept:
-                del self._actors[index], self._started[index]
-
-    @property
-    def missing(self) -> dict[int, str]:
-        """Nodes of the bundles without a rank, by their index."""
-        nodes = enumerate(self._placement.node_ids)
-        return {index: node_id for index, node_id in nodes if index not in self._started}
-
-    def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
-        address = channel_address(self._placement.node_ids, self.agents.own_node_id)
-        with contextlib.closing(Listener(address, secrets.token_bytes(32), epoch)) as listener:
-            places, channels = self._connect(listener, epoch, timeout_s, check)
-        pairs = zip(places, zip(channels[::2], channels[1::2], strict=True), strict=True)
-        self._started |= dict(zip(self.spares, pairs, strict=True))
-        hide_deaths((place.node_id, place.pid) for place in places)
-        places = [self._started[index][0] for index in range(len(self._started))]
-        self._placement.devices = [place.devices for place in places]
-        self._order = self._order or order_places(places, self.agents.own_node_id)
-        self.agents.note_places(places)
-        return [self._started[index] for index in self._order]
-
-    def _connect(
-        self, listener: Listener, epoch: int, timeout_s: float, check: Callable[[], None]
-    ) -> tuple[list[RankPlace], list[Channel]]:
-        """Starts the missing actors and has them connect; returns their places, and two channels of
-        each in the same order."""
-        calls, size = self._call_actors(epoch, listener.invitation), len(self.spares)
-        places: dict[int, RankPlace] = {}
-        deadline = time.monotonic() + timeout_s
-
-        def look(wait_s: float = 0.0) -> None:
-            check()
-            answers = calls.wait(wait_s)
-            if failures := {n: a for n, a in answers.items() if isinstance(a, Failure)}:
-                raise RanksFailedError({self._rank_of(n): a for n, a in failures.items()})
-            places.update(answers)
-
-        try:
-            channels = listener.accept(size, timeout_s, look, per_rank=2)
-            while len(places) < size and time.monotonic() < deadline:
-                look(_CHECK_S)
-            return [places[number] for number in range(size)], channels
-        except (ChannelTimeoutError, KeyError) as error:
-            reason = (
-                f"no answer within {timeout_s:.0f} s: it is frozen, or its machine very slow "
-                "(start_timeout_s bounds a first start; a later one has a multiple of the first)"
-            )
-            missing = set(range(size)) - places.keys() or range(size)
-            failure = ChannelTimeoutError(reason)
-            raise RanksFailedError(dict.fromkeys(map(self._rank_of, missing), failure)) from error
-
-    def _rank_of(self, number: int) -> int:
-        """Which rank a missing process will be; before the first start this is not known, and any
-        number."""
-        return self._order.index(list(self.spares)[number]) if self._order else number
-
-    def _call_actors(self, epoch: int, invitation: Invitation) -> _ActorCalls:
-        refs, known = {}, self._placement.devices or []
-        for number, (index, actor) in enumerate(self.spares.items()):
-            devices = None
-            if actor is None:
-                strategy, options = self._placement.strategy(index), actor_options(self._bundle)
-                actor = _start(RayWorker, strategy, envs.for_ranks(), **options)
-            else:
-                devices = known[index]
-            self._actors[index] = actor
-            refs[number] = actor.connect.remote(devices, number, epoch, invitation)
-        return _ActorCalls(refs)
-
-    def kill(self) -> None:
-        if ray.is_initialized():
-            with contextlib.suppress(RaySilentError):
-                _kill(*{*self._actors.values(), *filter(None, self.spares.values())})
-
-
-def _start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) -> Any:
+def start(actor_class: type[Any], strategy: Any, *args: Any, **options: Any) -> Any:
     """Starts an actor that Ray does not start again."""
     remote = ray.remote(actor_class).options(
         scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, **options
     )
-    return bounded(lambda: remote.remote(*args), f"an actor ({actor_class.__name__})", _kill)
+    return bounded(lambda: remote.remote(*args), f"an actor ({actor_class.__name__})", kill)
 
 
-def _kill(*actors: Any) -> None:
-    def kill() -> None:
+def kill(*actors: Any) -> None:
+    """Has Ray end actors, if it answers."""
+
+    def end() -> None:
         for actor in actors:
             with contextlib.suppress(Exception):  # another cluster does not know the actor
                 ray.kill(actor, no_restart=True)
 
-    bounded(kill, "the end of actors", limit_s=_KILL_S)
+    with contextlib.suppress(RaySilentError):
+        bounded(end, "the end of actors", limit_s=_KILL_S)
 
 
 def _start_on(node_id: str, actor_class: type[Any], *args: Any, **options: Any) -> Any:
     """Starts an actor that asks for no resources, on one node."""
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return _start(actor_class, strategy, *args, num_cpus=0, **options)
+    return start(actor_class, strategy, *args, num_cpus=0, **options)
 
 
 class Agents:
@@ -353,7 +240,7 @@ class Agents:
         self.open(new)
         unanswered, dead = self._unanswered(new, AGENT_START_S, check)
         for node_id in unanswered | dead:
-            self._forget(node_id)
+            kill(self._actors.pop(node_id))
         return silent | unanswered | dead
 
     def _unanswered(
@@ -361,25 +248,21 @@ class Agents:
     ) -> tuple[set[str], set[str]]:
         """(nodes that gave no answer, nodes whose agent's process is gone)."""
         deadline = time.monotonic() + timeout_s
-        calls = _ActorCalls({node_id: self._actors[node_id].ping.remote() for node_id in node_ids})
+        calls = ActorCalls({node_id: self._actors[node_id].ping.remote() for node_id in node_ids})
         silent, dead = set(node_ids), set()
         while silent and time.monotonic() < deadline:
             check()
-            for node_id, answer in calls.wait(_CHECK_S).items():
+            for node_id, answer in calls.wait(CHECK_S).items():
                 silent.discard(node_id)
                 if isinstance(answer, ChannelError):  # also if the agent can never be scheduled
                     dead.add(node_id)
         return silent, dead
 
-    def _forget(self, node_id: str) -> None:
-        with contextlib.suppress(RayError, RaySilentError):
-            _kill(self._actors.pop(node_id))
-
     def close(self) -> None:
         """Ends the agents."""
         self._own.close()
-        for node_id in list(self._actors):
-            self._forget(node_id)
+        while self._actors:
+            kill(self._actors.popitem()[1])
 
 
 class ActorSpare:
@@ -400,13 +283,12 @@ class ActorSpare:
         return bool(ray.wait([self._prepared], timeout=0)[0])
 
     def answer(self) -> RankPlace | None:
-        calls = _ActorCalls({0: self.actor.describe.remote()})
+        calls = ActorCalls({0: self.actor.describe.remote()})
         place = calls.wait(SPARE_ANSWER_S).get(0)
         return place if isinstance(place, RankPlace) else None
 
     def end(self) -> None:
-        with contextlib.suppress(RayError, RaySilentError):
-            _kill(self.actor)
+        kill(self.actor)
         with contextlib.suppress(RayError):
             # Ray asks the process to end itself, which a stopped one cannot do.
             if self.is_prepared():

@@ -21,7 +21,6 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tpengine import host
-from tpengine.config import RayConfig
 from tpengine.errors import PlacementError, counted
 from tpengine.executor.diagnosis import RankPlace
 from tpengine.executor.launch.placement_groups import OwnGroup, describe_groups, make_group
@@ -263,6 +262,7 @@ class Placer:
 
     Args:
         bundle: resources of one rank.
+        strategy, timeout_s: see `RayConfig`.
         find_silent: returns those of some nodes that do not answer.
         check: called repeatedly during everything that may take long; an exception of it ends the
             wait.
@@ -270,7 +270,8 @@ class Placer:
 
     bundle: Resources
     size: int
-    config: RayConfig
+    strategy: str
+    timeout_s: float
     find_silent: Callable[[Iterable[str]], set[str]]
     check: Callable[[], None]
 
@@ -302,12 +303,11 @@ class Placer:
         current = get_current_placement_group()
         if current is not None:
             return Placement.of(current, self._free_bundles(current, excluded), None)
-        strategy = self.config.placement_strategy
         nodes = [node for node in cluster_nodes() if node.node_id not in excluded]
-        reason = explain_infeasible(nodes, self.bundle, self.size, strategy)
+        reason = explain_infeasible(nodes, self.bundle, self.size, self.strategy)
         if reason is not None:
             without = f" without {len(excluded)} that do not answer" if excluded else ""
-            is_strict = strategy.startswith("STRICT")
+            is_strict = self.strategy.startswith("STRICT")
             smaller = None if is_strict else smaller_bundle(nodes, self.bundle, self.size)
             advice = f"give each rank less (--ray-bundle {smaller}), " if smaller else ""
             raise PlacementError(
@@ -317,11 +317,11 @@ class Placer:
         selector = {_NODE_LABEL: f"!in({', '.join(sorted(excluded))})"}
         selectors = [selector] * self.size if excluded else None
         options = {
-            "strategy": strategy,
+            "strategy": self.strategy,
             "bundle_label_selector": selectors,
             "bundles": [dict(self.bundle)] * self.size,
         }
-        own = make_group(self.check, self.config.placement_timeout_s, **options)
+        own = make_group(self.check, self.timeout_s, **options)
         try:
             self._wait(own.group)
             return Placement.of(own.group, list(range(self.size)), own)
@@ -341,7 +341,7 @@ class Placer:
             if len(free) >= self.size:
                 return free[: self.size]
             waited_s = time.monotonic() - start
-            if waited_s >= self.config.placement_timeout_s:
+            if waited_s >= self.timeout_s:
                 raise PlacementError(
                     f"the ranks cannot be placed within {waited_s:.0f} s: "
                     f"{self._describe_taken(indices, left)}; make the group with a bundle for each "
@@ -372,7 +372,7 @@ class Placer:
 
     def _wait(self, group: PlacementGroup) -> None:
         """Waits until the group has its room."""
-        timeout_s, start = self.config.placement_timeout_s, time.monotonic()
+        timeout_s, start = self.timeout_s, time.monotonic()
         if self._has_room(group, start + min(_PATIENCE_S, timeout_s)):
             return
         where = f"room on the Ray cluster at {_address()}"
@@ -397,7 +397,7 @@ class Placer:
     def _describe_room(self) -> str:
         what = "its resources"
         return (
-            f"wanted {self.size} x {describe(self.bundle)} ({self.config.placement_strategy}), "
+            f"wanted {self.size} x {describe(self.bundle)} ({self.strategy}), "
             f"available now {_amounts(bounded(ray.available_resources, what), self.bundle)} of "
             f"{_amounts(bounded(ray.cluster_resources, what), self.bundle)}{describe_groups()}"
         )
@@ -412,7 +412,7 @@ class Placer:
         Raises:
             PlacementError: there was no room without the silent nodes until the timeout.
         """
-        deadline = time.monotonic() + self.config.placement_timeout_s
+        deadline = time.monotonic() + self.timeout_s
         if old is not None and old.is_removed():
             old = None
         is_first = True

@@ -9,11 +9,10 @@ rank outlives the driver: the kernel kills it, also when it is stopped.
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, PlacementError, counted
 from tpengine.executor.channel import Channel, Check
 from tpengine.executor.diagnosis import ANSWER_S
-from tpengine.executor.home import EndGroup, Home, Places, Started, StartTimes
+from tpengine.executor.home import Home, Lost, Start, Started
 from tpengine.executor.launch import node_agent, rank_process
 from tpengine.executor.launch.children import Child, End, Process, Starter
 from tpengine.executor.launch.template import Template
@@ -119,65 +118,45 @@ class OwnMachine(node_agent.NodeAgent):
         return "" if child is None else child.last_lines()
 
 
-@dataclass(frozen=True)
-class ProcessLauncher:
-    """The processes of one group; see `home.Launcher`. The i-th becomes rank i.
-
-    Args:
-        devices: GPUs of each rank; empty: the same as the driver.
-    """
-
-    agents: OwnMachine
-    _processes: Sequence[RankProcess]
-    _devices: Sequence[tuple[str, ...]]
-    keeps_memory: bool
-
-    def start(self, epoch: int, timeout_s: float, check: Callable[[], None]) -> list[Started]:
-        each = zip(self._processes, self._devices, strict=True)
-        return [(replace(child.place, devices=gpus), child.channels) for child, gpus in each]
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.end()
-
-
 class ProcessHome(Home):
     """This machine: each rank is a child of the driver.
 
     Its `spares` hold the template.
 
     Args:
-        devices: of each rank; None: the i-th visible GPU for rank i.
+        devices: GPUs of each rank, empty: the same as the driver; None: the i-th visible GPU for
+            rank i.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks.
     """
 
+    agents: OwnMachine
+
     def __init__(
         self, config: EngineConfig, devices: Sequence[tuple[str, ...]] | None = None
     ) -> None:
-        ranks, self._size = config.parallel.ranks, config.parallel.world_size
-        assert ranks is not None, "ranks in processes of their own need config.parallel.ranks"
-        if ranks.spare_workers:
+        self._size = config.parallel.world_size
+        if config.parallel.own_processes.spare_workers:
             logger.info("no spare workers: ranks are forked from a template process")
         self._model_code = config.model_code
         self._devices = devices or rank_devices(config.device, self._size)
-        self._agents = OwnMachine()
+        self.agents = OwnMachine()
         self._starter = Starter()
-        self._keeps_memory = config.device == "cpu"
-        self._latest: dict[int, RankProcess] = {}  # by rank
-        self.spares = Spares(1, self._start_template)
+        self.keeps_memory = config.device == "cpu"
+        self._ranks: list[RankProcess] = []  # of the latest group
+        self.spares: Spares[Template] = Spares(1, self._start_template)
         self.spares.start_missing([Template.node_id])  # it imports while the driver reads its files
 
-    def place(self, times: StartTimes, check: Check) -> None:
+    def place(self, start: Start) -> None:
         """Waits for the template, which imports once for all ranks."""
-        deadline = time.monotonic() + times.appear_s
-        with times.phase("template"):
+        deadline = time.monotonic() + start.appear_s
+        with start.phase("template"):
             self.spares.start_missing([Template.node_id])
             while not all(template.is_prepared() for template in self.spares.usable()):
                 if time.monotonic() > deadline:
                     break
-                check()
+                start.check()
                 time.sleep(_LOOK_S)
 
     def has_room(self, num_more: int, check: Check) -> bool:
@@ -191,25 +170,17 @@ class ProcessHome(Home):
             return True
         return False
 
-    def replace(
-        self,
-        size: int,
-        lost: Places,
-        end: EndGroup,
-        times: StartTimes,
-        check: Check,
-        deadline: float = math.inf,
-    ) -> None:
+    def replace(self, size: int, lost: Lost, start: Start) -> None:
         """See `Home`. A home that takes over from another one waits for its template, too."""
-        super().replace(size, lost, end, times, check)
+        super().replace(size, lost, start)
         if size > len(self._devices):
             raise PlacementError(
                 f"{size} ranks need a GPU each, and the last group left "
                 f"{counted(len(self._devices), 'GPU')}; make a new engine for more"
             )
         self._size = size
-        if not self._agents.children:
-            self.place(times, check)
+        if not self._ranks:
+            self.place(start)
 
     def _start_template(self, _: str) -> Template:
         return Template(self._starter, self._model_code, self._on_template_end)
@@ -228,7 +199,7 @@ class ProcessHome(Home):
     def _start_rank(self, ends: Sequence[End]) -> Process:
         """Forks a process from the template, or starts an interpreter."""
         for template in self.spares.usable():
-            if not isinstance(template, Template) or not template.is_prepared():
+            if not template.is_prepared():
                 continue
             reason = template.refusal
             if reason is None:
@@ -241,23 +212,34 @@ class ProcessHome(Home):
             logger.warning("a rank is not forked, its imports take longer: %s", reason)
         return self._starter.start_process(_PROGRAM, ends)
 
-    def make_launcher(self, kept: frozenset[int] | None = None) -> ProcessLauncher:
-        """See `Home`."""
+    def prepare(self, kept: frozenset[int] | None = None) -> None:
+        """Starts the processes; the i-th becomes rank i."""
+        ranks: list[RankProcess] = []
         with contextlib.ExitStack() as undo:
             for rank in range(self._size):
-                if rank not in (kept or ()):
-                    self._latest[rank] = RankProcess(f"rank {rank}", self._start_rank)
-                undo.callback(self._latest[rank].end)
+                if rank in (kept or ()):
+                    ranks.append(self._ranks[rank])
+                else:
+                    ranks.append(RankProcess(f"rank {rank}", self._start_rank))
+                undo.callback(ranks[rank].end)
             undo.pop_all()
-        processes = [self._latest[rank] for rank in range(self._size)]
-        self._agents.children = {process.pid: process for process in processes}
+        self._ranks = ranks
+        self.agents.children = {process.pid: process for process in ranks}
+
+    def start(self, epoch: int, timeout_s: float, check: Check) -> list[Started]:
+        """See `Home`; the processes have their channels already."""
         devices = self._devices[: self._size]
-        return ProcessLauncher(self._agents, processes, devices, self._keeps_memory)
+        each = zip(self._ranks, devices, strict=True)
+        return [(replace(child.place, devices=gpus), child.channels) for child, gpus in each]
+
+    def kill(self) -> None:
+        for process in self._ranks:
+            process.end()
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
             stack.callback(self._starter.stop)
-            stack.callback(self._agents.close)
+            stack.callback(self.agents.close)
             stack.callback(self.spares.close)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import ray
 
 from tpengine.errors import TemporaryError
-from tpengine.host import start_thread
+from tpengine.host import run_in_thread
 
 Answer = TypeVar("Answer")
 
@@ -58,15 +57,7 @@ def bounded(
     if not is_last and wait(tuple(_abandoned), _RETURN_S).not_done:
         raise RaySilentError(f"Ray was not asked for {what}: it still does not answer")
     limit_s = RAY_CALL_S if limit_s is None else min(limit_s, RAY_CALL_S)
-    answer: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    start_thread(threading.Thread(target=run, name="tpengine-ray-call", daemon=True))
+    answer = run_in_thread(call, "tpengine-ray-call")
     is_done = False
     try:
         is_done = bool(wait([answer], limit_s).done)

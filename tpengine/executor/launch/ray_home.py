@@ -9,24 +9,36 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 import time
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import ray
 
+from tpengine import envs
 from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, EngineError, GroupLostError, PlacementError
-from tpengine.executor.channel import Check
-from tpengine.executor.diagnosis import START
-from tpengine.executor.home import EndGroup, Home, Places, StartTimes
-from tpengine.executor.launch.actors import ActorSpare, Agents, RayLauncher
-from tpengine.executor.launch.placement import Placement, Placer, cluster_nodes, rank_bundle
+from tpengine.executor.channel import Channel, ChannelTimeoutError, Check, Invitation, Listener
+from tpengine.executor.diagnosis import START, Failure, RankPlace, RanksFailedError
+from tpengine.executor.home import Home, Lost, Start, Started
+from tpengine.executor.launch import actors
+from tpengine.executor.launch.actors import ActorCalls, ActorSpare, Agents
+from tpengine.executor.launch.placement import (
+    Placement,
+    Placer,
+    actor_options,
+    channel_address,
+    cluster_nodes,
+    order_places,
+    rank_bundle,
+)
 from tpengine.executor.launch.processes import ProcessHome
 from tpengine.executor.launch.ray_calls import RaySilentError, check_answers
 from tpengine.executor.launch.ray_connection import RAY_IS_GONE, RayConnection
+from tpengine.executor.launch.ray_messages import hide_deaths
 from tpengine.executor.rank_tls import check_at_start
-from tpengine.executor.spares import Spare, Spares
+from tpengine.executor.spares import Spares
 from tpengine.logger import init_logger
 
 logger = init_logger(__name__)
@@ -45,20 +57,27 @@ class RayHome(Home):
         connection: to the cluster; closed with this home.
     """
 
+    agents: Agents
+
     def __init__(self, config: EngineConfig, connection: RayConnection) -> None:
-        ranks, ray_config = config.parallel.ranks, config.parallel.ray
-        assert ranks is not None, "ranks in processes of their own need config.parallel.ranks"
+        ray_config = config.parallel.ray
         assert ray_config is not None, "ranks in a cluster of Ray need config.parallel.ray"
         self._config = config
         self._ray_config = ray_config
         self._connection = connection
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        self._agents = Agents(self._node_id)
-        self.spares = Spares(ranks.spare_workers, self._start_spare)
+        self.agents = Agents(self._node_id)
+        self.keeps_memory = config.device == "cpu"
+        num_spares = config.parallel.own_processes.spare_workers
+        self.spares: Spares[ActorSpare] = Spares(num_spares, self._start_spare)
         self._bundle = rank_bundle(config.device, ray_config.bundle)
         self._placement: Placement | None = None
-        self._launcher: RayLauncher | None = None  # the latest group's
-        self._places_before: Places = []
+        # Of the latest group, by index of the bundle; that of each rank is in `_order`.
+        self._actors: dict[int, Any] = {}
+        self._started: dict[int, Started] = {}
+        self._new: list[int] = []  # those without a rank that goes on
+        self._order: list[int] = []
+        self._places_before: list[RankPlace] = []
         self._num_failed = 0  # starts in a row in which a rank did not appear
 
     def check(self) -> None:
@@ -67,10 +86,10 @@ class RayHome(Home):
             raise EngineError(RAY_IS_GONE)
 
     def _placer(self, size: int, check: Check, most_s: float = math.inf) -> Placer:
-        find_silent = partial(self._agents.silent, check=check)
-        timeout_s = min(self._ray_config.placement_timeout_s, max(most_s, 0.0))
-        config = replace(self._ray_config, placement_timeout_s=timeout_s)
-        return Placer(self._bundle, size, config, find_silent, check)
+        config, find_silent = self._ray_config, partial(self.agents.silent, check=check)
+        timeout_s = min(config.placement_timeout_s, max(most_s, 0.0))
+        strategy = config.placement_strategy
+        return Placer(self._bundle, size, strategy, timeout_s, find_silent, check)
 
     def has_room(self, num_more: int, check: Check) -> bool:
         """Has Ray place them for a moment, on nodes that answer."""
@@ -79,53 +98,45 @@ class RayHome(Home):
         except PlacementError:
             return False
         try:
-            return not self._agents.silent(placement.node_ids, check)
+            return not self.agents.silent(placement.node_ids, check)
         finally:
             placement.remove()
 
-    def place(self, times: StartTimes, check: Check) -> None:
+    def place(self, start: Start) -> None:
         check_at_start()
-        with times.phase("placement"):
-            placer = self._placer(self._config.parallel.world_size, check)
+        with start.phase("placement"):
+            placer = self._placer(self._config.parallel.world_size, start.check)
             placement = self._placement = placer.place(set())
         if self.spares.count and placement.is_borrowed:
             # Ray does not know that a spare uses a bundle: it could give it to another actor.
             logger.warning("no spare workers: the placement group is the driver's own")
             self.spares.count = 0
 
-    def replace(
-        self,
-        size: int,
-        lost: Places,
-        end: EndGroup,
-        times: StartTimes,
-        check: Check,
-        deadline: float = math.inf,
-    ) -> None:
+    def replace(self, size: int, lost: Lost, start: Start) -> None:
         """Makes sure of bundles on nodes that answer; see `Home`."""
-        if lost:
-            self._places_before, self._num_failed = lost, 0
+        if lost.places:
+            self._places_before, self._num_failed = lost.places, 0
         if not self._connection.is_alive:
             raise EngineError(RAY_IS_GONE)
         if self._all_ran_here:
             self._check_ray()
-        with times.phase("nodes"):
-            node_ids = {place.node_id for place in lost}
+        with start.phase("nodes"):
+            node_ids = {place.node_id for place in lost.places}
             if self._placement is not None:
                 node_ids |= set(self._placement.node_ids)
-            silent = self._agents.silent(node_ids, check)
-        with times.phase("end"):
-            end(silent)
-        with times.phase("placement"):
+            silent = self.agents.silent(node_ids, start.check)
+        with start.phase("end"):
+            lost.end(silent)
+        with start.phase("placement"):
             old, silent_before = self._placement, set(silent)
             self._placement = old if old is not None and old.is_borrowed else None
             if old is not None and len(old.node_ids) != size:
                 old.remove()
                 old = None
-            placer = self._placer(size, check, deadline - time.monotonic())
+            placer = self._placer(size, start.check, start.deadline - time.monotonic())
             self._placement = placer.replace(old, silent)
             if silent_before - silent:  # ranks on nodes that answer again have to end first
-                end(silent)
+                lost.end(silent)
 
     @property
     def _all_ran_here(self) -> bool:
@@ -138,7 +149,7 @@ class RayHome(Home):
         Raises:
             RaySilentError: it cannot.
         """
-        self._agents.check_raylet()
+        self.agents.check_raylet()
         check_answers()
         if self._num_failed >= _MOST_FAILED:
             raise RaySilentError(f"Ray did not start a rank, {self._num_failed} times in a row")
@@ -168,28 +179,103 @@ class RayHome(Home):
             devices = [()] * self._config.parallel.world_size
         return ProcessHome(self._config, devices)
 
-    def make_launcher(self, kept: frozenset[int] | None = None) -> RayLauncher:
-        placement = self._placement
-        assert placement is not None, "ranks before their places"
-        launcher, is_cpu = self._launcher, self._config.device == "cpu"
-        if kept is None or launcher is None:
-            launcher = RayLauncher(placement, self._bundle, self._agents, is_cpu)
+    @property
+    def _placed(self) -> Placement:
+        assert self._placement is not None, "ranks before their places"
+        return self._placement
+
+    def prepare(self, kept: frozenset[int] | None = None) -> None:
+        """See `Home`: chooses the actors that are there already."""
+        placement, is_cpu = self._placed, self._config.device == "cpu"
+        if kept is None:
+            self._actors, self._started, self._order = {}, {}, []
         else:
             self._check_ray()
-            launcher.keep(kept)
-        spares: list[Spare | None] = [None] * len(launcher.missing)
+            for rank, index in enumerate(self._order):
+                if rank not in kept:
+                    del self._actors[index], self._started[index]
+        num_bundles = len(placement.node_ids)
+        self._new = [index for index in range(num_bundles) if index not in self._started]
         if placement.devices is None and is_cpu:
-            placement.devices = [()] * len(placement.node_ids)
+            placement.devices = [()] * num_bundles
         if placement.devices is not None:
-            spares = self.spares.take(list(launcher.missing.values()))
-        actors = [spare.actor if isinstance(spare, ActorSpare) else None for spare in spares]
-        launcher.spares = dict(zip(launcher.missing, actors, strict=True))
-        self._launcher = launcher
-        return launcher
+            spares = self.spares.take([placement.node_ids[index] for index in self._new])
+            for index, spare in zip(self._new, spares, strict=True):
+                if spare is not None:
+                    self._actors[index] = spare.actor
+
+    def start(self, epoch: int, timeout_s: float, check: Check) -> list[Started]:
+        """Has an actor become a rank in each bundle that has none. The ranks on the driver's own
+        node come first."""
+        placement, own_node_id = self._placed, self.agents.own_node_id
+        address = channel_address(placement.node_ids, own_node_id)
+        with contextlib.closing(Listener(address, secrets.token_bytes(32), epoch)) as listener:
+            calls = self._call_actors(epoch, listener.invitation)
+            places, channels = self._connect(listener, calls, timeout_s, check)
+        pairs = zip(places, zip(channels[::2], channels[1::2], strict=True), strict=True)
+        self._started |= dict(zip(self._new, pairs, strict=True))
+        hide_deaths((place.node_id, place.pid) for place in places)
+        places = [self._started[index][0] for index in range(len(self._started))]
+        placement.devices = [place.devices for place in places]
+        self._order = self._order or order_places(places, own_node_id)
+        self.agents.note_places(places)
+        return [self._started[index] for index in self._order]
+
+    def _connect(
+        self, listener: Listener, calls: ActorCalls, timeout_s: float, check: Check
+    ) -> tuple[list[RankPlace], list[Channel]]:
+        """Waits for new ranks to connect; returns their places, and two channels of each in the
+        same order."""
+        size, places = len(self._new), dict[int, RankPlace]()
+        deadline = time.monotonic() + timeout_s
+
+        def look(wait_s: float = 0.0) -> None:
+            check()
+            answers = calls.wait(wait_s)
+            if failures := {n: a for n, a in answers.items() if isinstance(a, Failure)}:
+                raise RanksFailedError({self._rank_of(n): a for n, a in failures.items()})
+            places.update(answers)
+
+        try:
+            channels = listener.accept(size, timeout_s, look, per_rank=2)
+            while len(places) < size and time.monotonic() < deadline:
+                look(actors.CHECK_S)
+            return [places[number] for number in range(size)], channels
+        except (ChannelTimeoutError, KeyError) as error:
+            reason = (
+                f"no answer within {timeout_s:.0f} s: it is frozen, or its machine very slow "
+                "(start_timeout_s bounds a first start; a later one has a multiple of the first)"
+            )
+            missing = set(range(size)) - places.keys() or range(size)
+            failure = ChannelTimeoutError(reason)
+            raise RanksFailedError(dict.fromkeys(map(self._rank_of, missing), failure)) from error
+
+    def _rank_of(self, number: int) -> int:
+        """Which rank a missing process will be; before the first start this is not known, and any
+        number."""
+        return self._order.index(self._new[number]) if self._order else number
+
+    def _call_actors(self, epoch: int, invitation: Invitation) -> ActorCalls:
+        """Starts the missing actors and has them connect."""
+        placement, options, refs = self._placed, actor_options(self._bundle), {}
+        for number, index in enumerate(self._new):
+            devices = None
+            if index in self._actors:  # a spare
+                devices = (placement.devices or [])[index]
+            else:
+                place = placement.strategy(index), envs.for_ranks()
+                self._actors[index] = actors.start(actors.RayWorker, *place, **options)
+            connect = self._actors[index].connect.remote
+            refs[number] = connect(devices, number, epoch, invitation)
+        return ActorCalls(refs)
+
+    def kill(self) -> None:
+        if ray.is_initialized():
+            actors.kill(*self._actors.values())
 
     def _start_spare(self, node_id: str) -> ActorSpare:
         self.check()
-        return ActorSpare(node_id, self._agents, self._config.model_code)
+        return ActorSpare(node_id, self.agents, self._config.model_code)
 
     def give_places_back(self) -> None:
         placement, self._placement = self._placement, None
@@ -206,7 +292,7 @@ class RayHome(Home):
         with contextlib.ExitStack() as stack:  # each of these runs, even if another one raises
             stack.callback(self._connection.close)
             if self._connection.is_alive:
-                stack.callback(self._agents.close)
+                stack.callback(self.agents.close)
                 stack.callback(self.spares.close)
 
 

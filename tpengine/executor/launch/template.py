@@ -48,7 +48,7 @@ class Template(children.Child):
         try:
             process = starter.start_process(_PROGRAM, [end], envs.SINGLE_THREAD)
             super().__init__("template", process)
-            self._send({"order": "prepare", "model_code": model_code})
+            self._send({"model_code": model_code})
         except BaseException:
             self._orders.close()
             raise
@@ -86,7 +86,7 @@ class Template(children.Child):
         Raises:
             OSError: the system forks no process; or the template has not answered, and is killed.
         """
-        order = {"order": "fork", "program": program, "environment": envs.for_children()}
+        order = {"program": program, "environment": envs.for_children()}
         source, sink = os.pipe2(os.O_CLOEXEC)
         try:
             answer = self._ask(order, [sink, *(end.fileno() for end in ends)])

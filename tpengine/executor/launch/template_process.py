@@ -1,8 +1,8 @@
 """The program of a template, from which ranks are forked: `python -m` with this module's name.
 
-Arguments: the driver's process, and the descriptor of a socket of packets. Each packet is an order,
-{"order": name, ...} in JSON with descriptors beside it, and has one answer. The driver's end is
-`template.Template`.
+Arguments: the driver's process, and the descriptor of a socket of packets in JSON, each of which
+has one answer. The first says what to import. Each other one is an order to fork a rank, with
+descriptors beside it. The driver's end is `template.Template`.
 
 The template imports what a rank needs, so that a rank starts in some 20 ms, and shares the memory
 of the imports with it. It must have a single thread, as only one is forked, and never computes. A
@@ -40,16 +40,12 @@ def main() -> None:
         if not message:
             return
         order = json.loads(message)
-        match order["order"]:
-            case "prepare":
-                answer = _prepare(order["model_code"])
-            case "fork":
-                answer = _fork(connection, order, files)
+        answer = _fork(connection, order, files) if files else _prepare(order["model_code"])
         if answer is not None:
             connection.send(json.dumps(answer).encode())
 
 
-def _prepare(model_code: Sequence[str | None]) -> dict[str, Any] | None:
+def _prepare(model_code: Sequence[str | None]) -> dict[str, Any]:
     """Imports everything; the answer may say why no rank can be forked."""
     gc.disable()  # what is imported stays
     import_all(model_code)
