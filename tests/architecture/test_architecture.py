@@ -24,7 +24,7 @@ VAGUE_NAMES = {"one", "given", "found", "about", "told"}
 # Budgets. A commit that raises one says what the lines buy.
 MAX_PACKAGE_LINES = 35_632
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
-MAX_NATIVE_LINES = 9_112
+MAX_NATIVE_LINES = 9_120
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
 MAX_CORE_LINES = 7_292
 """Lines of code of the files that docs/reading.md lists: `LLM.generate` on one device."""
