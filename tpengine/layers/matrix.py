@@ -45,9 +45,9 @@ from tpengine.ops.quantized_reference import NUMBERS, numbers_of
 
 _FROM_VALUES = QuantizedFormat(8, 32)
 """Of parts of a quantised file that cannot keep its numbers."""
-_PIECE_VALUES, _STORED_VALUES = 1 << 18, 1 << 20
-"""Values of one piece: malloc keeps what is freed, so pieces are small. Those in the numbers of a
-file take a byte or less, and mostly lie in its mapping."""
+_PIECE_VALUES, _MAPPED_VALUES = 1 << 18, 1 << 22
+"""Values of one piece: malloc keeps what is freed, so pieces are small. Numbers that are packed
+from the mapping of their file take no memory, and long pieces keep all threads at work."""
 
 
 class Matrix:
@@ -126,7 +126,8 @@ class Matrix:
         form = self._rounded or _FROM_VALUES if first is None else first.format
         weight = self._empty(place, form)
         numbers = torch.zeros(len(place.outputs))  # one tensor, as small ones split freed memory
-        for rows in place.pieces(_PIECE_VALUES if first is None else _STORED_VALUES):
+        is_mapped = first is not None and first.layout != NUMBERS
+        for rows in place.pieces(_MAPPED_VALUES if is_mapped else _PIECE_VALUES):
             own = slice(rows.start - place.outputs.start, rows.stop - place.outputs.start)
             piece = weight.rows(own.start, own.stop)
             if stored is None or first is None:
