@@ -4,14 +4,23 @@
 namespace tpengine::cpu {
 namespace {
 
-template <class T>
-void pack(T* packed, const T* weight, int64_t outputs, int64_t inputs, int64_t p, int64_t begin,
-          int64_t end) {
-  for (int64_t panel = begin; panel < end; ++panel) {
-    T* dst = packed + panel * kLinearPanel * inputs;
-    for (int64_t k = 0; k < inputs; k += p)
-      for (int64_t n = panel * kLinearPanel; n < (panel + 1) * kLinearPanel; ++n)
-        for (int64_t i = 0; i < p; ++i) *dst++ = n < outputs ? weight[n * inputs + k + i] : T{0};
+// A word is a pair of bfloat16, or a float.
+constexpr int64_t kWordBytes = 4, kWordsAtOnce = 64;
+
+// Rows may lie whole pages apart, where all have one place in L1. Pieces of them are copied side by
+// side first, with a word between them.
+void pack_panel(char* to, const char* rows, int64_t num_rows, int64_t words) {
+  uint32_t pieces[kLinearPanel][kWordsAtOnce + 1] = {};
+  for (int64_t first = 0; first < words; first += kWordsAtOnce) {
+    const int64_t count = std::min(words - first, kWordsAtOnce);
+    for (int64_t n = 0; n < num_rows; ++n)
+      std::memcpy(pieces[n], rows + (n * words + first) * kWordBytes,
+                  static_cast<size_t>(count * kWordBytes));
+    for (int64_t k = 0; k < count; ++k)
+      for (const auto& piece : pieces) {
+        std::memcpy(to, &piece[k], kWordBytes);
+        to += kWordBytes;
+      }
   }
 }
 
@@ -19,15 +28,17 @@ void pack_linear_weight(const Tensor& packed, const Tensor& weight) {
   const char* op = "pack_linear_weight";
   const DType dtype = element_type(op, "weight", weight);
   check_shape(op, "weight", weight, {kAnySize, kAnySize});
-  const int64_t outputs = weight.size(0), inputs = weight.size(1), p = pack_of(dtype);
+  const int64_t outputs = weight.size(0), inputs = weight.size(1);
   check_in_features(op, inputs, dtype);
-  const int64_t panels = num_panels(outputs);
+  const int64_t panels = num_panels(outputs), words = inputs / pack_of(dtype);
   check_tensor(op, "packed", packed, weight.dtype(), {panels * kLinearPanel * inputs});
   parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
-    if (dtype == DType::kBFloat16)
-      pack(packed.data<uint16_t>(), weight.data<uint16_t>(), outputs, inputs, p, begin, end);
-    else
-      pack(packed.data<float>(), weight.data<float>(), outputs, inputs, p, begin, end);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t first = panel * kLinearPanel, row_bytes = words * kWordBytes;
+      pack_panel(static_cast<char*>(packed.raw()) + first * row_bytes,
+                 static_cast<const char*>(weight.raw()) + first * row_bytes,
+                 std::min(outputs - first, kLinearPanel), words);
+    }
   });
 }
 

@@ -1,5 +1,5 @@
-// Launchers: quantize_weight; quantized_linear; and quantized_embedding, which copies rows of such
-// a weight as floats.
+// Launchers: quantize_weight; pack_groups; quantized_linear; and quantized_embedding, which copies
+// rows of such a weight as floats.
 #include <math.h>
 #include <sched.h>
 
@@ -50,13 +50,107 @@ void quantize_weight(const Tensor& packed, const Tensor& weight,
   args.out_features = weight.size(0);
   args.in_features = weight.size(1);
   if (importance) {
-    check_vector(op, "importance", *importance, aoti_torch_dtype_float32(), args.in_features);
+    check_tensor(op, "importance", *importance, aoti_torch_dtype_float32(), {args.in_features});
     args.importance = importance->data<float>();
   }
   if (bits == 4) check_at_most(op, "group_size in 4 bits", group_size, kMostGroupOf4Bits);
   take_format(op, args, packed, bits, group_size, 0);
   args.out = packed.raw();
   run_kernel(kernels().quantize_panels, args, args.num_panels, 1);
+}
+
+// How a file has the numbers of a block; see ops/quantized_reference.py.
+enum Layout : int64_t { kNumbers, kSigned, kHalves, kPairs, kNumLayouts };
+
+// Four neighbouring numbers of a group; a block of kPairs has eight groups, any other has one.
+template <Layout kLayout>
+uint32_t four_numbers(const uint8_t* block, int64_t group, int64_t step) {
+  if (kLayout == kPairs) block += group / 2 * 32;
+  uint32_t four;
+  std::memcpy(&four, block + (kLayout == kHalves ? step % 4 : step) * 4, sizeof four);
+  if (kLayout == kSigned) return four ^ 0x80808080;
+  if (kLayout == kNumbers) return four;
+  return four >> (kLayout == kHalves ? step / 4 : group % 2) * 4 & 0x0f0f0f0f;
+}
+
+// Float16 [outputs, groups]; null: none.
+struct Factors {
+  const uint16_t* first;
+  int64_t row_stride, stride;
+
+  uint16_t at(int64_t row, int64_t group) const { return first[row * row_stride + group * stride]; }
+};
+
+struct StoredGroups {
+  const uint8_t* numbers;
+  int64_t row_stride, block_stride;
+  Factors scales, offsets;
+};
+
+// A part of the weight: 32 outputs; those beyond the last are zero.
+template <Layout kLayout>
+void pack_panel(const QuantizedLinearArgs& a, const StoredGroups& stored, int64_t panel) {
+  constexpr int64_t kGroups = kLayout == kPairs ? 8 : 1;
+  const int64_t row_words = a.bits * 4, first = panel * kLinearPanel;
+  const int64_t rows = std::min(a.out_features - first, kLinearPanel);
+  uint8_t* to = static_cast<uint8_t*>(a.out) + panel * a.panel_bytes;
+  for (int64_t g = 0; g < a.num_groups; ++g, to += a.group_bytes) {
+    std::memset(to, 0, static_cast<size_t>(a.group_bytes));
+    uint32_t* words = reinterpret_cast<uint32_t*>(to);
+    uint16_t* factors = reinterpret_cast<uint16_t*>(to + a.group_size * row_words);
+    for (int64_t lane = 0; lane < rows; ++lane) {
+      const int64_t row = first + lane, shift = lane / row_words * 4;
+      const uint8_t* block =
+          stored.numbers + row * stored.row_stride + g / kGroups * stored.block_stride;
+      for (int64_t step = 0; step < a.group_size / 4; ++step)
+        words[step * row_words + lane % row_words] |=
+            four_numbers<kLayout>(block, g % kGroups, step) << shift;
+      factors[lane] = stored.scales.at(row, g);
+      if (stored.offsets.first != nullptr) factors[kLinearPanel + lane] = stored.offsets.at(row, g);
+    }
+  }
+}
+
+void pack_groups(const Tensor& packed, const Tensor& numbers, const Tensor& scales,
+                 const Optional<Tensor>& offsets, int64_t bits, int64_t group_size,
+                 int64_t layout) {
+  const char* op = "pack_groups";
+  check_dim(op, "numbers", numbers, 3);
+  check_dtype(op, "numbers", numbers, aoti_torch_dtype_uint8());
+  check_packed(op, "numbers", numbers, 2);
+  QuantizedLinearArgs args = {};
+  args.out_features = numbers.size(0);
+  const auto take_factors = [&](const char* name, const Tensor& factors) {
+    check_dim(op, name, factors, 2);
+    check_dtype(op, name, factors, aoti_torch_dtype_float16());
+    check_size(op, name, factors, 0, args.out_features);
+    check_size(op, name, factors, 1, scales.size(1));
+    return Factors{factors.data<uint16_t>(), factors.stride(0), factors.stride(1)};
+  };
+  StoredGroups stored = {numbers.data<uint8_t>(),
+                         numbers.stride(0),
+                         numbers.stride(1),
+                         take_factors("scales", scales),
+                         {}};
+  if (offsets) stored.offsets = take_factors("offsets", *offsets);
+  args.in_features = scales.size(1) * group_size;
+  take_format(op, args, packed, bits, group_size, offsets ? 1 : 0);
+  const bool is_of_nibbles = layout == kHalves || layout == kPairs;
+  const bool fits = is_of_nibbles ? bits == 4 && group_size == 32 : bits == 8 || layout == kNumbers;
+  if (layout < 0 || layout >= kNumLayouts || !fits) {
+    fail(op, "layout is " + std::to_string(layout) + " with bits = " + std::to_string(bits) +
+                 " and group_size = " + std::to_string(group_size) +
+                 "; expected 0, in 8 bits 1, or in 4 bits with groups of 32 also 2 or 3");
+  }
+  const int64_t groups = layout == kPairs ? 8 : 1;  // of a block
+  check_size(op, "numbers", numbers, 1, (args.num_groups + groups - 1) / groups);
+  check_size(op, "numbers", numbers, 2, group_size * groups / (is_of_nibbles ? 2 : 1));
+  args.out = packed.raw();
+  constexpr decltype(&pack_panel<kNumbers>) kPackPanel[] = {
+      pack_panel<kNumbers>, pack_panel<kSigned>, pack_panel<kHalves>, pack_panel<kPairs>};
+  parallel_for(args.num_panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) kPackPanel[layout](args, stored, panel);
+  });
 }
 
 constexpr int64_t kMostVectorBytes = 64;
@@ -198,6 +292,7 @@ void quantized_embedding(const Tensor& out, const Tensor& packed, const Tensor& 
 
 void register_quantized(TorchLibraryHandle library) {
   implement<&quantize_weight>(library, "quantize_weight");
+  implement<&pack_groups>(library, "pack_groups");
   implement<&quantized_linear>(library, "quantized_linear");
   implement<&quantized_embedding>(library, "quantized_embedding");
 }

@@ -15,7 +15,7 @@ from tpengine.errors import TPEngineError
 BENCHMARKS = {
     "doors": "what a token costs over HTTP and over gRPC: throughput and CPU time",
     "embeddings": "short and long texts beside sentence-transformers, fastembed and llama.cpp",
-    "engines": "decode and prefill beside llama.cpp, OpenVINO GenAI and vLLM on CPU",
+    "engines": "decode and prefill beside llama.cpp, ik_llama.cpp, OpenVINO GenAI and vLLM on CPU",
     "lookahead": "answers with and without drafts, on ten prompts",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "peers": "output tokens/s beside transformers' continuous batching, on the same requests",

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any, Protocol
 
 NUM_THREADS = 2
@@ -114,20 +115,22 @@ class OpenVINO(Engine):
 
 
 class LlamaCpp(Engine):
-    """llama.cpp: a sequence of one context for each request."""
+    """llama.cpp, or its fork ik_llama.cpp: a sequence of one context for each request. Of the C
+    interface only what both have is used; they differ in samplers."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        import llama_cpp
-
-        self._lib = llama_cpp
-        self.version = f"llama-cpp-python {llama_cpp.__version__}"
-        self._model = llama_cpp.llama_model_load_from_file(
-            settings["model"].encode(), llama_cpp.llama_model_default_params()
+        self._name = settings["engine"]
+        package, interface = _LLAMA_LIBRARIES[self._name]
+        self.version = f"{package} {version(package)}"
+        self._lib = lib = import_module(interface)
+        self._as_array = import_module("numpy").ctypeslib.as_array
+        self._model = lib.llama_model_load_from_file(
+            settings["model"].encode(), lib.llama_model_default_params()
         )
         if not self._model:
-            raise SystemExit(f"llama.cpp cannot load {settings['model']}")
-        self._sampler = llama_cpp.llama_sampler_init_greedy()
-        self._batch = llama_cpp.llama_batch_init(LLAMA_BATCH, 0, 1)
+            raise SystemExit(f"{self._name} cannot load {settings['model']}")
+        self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+        self._batch = lib.llama_batch_init(LLAMA_BATCH, 0, 1)
         self._context: Any = None
 
     def prepare(self, workload: Workload) -> None:
@@ -140,9 +143,11 @@ class LlamaCpp(Engine):
         params.n_seq_max = len(workload)
         params.n_batch = LLAMA_BATCH
         params.n_threads = params.n_threads_batch = NUM_THREADS
+        if self._name == "ik_llama.cpp" and len(workload) > 1:
+            params.flash_attn = False  # with several sequences it ends at its assertion "S > 0"
         self._context = self._lib.llama_init_from_model(self._model, params)
         if not self._context:
-            raise SystemExit(f"llama.cpp cannot make a context of {params.n_ctx} tokens")
+            raise SystemExit(f"{self._name} cannot make a context of {params.n_ctx} tokens")
 
     def serve(self, workload: Workload) -> Iterator[dict[int, int]]:
         """See `Engine`. All prompts are computed before the first decode."""
@@ -158,7 +163,7 @@ class LlamaCpp(Engine):
                 batch = rows[first : first + LLAMA_BATCH]
                 self._compute(batch)
                 sampled = {
-                    number: self._lib.llama_sampler_sample(self._sampler, self._context, i)
+                    number: self._likeliest(i)
                     for i, (_, _, number, is_sampled) in enumerate(batch)
                     if is_sampled
                 }
@@ -179,10 +184,26 @@ class LlamaCpp(Engine):
             batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_wanted
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, number
         if self._lib.llama_decode(self._context, batch):
-            raise SystemExit(f"llama.cpp failed in a batch of {len(rows)} tokens")
+            raise SystemExit(f"{self._name} failed in a batch of {len(rows)} tokens")
+
+    def _likeliest(self, row: int) -> int:
+        """The token with the highest logit in a row of the last batch."""
+        logits = self._lib.llama_get_logits_ith(self._context, row)
+        return int(self._as_array(logits, (self._vocab_size,)).argmax())
 
 
-ENGINES = {"tpengine": Stepping, "vllm": Stepping, "openvino": OpenVINO, "llama.cpp": LlamaCpp}
+_LLAMA_LIBRARIES = {
+    "llama.cpp": ("llama-cpp-python", "llama_cpp"),
+    "ik_llama.cpp": ("ik-llama-cpp-python", "ik_llama_cpp._ctypes_api"),
+}
+"""By engine: the package, and its module with the C interface."""
+ENGINES = {
+    "tpengine": Stepping,
+    "vllm": Stepping,
+    "openvino": OpenVINO,
+    "llama.cpp": LlamaCpp,
+    "ik_llama.cpp": LlamaCpp,
+}
 
 
 def measure(engine: Engine, workload: Workload) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""tpengine beside llama.cpp, OpenVINO GenAI and vLLM's CPU build: decode and prefill, side by side.
+"""tpengine beside llama.cpp, its fork ik_llama.cpp, OpenVINO GenAI and vLLM's CPU build: decode and
+prefill, side by side.
 
 Each engine runs in a process of its own, with two threads, and is installed into an environment of
 its own in `.cache` by the first run (llama.cpp is compiled for this machine). Every run serves the
@@ -6,9 +7,9 @@ same requests in all engines in turn, with new token ids; which of them begins c
 the median of the ratios of the runs.
 
 Engines are `tpengine:FORM` (bf16, int8 and int4 of the weights in 16 bits; a GGUF file by its type,
-or `stored`, the file that the model came in, both by default options), `llama.cpp:TYPE`,
-`openvino:TYPE` (both read GGUF files), and `vllm:bf16`. A case is `decode:STREAMS`, after prompts
-of 16 tokens, or `prefill:PROMPTSxTOKENS`.
+or `stored`, the file that the model came in, both by default options), `vllm:bf16`, and by the type
+of a GGUF file `llama.cpp:TYPE`, `ik_llama.cpp:TYPE` and `openvino:TYPE`. A case is
+`decode:STREAMS`, after prompts of 16 tokens, or `prefill:PROMPTSxTOKENS`.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ _FORMS: dict[str, dict[str, str]] = {
 _OURS = "tpengine:bf16,tpengine:int8,tpengine:int4"
 _DEFAULTS = {
     "llama-1.1b": (
-        f"{_OURS},llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0,vllm:bf16",
+        f"{_OURS},llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0,ik_llama.cpp:Q8_0,ik_llama.cpp:Q4_0,"
+        "vllm:bf16",
         "decode:1,decode:16",
     ),
     "smollm2": (
-        f"{_OURS},tpengine:stored,llama.cpp:stored,openvino:stored",
+        f"{_OURS},tpengine:stored,llama.cpp:stored,ik_llama.cpp:stored,openvino:stored",
         "decode:1,decode:8,decode:32,prefill:1x512,prefill:1x2048,prefill:1x8000",
     ),
     "llama-124m": (
@@ -212,6 +214,7 @@ def _start_vllm(files: ModelFiles, form: str) -> tuple[str, str, dict[str, Any]]
 _STARTS: dict[str, Callable[[ModelFiles, str], tuple[str, str, dict[str, Any]]]] = {
     "tpengine": _start_ours,
     "llama.cpp": lambda files, form: (third_party.llama_cpp_python(), str(files.gguf(form)), {}),
+    "ik_llama.cpp": lambda files, form: (third_party.ik_python(), str(files.gguf(form)), {}),
     "openvino": lambda files, form: (third_party.openvino_python(), str(files.gguf(form)), {}),
     "vllm": _start_vllm,
 }

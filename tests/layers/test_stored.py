@@ -212,10 +212,10 @@ def test_what_is_dequantised(files: Files) -> None:
 
 def test_scales_beyond_float16() -> None:
     """Of a file whose factors are too large together, and of values that are rounded."""
-    blocks = torch.full((1, 144), 255, dtype=torch.uint8)
-    blocks[0, :4] = torch.tensor([2000.0, 0.5]).half().view(torch.uint8)
+    blocks = torch.full((1, 1, 144), 255, dtype=torch.uint8)
+    blocks[..., :4] = torch.tensor([2000.0, 0.5]).half().view(torch.uint8)
     with pytest.raises(RangeError, match="126000"):
-        unpack("Q4_K", blocks, 1, slice(0, 256))
+        unpack("Q4_K", blocks, slice(0, 256))
     for kind in ("int8", "int4"):
         weights = Weights(torch.float32, CPU, ParallelState(), kind)
         linear.ReplicatedLinear(weights, "one", 64, 32)

@@ -77,6 +77,9 @@ def _arguments() -> dict[str, tuple]:
         "pack_linear_weight": (torch.zeros(64 * 32), randn(40, 32)),
         "packed_linear": (torch.zeros(5, 40), x, randn(64 * 32), randn(40)),
         "quantize_weight": (groups, randn(40, 32), None, 4, 32),
+        "pack_groups": (
+            groups, torch.zeros(40, 1, 16, dtype=torch.uint8), randn(40, 1).half(), None, 4, 32, 2,
+        ),
         "quantized_linear": (torch.zeros(5, 40), x, groups, None, 4, 32, 0),
         "quantized_embedding": (
             torch.zeros(5, 32), groups, ints(0, 39, 2, 2, 1), 40, 4, 32, 0, 2.0,
@@ -192,6 +195,14 @@ WRONG = [
     ("quantized_linear", replaced(4, lambda _: 3), r"bits = 3 .*expected 4 or 8 with 0, 1 or 2"),
     ("quantized_linear", replaced(5, lambda _: 48), "group_size is 48; expected a multiple of 32"),
     ("quantize_weight", replaced(4, lambda _: 160), "group_size in 4 bits is 160; the limit"),
+    (
+        "pack_groups",
+        replaced(6, lambda _: 4),
+        "layout is 4 with bits = 4 .*; expected 0, in 8 bits",
+    ),
+    ("pack_groups", replaced(6, lambda _: 1), "layout is 1 with bits = 4 and group_size = 32"),
+    ("pack_groups", replaced(1, lambda t: t[..., 1:]), r"numbers has shape .*expected size 16"),
+    ("pack_groups", replaced(2, lambda t: t.float()), "scales is float32; expected float16"),
     ("quantized_embedding", replaced(3, lambda _: 39), "is 39; the table has rows 0 to 38"),
     ("add_gated", replaced(2, lambda t: t.repeat(1, 2)), r"gate has shape \[5, 2\].*size 1"),
     ("top_experts", replaced(2, lambda t: t[:, :1]), "a token's experts is 2; the limit is 1"),

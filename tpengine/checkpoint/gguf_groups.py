@@ -15,10 +15,11 @@ from torch import Tensor
 
 from tpengine.layers.weights import StoredGroups, check_scales
 from tpengine.ops.quantized_ops import MINIMA, QuantizedFormat
+from tpengine.ops.quantized_reference import HALVES, NUMBERS, PAIRS, SIGNED, numbers_of
 
-Unpacked = tuple[Tensor, Tensor, Tensor | None]
-"""Of blocks `[n, block_bytes]`: numbers uint8 `[n, block]`, scales and minima float16
-`[n, block / 32]`."""
+Unpacked = tuple[Tensor, Tensor, Tensor | None, int]
+"""Of blocks `[rows, num_blocks, block_bytes]`: what holds the numbers, uint8, in three dimensions
+too; scales and minima, float16 `[rows, num_groups]`; the layout of the numbers."""
 
 GROUP_SIZE = 32
 
@@ -28,48 +29,43 @@ _MIDDLE = 128
 
 
 def _halfs(blocks: Tensor, at: int) -> Tensor:
-    return blocks[:, at : at + 2].contiguous().view(torch.float16)
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """Low halves of the bytes of each row, then the high ones."""
-    return torch.cat([packed & 15, packed >> 4], dim=1)
+    return blocks.view(torch.float16)[..., at // 2]
 
 
 def _q4_0(blocks: Tensor) -> Unpacked:
-    return _nibbles(blocks[:, 2:]), _halfs(blocks, 0), None
+    return blocks[..., 2:], _halfs(blocks, 0), None, HALVES
 
 
 def _q4_1(blocks: Tensor) -> Unpacked:
-    return _nibbles(blocks[:, 4:]), _halfs(blocks, 0), _halfs(blocks, 2)
+    return blocks[..., 4:], _halfs(blocks, 0), _halfs(blocks, 2), HALVES
 
 
 def _q5_0(blocks: Tensor) -> Unpacked:
     places = torch.arange(8, dtype=torch.uint8)
-    high = (blocks[:, 2:6].unsqueeze(2) >> places & 1).flatten(1)
-    return (_nibbles(blocks[:, 6:]) | high << 4) + (_MIDDLE - 16), _halfs(blocks, 0), None
+    high = (blocks[..., 2:6].unsqueeze(3) >> places & 1).flatten(1)
+    numbers = (numbers_of(blocks[..., 6:], HALVES) | high << 4) + (_MIDDLE - 16)
+    return numbers.unflatten(1, (-1, GROUP_SIZE)), _halfs(blocks, 0), None, NUMBERS
 
 
 def _q8_0(blocks: Tensor) -> Unpacked:
-    return blocks[:, 2:] ^ _MIDDLE, _halfs(blocks, 0), None
+    return blocks[..., 2:], _halfs(blocks, 0), None, SIGNED
 
 
 def _iq4_nl(blocks: Tensor) -> Unpacked:
-    table = torch.tensor(_IQ4_NL, dtype=torch.int16) + _MIDDLE
-    return table.to(torch.uint8)[_nibbles(blocks[:, 2:]).int()], _halfs(blocks, 0), None
+    table = (torch.tensor(_IQ4_NL, dtype=torch.int16) + _MIDDLE).to(torch.uint8)
+    numbers = table[numbers_of(blocks[..., 2:], HALVES).int()]
+    return numbers.unflatten(1, (-1, GROUP_SIZE)), _halfs(blocks, 0), None, NUMBERS
 
 
 def _q4_k(blocks: Tensor) -> Unpacked:
     """A superblock: 8 groups, whose scales and minima have 6 bits and two factors in float16. A
     group's own two are rounded to float16."""
-    scale, minimum = _halfs(blocks, 0).float(), _halfs(blocks, 2).float()
-    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat([first & 63, (rest & 15) | (first >> 6 << 4)], dim=1)
-    minima = torch.cat([second & 63, (rest >> 4) | (second >> 6 << 4)], dim=1)
-    pairs = blocks[:, 16:].view(-1, 4, 32)
-    numbers = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)
-    check_scales(torch.stack((scale * scales, minimum * minima)))
-    return numbers, (scale * scales).half(), (minimum * minima).neg().half()
+    scale, minimum = (_halfs(blocks, at).float().unsqueeze(2) for at in (0, 2))
+    first, second, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = scale * torch.cat([first & 63, (rest & 15) | (first >> 6 << 4)], dim=2)
+    minima = minimum * torch.cat([second & 63, (rest >> 4) | (second >> 6 << 4)], dim=2)
+    check_scales(torch.stack((scales, minima)))
+    return blocks[..., 16:], scales.half().flatten(1), minima.neg().half().flatten(1), PAIRS
 
 
 _UNPACK: dict[str, tuple[QuantizedFormat, Callable[[Tensor], Unpacked]]] = {
@@ -84,17 +80,21 @@ EXACT_TYPES = frozenset(_UNPACK)
 """Types whose numbers are kept."""
 
 
-def unpack(kind: str, blocks: Tensor, num_rows: int, columns: slice) -> StoredGroups:
+def unpack(kind: str, blocks: Tensor, columns: slice) -> StoredGroups:
     """Returns rows of a matrix as groups.
 
     Args:
         kind: one of `EXACT_TYPES`.
-        blocks: uint8 `[num_blocks, block_bytes]`, of all rows one after another.
+        blocks: uint8 `[rows, num_blocks, block_bytes]`.
         columns: of the rows of these blocks; whole groups.
     """
     form, unpack_blocks = _UNPACK[kind]
-    q, *factors = unpack_blocks(blocks)
-    groups = slice(columns.start // GROUP_SIZE, columns.stop // GROUP_SIZE)
-    scales, offsets = (None if x is None else x.reshape(num_rows, -1)[:, groups] for x in factors)
-    assert scales is not None
-    return StoredGroups(q.reshape(num_rows, -1)[:, columns], scales, offsets, form)
+    q, scales, offsets, layout = unpack_blocks(blocks)
+    first, last = columns.start // GROUP_SIZE, columns.stop // GROUP_SIZE
+    if last - first < scales.shape[1]:  # the part has a border inside of a block
+        scales = scales[:, first:last]
+        offsets = None if offsets is None else offsets[:, first:last]
+        return StoredGroups(numbers_of(q, layout)[:, columns], scales, offsets, form)
+    if layout == NUMBERS:
+        q = q.flatten(1)
+    return StoredGroups(q, scales, offsets, form, layout=layout)

@@ -135,19 +135,21 @@ class GGUFTensor:
 
     def _read(self, rows: slice, columns: slice) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Dequantises a part `[rows, columns]` of a matrix; a vector is one row."""
-        num_rows, blocks, part = self._blocks(rows, columns)
+        stored, part = self._blocks(rows, columns)
+        blocks = stored.reshape(-1, stored.shape[2])
         block = GGML_QUANT_SIZES[self._type][0]
         values = np.empty((len(blocks), block), np.float32)
         step = _VALUES_AT_ONCE // block
         for at in range(0, len(blocks), step):
             piece = dequantize(blocks[at : at + step].reshape(1, -1), self._type)
             values[at : at + step] = piece.reshape(-1, block)
-        values = values.reshape(num_rows, -1)[:, part]
+        values = values.reshape(len(stored), -1)[:, part]
         return values if not self.offset else values - np.float32(self.offset)
 
-    def _blocks(self, rows: slice, columns: slice) -> tuple[int, Bytes, slice]:
-        """Returns the number of rows, the blocks that hold a part of a matrix, uint8
-        `[num_blocks, block_bytes]`, and the place of the part in the columns of these blocks."""
+    def _blocks(self, rows: slice, columns: slice) -> tuple[Bytes, slice]:
+        """Returns the blocks that hold a part of a matrix, uint8 `[num_rows, num_blocks,
+        block_bytes]`, and the place of the part in the columns of these blocks. Only rows in
+        another order are copied."""
         data = self._data
         if self.expert is not None:
             data = data[self.expert * self._shape[0] : (self.expert + 1) * self._shape[0]]
@@ -156,9 +158,9 @@ class GGUFTensor:
         block, block_bytes = GGML_QUANT_SIZES[self._type]
         start, stop, _ = columns.indices(self._shape[-1])
         first, last = start // block, -(-stop // block)
-        blocks = np.array(data[:, first * block_bytes : last * block_bytes])
-        part = slice(start - first * block, stop - first * block)
-        return len(data), blocks.reshape(-1, block_bytes), part
+        data = data[:, first * block_bytes : last * block_bytes]
+        blocks = data.reshape(len(data), last - first, block_bytes)
+        return blocks, slice(start - first * block, stop - first * block)
 
 
 class QuantizedTensor(GGUFTensor):
@@ -170,5 +172,5 @@ class QuantizedTensor(GGUFTensor):
             return None
         if self._type.name not in EXACT_TYPES:
             return None
-        num_rows, blocks, part = self._blocks(rows, columns)
-        return unpack(self._type.name, torch.from_numpy(blocks), num_rows, part)
+        blocks, part = self._blocks(rows, columns)
+        return unpack(self._type.name, torch.from_numpy(blocks), part)

@@ -33,7 +33,6 @@ from tpengine.layers.weights import (
     copy_part,
 )
 from tpengine.ops import huge_pages
-from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.linear_reference import LINEAR_PANEL
 from tpengine.ops.quantized_ops import (
     QuantizedFormat,
@@ -42,11 +41,13 @@ from tpengine.ops.quantized_ops import (
     pack_quantized_into,
     quantize_weight_into,
 )
+from tpengine.ops.quantized_reference import NUMBERS, numbers_of
 
 _FROM_VALUES = QuantizedFormat(8, 32)
 """Of parts of a quantised file that cannot keep its numbers."""
-_PIECE_VALUES = 1 << 18
-"""Values of one piece: malloc keeps what is freed, so pieces are small."""
+_PIECE_VALUES, _MAPPED_VALUES = 1 << 18, 1 << 22
+"""Values of one piece: malloc keeps what is freed, so pieces are small. Numbers that are packed
+from the mapping of their file take no memory, and long pieces keep all threads at work."""
 
 
 class Matrix:
@@ -85,6 +86,8 @@ class Matrix:
         self._values: torch.Tensor | None = None
         self._parts: dict[range, QuantizedForm | None] = {}
         """By outputs: a part that is quantised; None: it is in `_values`."""
+        self._packed: QuantizedWeight | None = None
+        """Memory for all outputs in the format of the first part."""
         self._num_missing = self.outline.numel()
 
     def read(self, shard: WeightShard, source: TensorSource, offset: int) -> torch.Tensor:
@@ -100,7 +103,7 @@ class Matrix:
         self._parts[place.target] = form
         self._num_missing -= shard.target.numel()
         if self._num_missing == 0:
-            whole, self._values, self._parts = self._whole(), None, {}
+            whole, self._values, self._packed, self._parts = self._whole(), None, None, {}
             self._take(whole)
         return numbers
 
@@ -126,7 +129,8 @@ class Matrix:
         form = self._rounded or _FROM_VALUES if first is None else first.format
         weight = self._empty(place, form)
         numbers = torch.zeros(len(place.outputs))  # one tensor, as small ones split freed memory
-        for rows in place.pieces():
+        is_mapped = first is not None and first.layout != NUMBERS
+        for rows in place.pieces(_MAPPED_VALUES if is_mapped else _PIECE_VALUES):
             own = slice(rows.start - place.outputs.start, rows.stop - place.outputs.start)
             piece = weight.rows(own.start, own.stop)
             if stored is None or first is None:
@@ -148,12 +152,16 @@ class Matrix:
         return values[:, 0]
 
     def _empty(self, place: _Place, form: QuantizedFormat) -> QuantizedWeight:
-        """Allocates a part; what is padding is zero."""
-        num_outputs, in_features = len(place.target), self.outline.shape[1]
-        is_whole = num_outputs == self.outline.shape[0]
-        arena = self._weights.arena if is_whole else HugePageArena()  # parts are moved later
-        weight = empty_quantized(num_outputs, in_features, form, arena)
-        if place.is_empty or len(place.outputs) < num_outputs:
+        """Allocates a part, beside its neighbours if they have its format; what is padding is
+        zero."""
+        outputs, shape = place.target, self.outline.shape
+        if self._packed is None:
+            self._packed = empty_quantized(shape[0], shape[1], form, self._weights.arena)
+        if self._packed.format == form and outputs.start % LINEAR_PANEL == 0:
+            weight = self._packed.rows(outputs.start, outputs.stop)
+        else:
+            weight = empty_quantized(len(outputs), shape[1], form)  # it may be moved later
+        if place.is_empty or len(place.outputs) < len(outputs):
             weight.packed.zero_()
         return weight
 
@@ -239,14 +247,15 @@ class _Place:
             return None
         return source.stored(slice(self.outputs.start, self.outputs.start + 1), self.inputs)
 
-    def pieces(self) -> Iterator[slice]:
-        """Yields outputs in the source: whole panels of a packed weight, up to the last one."""
+    def pieces(self, most: int) -> Iterator[slice]:
+        """Yields outputs in the source: whole panels of a packed weight, up to the last one, with
+        at most so many values if a panel has no more."""
         if self.is_empty:
             return
         at_once = len(self.outputs)
         if self.order is None:
             panel_values = LINEAR_PANEL * (self.inputs.stop - self.inputs.start)
-            at_once = max(1, _PIECE_VALUES // panel_values) * LINEAR_PANEL
+            at_once = max(1, most // panel_values) * LINEAR_PANEL
         for start in range(self.outputs.start, self.outputs.stop, at_once):
             yield slice(start, min(start + at_once, self.outputs.stop))
 
@@ -266,5 +275,6 @@ def _pack(piece: QuantizedWeight, place: _Place, groups: StoredGroups | None) ->
     assert groups is not None, "a part of a weight has one form"
     q, scales = place.sort(groups.q), place.sort(groups.scales)
     offsets = None if groups.offsets is None else place.sort(groups.offsets)
-    pack_quantized_into(piece, q, scales, offsets)
-    return q[:, 0] * scales[:, 0].float()
+    pack_quantized_into(piece, q, scales, offsets, groups.layout)
+    numbers = q if groups.layout == NUMBERS else numbers_of(q[:, :1], groups.layout)
+    return numbers[:, 0] * scales[:, 0].float()

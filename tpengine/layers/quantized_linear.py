@@ -134,12 +134,22 @@ def can_join(first: QuantizedForm | None, second: QuantizedForm | None) -> bool:
 
 
 def join(forms: Sequence[QuantizedForm], arena: HugePageArena) -> QuantizedForm:
-    """Returns neighbouring parts as one weight, in memory from `arena`."""
+    """Returns neighbouring parts as one weight; in memory from `arena`, unless each part lies
+    behind the one before."""
     weights = [form.weight for form in forms]
-    packed = arena.empty(sum(weight.packed.nbytes for weight in weights), torch.uint8)
-    torch.cat([weight.packed for weight in weights], out=packed)
+    vectors = [weight.packed for weight in weights]
+    num_bytes = sum(vector.nbytes for vector in vectors)
+    if all(map(_is_behind, vectors, vectors[1:])):
+        packed = vectors[0].as_strided((num_bytes,), (1,))
+    else:
+        packed = torch.cat(vectors, out=arena.empty(num_bytes, torch.uint8))
     outputs = sum(weight.out_features for weight in weights)
     return replace(forms[0], weight=replace(weights[0], packed=packed, out_features=outputs))
+
+
+def _is_behind(first: torch.Tensor, second: torch.Tensor) -> bool:
+    has_one_storage = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    return has_one_storage and first.data_ptr() + first.nbytes == second.data_ptr()
 
 
 def rounded_format(weights: Weights, in_features: int) -> QuantizedFormat | None:

@@ -20,6 +20,7 @@ import torch
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.quantized_ops import QuantizedFormat
+from tpengine.ops.quantized_reference import NUMBERS
 
 _VALUES_AT_ONCE = 1 << 20
 Layer = TypeVar("Layer")
@@ -38,7 +39,7 @@ class StoredGroups:
     """A part of a weight in the numbers of its file.
 
     Attributes:
-        q: uint8 `[rows, columns]`, 0 to 15 or 255.
+        q: uint8 `[rows, columns]`, 0 to 15 or 255; in another layout `[rows, num_blocks, bytes]`.
         scales: float16 `[rows, num_groups]`.
         offsets: float16 `[rows, num_groups]`, or None; see `QuantizedFormat.offsets`.
         order: int64 `[columns]`: column j of `q` belongs to input `order[j]`; None: to input j.
@@ -49,6 +50,8 @@ class StoredGroups:
     offsets: torch.Tensor | None
     format: QuantizedFormat
     order: torch.Tensor | None = None
+    layout: int = NUMBERS
+    """See `ops.quantized_reference`."""
 
 
 @runtime_checkable

@@ -13,8 +13,9 @@ from tpengine.ops import quantized_reference
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.library import op
 from tpengine.ops.linear_reference import LINEAR_PANEL
-from tpengine.ops.quantized_reference import pack_groups
+from tpengine.ops.quantized_reference import NUMBERS, numbers_of
 
+_pack_groups = op(quantized_reference.pack_groups, "packed")
 _quantize_weight = op(quantized_reference.quantize_weight, "packed")
 _quantized_linear = op(quantized_reference.quantized_linear, "out")
 _quantized_embedding = op(quantized_reference.quantized_embedding, "out")
@@ -71,22 +72,35 @@ class QuantizedWeight:
 
 
 def pack_quantized_into(
-    weight: QuantizedWeight, q: Tensor, scales: Tensor, offsets: Tensor | None
+    weight: QuantizedWeight,
+    q: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    layout: int = NUMBERS,
 ) -> None:
     """Packs a weight that is quantised already. Columns and groups that are missing at the end of
     each row are zero.
 
     Args:
         weight: from `empty_quantized`; written.
-        q: uint8 `[out_features, in_features]`, 0 to 15 or 255.
+        q: uint8 `[out_features, in_features]`, 0 to 15 or 255; in another layout than `NUMBERS`
+            `[out_features, num_blocks, block_bytes]`, see `quantized_reference`.
         scales: float16 `[out_features, num_groups]`.
         offsets: float16, of the same shape, or None; see `QuantizedFormat.offsets`.
+
+    Raises:
+        RuntimeError: dtypes or shapes do not fit.
     """
     form = weight.format
-    missing = (0, form.num_groups(weight.in_features) - scales.shape[1])
-    scales = F.pad(scales, missing)
-    offsets = None if offsets is None else F.pad(offsets, missing)
-    pack_groups(weight.packed, q, scales, offsets, form.bits, form.group_size)
+    groups = form.num_groups(weight.in_features)
+    if missing := groups - scales.shape[1]:
+        q, layout = numbers_of(q, layout), NUMBERS
+        scales = F.pad(scales, (0, missing))
+        offsets = None if offsets is None else F.pad(offsets, (0, missing))
+    if layout == NUMBERS:
+        q = F.pad(q, (0, groups * form.group_size - q.shape[1])).contiguous()
+        q = q.unflatten(1, (groups, form.group_size))
+    _pack_groups(weight.packed, q, scales, offsets, form.bits, form.group_size, layout)
 
 
 def quantize_weight_into(

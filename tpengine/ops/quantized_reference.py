@@ -16,22 +16,40 @@ _TRIED_STEPS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """As `kTriedSteps` in csrc."""
 
 
+NUMBERS, SIGNED, HALVES, PAIRS = range(4)
+"""How the numbers of a block lie: as uint8; as int8, which are 128 less; of 4 bits, the first half
+of a group in the low halves of the bytes, the second one in the high halves; or so of each pair of
+eight groups the first and the second one."""
+
+
+def numbers_of(blocks: Tensor, layout: int) -> Tensor:
+    """Returns the numbers of blocks `[outputs, blocks, bytes]`, uint8 `[outputs, in_features]`."""
+    if layout == SIGNED:
+        blocks = blocks ^ 128
+    elif layout != NUMBERS:
+        parts = blocks.unflatten(2, (-1, 32 if layout == PAIRS else 16))
+        blocks = torch.stack((parts & 15, parts >> 4), dim=3)
+    return blocks.flatten(1)
+
+
 def pack_groups(
-    packed: Tensor, q: Tensor, scales: Tensor, offsets: Tensor | None, bits: int, group_size: int
+    packed: Tensor,
+    numbers: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bits: int,
+    group_size: int,
+    layout: int,
 ) -> None:
-    """Writes a quantised weight in the layout of `ops.quantized_ops.QuantizedWeight`."""
-    (outputs, inputs), groups = q.shape, scales.shape[1]
+    """See `ops.quantized_ops.pack_quantized_into`."""
+    outputs, groups = scales.shape
     panels = -(-outputs // LINEAR_PANEL)
-    padded = q
-    if outputs % LINEAR_PANEL or inputs < groups * group_size or not q.is_contiguous():
-        padded = q.new_zeros(panels * LINEAR_PANEL, groups * group_size)
-        padded[:outputs, :inputs] = q
+    q = F.pad(numbers_of(numbers, layout), (0, 0, 0, -outputs % LINEAR_PANEL))
     # A step's four numbers move as one: transposing bytes is 5 x slower.
-    steps = padded.view(torch.int32).view(panels, LINEAR_PANEL, -1).transpose(1, 2)
+    steps = q.contiguous().view(torch.int32).view(panels, LINEAR_PANEL, -1).transpose(1, 2)
     if bits == 4:
         steps = steps[..., :16] | (steps[..., 16:] << 4)
-    numbers = steps.contiguous().view(torch.uint8)
-    parts = [numbers.view(panels, groups, -1)]
+    parts = [steps.contiguous().view(torch.uint8).view(panels, groups, -1)]
     for factors in (scales, offsets):
         if factors is not None:
             line = factors.new_zeros(panels * LINEAR_PANEL, groups, dtype=torch.float16)
@@ -47,7 +65,7 @@ def quantize_weight(
     """See `ops.quantized_ops.quantize_weight_into`."""
     padded = F.pad(weight.float(), (0, 0, 0, -weight.shape[0] % LINEAR_PANEL))
     q, scales = round_to_groups(padded, bits, group_size, importance)
-    pack_groups(packed, q, scales, None, bits, group_size)
+    pack_groups(packed, q.unflatten(1, (-1, group_size)), scales, None, bits, group_size, NUMBERS)
 
 
 def round_to_groups(

@@ -429,15 +429,21 @@ void find_steps(const WeightTile& tile, const float* extreme, float* steps) {
 
 void put_tile(const WeightTile& tile, const float* inverse, int bits, uint8_t* to) {
   const float middle = (float)(1 << (bits - 1));
-  for (int64_t k = 0; k < tile.inputs; ++k) {
-    float q[kLinearPanel];
-    for (int64_t c = 0; c < kLinearPanel; c += kLanes) {
-      const Vec exact = round_even(load(tile.values + k * kLinearPanel + c) * load(inverse + c));
-      store(q + c, vmin(vmax(exact, set1(-middle)), set1(middle - 1.f)) + set1(middle));
+  for (int64_t k = 0; k < tile.inputs; k += 4) {
+    uint32_t fours[kLinearPanel] = {};
+    for (int64_t i = 0; i < 4; ++i) {
+      float q[kLinearPanel];
+      for (int64_t c = 0; c < kLinearPanel; c += kLanes) {
+        const Vec exact =
+            round_even(load(tile.values + (k + i) * kLinearPanel + c) * load(inverse + c));
+        store(q + c, vmin(vmax(exact, set1(-middle)), set1(middle - 1.f)) + set1(middle));
+      }
+      for (int lane = 0; lane < kLinearPanel; ++lane)
+        fours[lane] |= (uint32_t)(int)q[lane] << 8 * i;
     }
-    uint8_t* step = to + k / 4 * bits * 16 + k % 4;
-    for (int lane = 0; lane < (bits == 4 ? 16 : 32); ++lane)
-      step[lane * 4] = (uint8_t)((int)q[lane] | (bits == 4 ? (int)q[lane + 16] << 4 : 0));
+    if (bits == 4)
+      for (int lane = 0; lane < 16; ++lane) fours[lane] |= fours[lane + 16] << 4;
+    memcpy(to + k * bits * 4, fours, (size_t)bits * 16);
   }
 }
 
@@ -449,10 +455,12 @@ void quantize_panel(const QuantizedLinearArgs& a, int64_t panel) {
     float extreme[kLinearPanel] = {}, steps[kLinearPanel], inverse[kLinearPanel];
     for (int64_t k = first; k < end; k += kTileInputs) {
       take_tile<T>(a, panel, k, min64(kTileInputs, end - k), &tile);
-      for (int64_t i = 0; i < tile.inputs * kLinearPanel; ++i) {
-        float* most = extreme + i % kLinearPanel;
-        if (fabsf(tile.values[i]) > fabsf(*most) || isnan(tile.values[i])) *most = tile.values[i];
-      }
+      for (int64_t i = 0; i < tile.inputs; ++i)
+        for (int lane = 0; lane < kLinearPanel; ++lane) {  // without a branch: by vectors
+          const float value = tile.values[i * kLinearPanel + lane];
+          const bool is_more = (fabsf(value) > fabsf(extreme[lane])) | (value != value);
+          extreme[lane] = is_more ? value : extreme[lane];
+        }
     }
     if (a.bits == 4) find_steps(tile, extreme, steps);
     for (int i = 0; i < kLinearPanel; ++i) {
