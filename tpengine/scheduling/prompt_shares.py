@@ -96,7 +96,7 @@ class PromptShares:
             is_shorter = num < num_left and self._gives_way(first, request)
             if not is_shorter and rank(request) > rank(first):
                 continue
-            if waits and not self._may_begin(request, computing, lacking, step.number):
+            if waits and not self._may_begin(request, computing, lacking, step.step_input.step):
                 continue
             step.parts[request] = min(num, half - num_given)
             num_given += step.parts[request]

@@ -26,6 +26,7 @@ from collections.abc import Iterable
 
 from tpengine.config import SchedulerConfig
 from tpengine.errors import RequestError, RequestIgnoredError
+from tpengine.messages import StepInput
 from tpengine.scheduling import step as steps
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.block_pool import expect
@@ -156,7 +157,9 @@ class Scheduler:
             is_alone: whether no other step is sent before its answer. Then the stages of a pipeline
                 cannot work on different sequences.
         """
-        step = StepBuilder(self._num_steps + 1, self._config.max_num_batched_tokens)
+        step = StepBuilder(
+            StepInput(self._num_steps + 1, [], []), tokens_left=self._config.max_num_batched_tokens
+        )
         if self.unanswered and (self.unanswered[-1].lacks_blocks or self.unanswered[-1].drafts):
             return step.build()
         queues = self._queues
@@ -173,15 +176,15 @@ class Scheduler:
         else:
             self._continue(steps.find_catching_up(running), step)
             self._admit(step)
-            if step.is_empty:
+            if not step.has_rows:
                 self._num_admitted_since_decode = 0
                 self._continue(running, step, stages)
                 self._admit_swapped(step)
-        if stages is not None and step.is_empty:
+        if stages is not None and not step.has_rows:
             stages.begin_idle_step(running)
             self._continue(running, step, stages)
         self._go_on_with_pictures(step)
-        if not step.is_empty:
+        if step.has_rows:
             if stages is not None:
                 stages.end_step(step)
             start = time.perf_counter()
@@ -192,8 +195,8 @@ class Scheduler:
                 queues.drafter.note_guessing(time.perf_counter() - start)
         output = step.build()
         if not output.is_empty:
-            self._num_steps = step.number
-            queues.tell_changes(step.message)
+            self._num_steps = step.step_input.step
+            queues.tell_changes(output.step_input)
             self.unanswered.append(output)
         return output
 
@@ -396,9 +399,9 @@ class Scheduler:
         size = self._chunk_size(request, num_common - first.num_computed_tokens, step)
         if not size:
             return
-        num_changes = len(step.message.new_block_ids)
+        num_changes = len(step.step_input.new_block_ids)
         self._add_row(first, size, step, grow)
-        growths = step.message.new_block_ids[num_changes:]
+        growths = step.step_input.new_block_ids[num_changes:]
         if first.num_computed_tokens + size == first.num_tokens:
             del self._queues.unforked[request.request_id]
             for child in others:
@@ -421,10 +424,10 @@ class Scheduler:
             if growth.block_ids and is_known:
                 step.add_blocks(sequence, growth.block_ids)
             if growth.copy is not None:
-                step.message.block_moves.copies.append(growth.copy)
+                step.step_input.block_moves.copies.append(growth.copy)
                 if is_known:
                     place = (steps.slot_of(sequence), growth.copy_place, growth.copy[1])
-                    step.message.replaced_block_ids.append(place)
+                    step.step_input.replaced_block_ids.append(place)
         if not is_known:
             self._queues.slots.enter(sequence)
             request = self._queues.request_of[sequence.seq_id]
@@ -480,15 +483,15 @@ class Scheduler:
         pictures = self._queues.pictures
         if pictures is None:
             return num_left
-        return pictures.reach(request, num_left, step.message, self._queues.running)
+        return pictures.reach(request, num_left, step.step_input, self._queues.running)
 
     def _go_on_with_pictures(self, step: StepBuilder) -> None:
         """Lets the ranks go on with features that requests wait for; also in a step without rows,
         but not in several such steps at once."""
         pictures = self._queues.pictures
-        is_due = not (step.is_empty and self.unanswered) or step.message.picture_loads
+        is_due = step.has_rows or not self.unanswered or step.step_input.picture_loads
         if pictures is not None and is_due:
-            step.message.num_awaited_rows = pictures.num_awaited_rows
+            step.step_input.num_awaited_rows = pictures.num_awaited_rows
             step.awaiting = pictures.waiting(self._queues.running)
 
     def _num_without_row(self, step: StepBuilder) -> int:
@@ -522,7 +525,7 @@ class Scheduler:
         victim.metrics.num_preemptions += 1
         step.preempted.append(victim)
         if self._should_swap(victim):
-            step.message.block_moves.swap_outs += self._queues.swap_out(victim)
+            step.step_input.block_moves.swap_outs += self._queues.swap_out(victim)
         else:
             self._queues.recompute(victim)
 
@@ -554,7 +557,7 @@ class Scheduler:
                 continue
             if status is AllocStatus.LATER or not queues.has_slots(request):
                 return
-            step.message.block_moves.swap_ins += queues.swap_in(request)
+            step.step_input.block_moves.swap_ins += queues.swap_in(request)
             self._continue([request], step)
 
     def _admit(self, step: StepBuilder) -> None:
@@ -574,7 +577,7 @@ class Scheduler:
                 return
             first = queues.waiting.head()
             is_next = queues.has_room(first) or why_never(first, self._config, queues.blocks)
-            request = first if is_next else queues.choose_passing(step.number)
+            request = first if is_next else queues.choose_passing(step.step_input.step)
             if request is None:
                 return
             if (reason := why_never(request, self._config, queues.blocks)) is not None:
@@ -584,7 +587,7 @@ class Scheduler:
             num_unread = request.num_unread_tokens
             num_tokens = num_unread + (1 if chunked else request.num_common_tokens)
             is_whole = not chunked or num_unread > 0
-            if is_whole and num_tokens > step.tokens_left and not step.is_empty:
+            if is_whole and num_tokens > step.tokens_left and step.has_rows:
                 return
             self._start(request, step)
 
