@@ -11,16 +11,33 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tpengine.errors import EngineError, RequestError
 from tpengine.messages import CrossInput, NewSequence, StepInput
-from tpengine.scheduling.drafter import Guess
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 SequencePair = tuple[Sequence, Sequence]
 """(parent, child)"""
 SizedRow = tuple[Sequence, int]
 """(sequence, tokens that it computes in the step)"""
+
+
+class Guess(NamedTuple):
+    """A token that may come next, if all guesses before it are right.
+
+    Attributes:
+        token_id: 0 if a model guesses it, on the ranks.
+        source: where it comes from: prompt and output of its sequence ("text"), earlier outputs of
+            the client ("earlier"), "grammar", or "model".
+        kind: whose rate it counts for: see `Drafter`.
+        share: of the places of the match, those at which it follows.
+    """
+
+    token_id: int
+    source: str
+    kind: int
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
