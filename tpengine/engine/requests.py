@@ -157,13 +157,15 @@ def check_request(
     if model.encoder is not None or is_two_prompts(request.prompt):
         num_kept = params.truncate_prompt_tokens
 
-        def read(prompt: Any, ids: Any) -> tuple[str | None, list[int]]:
+        def read_own(prompt: Any, ids: Any) -> tuple[str | None, list[int]]:
             own = replace(request, prompt=prompt, prompt_token_ids=ids)
             return _read_prompt(own, num_kept, tokenizer, config, None)[:2]
 
         given_prompt = request.prompt, request.prompt_token_ids, request.messages
-        *decoder, encoder = read_two_prompts(*given_prompt, num_kept, model, tokenizer, read)
-        request = replace(request, prompt=decoder[0], prompt_token_ids=decoder[1])
+        decoder, ids, encoder = read_two_prompts(
+            *given_prompt, num_kept, model, tokenizer, read_own
+        )
+        request = replace(request, prompt=decoder, prompt_token_ids=ids)
     _check_priority(request.priority, config.scheduler)
     end_token_ids = _end_ids(params, model, tokenizer)
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
