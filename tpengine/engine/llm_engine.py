@@ -28,7 +28,7 @@ from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, GroupLostError, InvalidPromptError
 from tpengine.executor.executor import Executor
-from tpengine.executor.local_executor import create_executor
+from tpengine.executor.launch.chosen_executor import create_executor
 from tpengine.host import deferred_interrupt
 from tpengine.inputs import LoRARequest, PoolingParams, PromptInputs
 from tpengine.logger import init_logger
@@ -39,9 +39,6 @@ from tpengine.scheduling.sequence import CheckedRequest, Request, Sequence
 from tpengine.structured.grammar_checks import GrammarChecks
 
 logger = init_logger(__name__)
-
-_GRAMMAR_S = 0.02
-"""How long a step waits for a grammar while no request may run: its caller has other work to do."""
 
 
 class LLMEngine:
@@ -386,7 +383,7 @@ class LLMEngine:
         are sent again, or have not happened."""
         unanswered = self._scheduler.unanswered
         try:
-            self._compile_grammars()
+            self._rank_grammars.compile_new(self._scheduler, self.tokenizer)
             start = time.perf_counter()
             most = self._max_steps_in_flight
             while len(unanswered) < most and self._send_next(is_alone=most == 1):
@@ -451,17 +448,6 @@ class LLMEngine:
     def do_log_stats(self) -> None:
         """Logs the line of statistics now, and calls the added loggers."""
         self._loggers.log_now(self._scheduler)
-
-    def _compile_grammars(self) -> None:
-        """Makes the ranks compile new grammars. Steps go on, one at a time, as this call would wait
-        for those in flight; only the requests with new grammars wait."""
-        scheduler = self._scheduler
-        if scheduler.lacks_grammars and not scheduler.unanswered:
-            assert self.tokenizer is not None, "a grammar was checked without one"
-            wait_s = 0.0 if scheduler.may_step else _GRAMMAR_S
-            requests = scheduler.unfinished_requests()
-            grammars = self._rank_grammars.compile(requests, self.tokenizer, wait_s)
-            scheduler.use_grammars(grammars)
 
     def _report(self, requests: Iterable[Request]) -> None:
         """Builds the outputs of these requests; `step` returns them."""
