@@ -17,7 +17,7 @@ from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import make_store
 from tpengine.distributed.shared_memory import SharedMemoryCollectives
-from tpengine.errors import CacheSizeError, ConfigError, TemporaryError, counted, is_device_fault
+from tpengine.errors import CacheSizeError, TemporaryError, counted, is_device_fault
 from tpengine.layers.adapter_parts import Targets
 from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import Weights
@@ -206,7 +206,11 @@ class Worker:
         weights = Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
         self._model = load_model(model, weights, lambda made: self._check(made, weights))
         self._weights_bytes, self._digest = weights.num_bytes, weights.digest
-        self._load_pictures()
+        if self._config.scheduler.pictures is not None:
+            where = self._dtype, self._device, self._parallel
+            self._pictures = PictureStore.load(self._config, *where)
+            self._features_bytes = self._pictures.features_bytes
+            self._weights_bytes += self._pictures.num_bytes
         if (config := self._config.of_draft_model) is not None:
             drafting = self._load_draft_model(config)
             self._weights_bytes += drafting.num_bytes
@@ -227,33 +231,6 @@ class Worker:
     @property
     def _num_stages(self) -> int:
         return self._config.parallel.pipeline_parallel_size
-
-    def _load_pictures(self) -> None:
-        """Loads what sees, on the first rank, and counts the room for features on the first stage.
-
-        Raises:
-            ConfigError: the first stage has too few layers.
-        """
-        config, parallel, tower = self._config, self._parallel, None
-        if (limits := config.scheduler.pictures) is None:
-            return
-        model = config.model
-        if parallel.stage.is_first:
-            num_layers = len(parallel.stage.layers or range(model.num_layers))
-            if num_layers < model.num_picture_layers:
-                text = f"features of pictures are added after {model.num_picture_layers} layers"
-                raise ConfigError(f"{text}, and the first stage has fewer; set pp_layer_partition")
-            if parallel.tp_rank == 0:
-                tower = import_vision_tower().VisionTower(model, self._dtype, self._device)
-                self._weights_bytes += tower.num_bytes
-            row_bytes = model.picture_row_size * self._dtype.itemsize
-            self._features_bytes = limits.num_cached_rows * row_bytes
-            self._weights_bytes += self._features_bytes
-            total = device.cpu_total_bytes()
-            if self._device.type == "cpu" and self._features_bytes > total:
-                text = f"encoder_cache takes {self._features_bytes / device.GIB:.2f} GiB, and this"
-                raise ConfigError(f"{text} machine has {total / device.GIB:.2f}; lower it")
-        self._pictures = PictureStore(tower, config, self._dtype, self._device, parallel)
 
     def _load_draft_model(self, config: EngineConfig) -> Weights:
         """Loads the model that makes drafts; returns its weights."""
