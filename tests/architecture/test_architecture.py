@@ -26,7 +26,7 @@ MAX_PACKAGE_LINES = 35_594
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
 MAX_NATIVE_LINES = 9_030
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_CORE_LINES = 6_511
+MAX_CORE_LINES = 6_498
 """Lines of code of the files that docs/reading.md lists: `LLM.generate` on one device."""
 MAX_TEST_LINES = 45_825
 """Lines of code of tests/."""

@@ -146,8 +146,7 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait, run or are swapped out."""
-        scheduler = self._scheduler
-        return scheduler.num_waiting + scheduler.num_running + scheduler.num_swapped
+        return len(self._scheduler.unfinished_requests())
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do or to report."""

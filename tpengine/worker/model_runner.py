@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +16,16 @@ from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState, end_of_work
 from tpengine.layers import sampler
 from tpengine.layers.attention import AttentionMetadata, keep_rows
-from tpengine.layers.device_values import Pending, known, together, upload
-from tpengine.messages import CrossInput, StepInput, StepOutput
+from tpengine.layers.device_values import Pending, known, together
+from tpengine.messages import StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.ops.lora_ops import LoRARows
-from tpengine.structured.masks import GrammarSlots
 from tpengine.worker.adapter_store import AdapterStore, group_rows
 from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording
 from tpengine.worker.device import cuda_peak_bytes
 from tpengine.worker.draft_model import DraftModel
-from tpengine.worker.encoder_pass import TwoHalves, encoder_arrays, sound_features
+from tpengine.worker.encoder_pass import EncoderPass
 from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.input_batch import InputBatch, StepArrays, upload_step
@@ -153,15 +152,9 @@ class ModelRunner:
         block_size, num_kept = config.cache.block_size, config.num_kept_tokens
         sizes, has_axes = (*limits, block_size), bool(config.model.picture_rope)
         encoder = config.model.encoder
-        self._max_encoder_len = 0 if encoder is None else encoder.max_len
-        self._sound = config.model.sound
-        others = self._processed, has_axes, self._max_encoder_len
+        self._encoder = None if encoder is None else EncoderPass(encoder, model, block_size, device)
+        others = self._processed, has_axes, 0 if encoder is None else encoder.max_len
         self.batch = InputBatch(*sizes, self.uploads, num_kept, *others)
-
-    @property
-    def grammars(self) -> GrammarSlots:
-        """The slots whose output follows a grammar."""
-        return self.batch.sampling.edits.grammars
 
     def drop_recording(self) -> None:
         """Destroys what was recorded; later steps run op by op."""
@@ -200,7 +193,8 @@ class ModelRunner:
         start, behind = time.perf_counter(), list[int]()
         if self.draft_model is not None and step.drafts:
             behind = self.draft_model.guess(step)
-        self.encode([new.cross for new in step.new_sequences if new.cross is not None])
+        if self._encoder is not None:
+            self._encoder.run(step, self.cache_engine.kv_caches, self._upload)
         before_s = time.perf_counter() - start + tower_s
         inputs, has_all_ids = self.prepare_outputs(step), not self._pending
         # Before the layers, if it can be: the masks of grammars are made while these run.
@@ -237,10 +231,11 @@ class ModelRunner:
         self._finished_at = now
         rejected = self.batch.append(pending.step, sampled_ids, pending.freed_slots)
         forced = {}
-        if self._num_forced and not self.grammars.is_empty:
+        grammars = self.batch.sampling.edits.grammars
+        if self._num_forced and not grammars.is_empty:
             texts = self.batch.token_ids, self.batch.num_tokens
             sample_slots = pending.step.sample_slots
-            forced = self.grammars.find_forced(sample_slots, rejected, *texts, self._num_forced)
+            forced = grammars.find_forced(sample_slots, rejected, *texts, self._num_forced)
         return [
             StepOutput(
                 step=pending.step.step,
@@ -327,16 +322,6 @@ class ModelRunner:
         # The last layer keeps all rows, so that all layers have the same ones.
         lora_rows = None if grouped is None else LoRARows(*self.uploads.send(grouped))
         return lambda: keep_rows(self._forward(ids, metadata, entering, lora_rows), wanted)
-
-    def encode(self, prompts: Sequence[CrossInput]) -> None:
-        """Reads those of these encoder prompts whose blocks are empty, and fills the blocks."""
-        prompts = [prompt for prompt in prompts if prompt.token_ids]
-        if prompts:
-            assert isinstance(self.model, TwoHalves)
-            inputs, metadata = self._upload(encoder_arrays(prompts, self.batch.block_size))
-            if self._sound is not None:
-                inputs = upload(sound_features(prompts, self._sound), self.device)
-            self.model.encode(inputs, self.cache_engine.kv_caches, metadata)
 
     def _ids_in_flight(self, step: StepInput, arrays: StepArrays) -> torch.Tensor | None:
         """The token ids of a step's rows, int64 `[num_tokens]`, with those that the step before
@@ -442,10 +427,8 @@ class ModelRunner:
             longest = self._scheduler.max_model_len
             num_prompts = min(max(1, num_tokens // longest), num_seqs)
             self._run_dummy(np.array([longest] * num_prompts))
-        if longest := self._max_encoder_len:
-            frame = bytes(4 * self._sound.num_mel_bins) if self._sound else b""
-            prompt = CrossInput(longest, [], [0] * longest, frame)  # K and V go into block 0
-            self.encode([prompt] * (num_tokens // longest))
+        if self._encoder is not None:
+            self._encoder.run_longest(num_tokens, self.cache_engine.kv_caches, self._upload)
         ends = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
         return self._run_dummy(np.diff(ends), self._max_logits_rows)
 

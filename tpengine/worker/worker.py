@@ -355,7 +355,8 @@ class Worker:
         """Takes the vocabulary that grammars need; the rank that samples follows them."""
         assert self._runner is not None, "vocabulary before init_cache_engine"
         if self._parallel.samples:
-            self._runner.grammars.vocabulary = self._vocabulary = vocabulary
+            self._vocabulary = vocabulary
+            self._runner.batch.sampling.edits.grammars.vocabulary = vocabulary
 
     def compile_grammars(self, grammars: list[str], dropped: list[str], wait_s: float) -> int:
         """Compiles grammars on a thread of the rank that samples; see `Vocabulary.compile`."""
@@ -409,7 +410,7 @@ class Worker:
                 f"allocated: {error}; choose fewer"
             ) from error
         self._runner = runner = self._make_runner(cache)
-        runner.grammars.vocabulary = self._vocabulary
+        runner.batch.sampling.edits.grammars.vocabulary = self._vocabulary
         with self._forward():
             recorded = self._recorder.record((model, cache.kv_caches), drafting)
             runner.recorded, runner.recorded_adapters = recorded.steps, recorded.with_adapters
