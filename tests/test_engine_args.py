@@ -24,8 +24,9 @@ from support.workers import loaded_worker
 from support.zoo import PLAIN
 
 from tpengine import LLM, EngineArgs, LLMEngine, SamplingParams
+from tpengine.checkpoint.model_limits import resolve_max_model_len
 from tpengine.cli.parser import CommandParser
-from tpengine.config import EMBEDDED_MODEL, resolve_max_model_len
+from tpengine.config import EMBEDDED_MODEL
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import CacheSizeError, ConfigError, ModelLoadError
 from tpengine.layers.rotary import rope_parameters

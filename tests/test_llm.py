@@ -234,7 +234,7 @@ def test_parameters_that_the_model_recommends(models: ModelShop, tmp_path: Path)
 def test_progress_bar_moves_before_a_prompt_ends(
     llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, refresh_s: float
 ) -> None:
-    monkeypatch.setattr("tpengine.llm._REFRESH_S", refresh_s)
+    monkeypatch.setattr("tpengine.engine.progress_bar._REFRESH_S", refresh_s)
     llm.generate(PROMPTS[0], greedy(80), use_tqdm=True)
     drawn = capsys.readouterr().err.split("\r")
     before = [line for line in drawn if "0/1" in line and "output" in line]

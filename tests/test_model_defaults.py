@@ -25,7 +25,8 @@ from tpengine.checkpoint.model_defaults import (
     sampling_defaults,
 )
 from tpengine.checkpoint.model_files import ModelFields, read_end_token_ids, read_hf_config
-from tpengine.config import EMBEDDED_MODEL, ModelConfig, check_division
+from tpengine.checkpoint.model_limits import check_division
+from tpengine.config import EMBEDDED_MODEL, ModelConfig
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.rotary import rope_parameters
 

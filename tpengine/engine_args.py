@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from tpengine import config as cfg
-from tpengine.checkpoint import model_files
+from tpengine.checkpoint import model_files, model_limits
 from tpengine.checkpoint.gguf_file import model_name
 from tpengine.checkpoint.kv_scales import read_scale_file
 from tpengine.checkpoint.model_code import choose_model_impl, name_architecture
@@ -498,12 +498,14 @@ class EngineArgs(Options):
         implementation = choose_model_impl(hf_config, folder, *asked)
         if pooling is not None:
             self._check_pooling(pooling, hf_config, implementation)
-        cfg.check_division(hf_config, self.tensor_parallel_size, implementation)
+        model_limits.check_division(hf_config, self.tensor_parallel_size, implementation)
         for size in cfg.group_sizes(self.tensor_parallel_size, self.min_ranks)[1:]:
-            cfg.check_division(hf_config, size, implementation, f"min_ranks = {self.min_ranks}")
+            model_limits.check_division(
+                hf_config, size, implementation, f"min_ranks = {self.min_ranks}"
+            )
         stages = self.pipeline_parallel_size, self._layer_partition
-        cfg.check_stages(hf_config, *stages, implementation)
-        cfg.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
+        model_limits.check_stages(hf_config, *stages, implementation)
+        model_limits.replace_rope(hf_config, self.rope_scaling, self.rope_theta)
         return ReadModel(folder, hf_config, implementation, pooling, encoder)
 
     def _check_pooling(
@@ -554,7 +556,7 @@ class EngineArgs(Options):
     def _model_config(self) -> cfg.ModelConfig:
         folder, hf_config, implementation, pooling, encoder = self.read_model()
         asked = (self.max_model_len, self.disable_sliding_window)
-        max_model_len = cfg.resolve_max_model_len(hf_config, *asked)
+        max_model_len = model_limits.resolve_max_model_len(hf_config, *asked)
         if pooling is not None and self.max_model_len is None:
             max_model_len = min(max_model_len, read_max_seq_length(folder) or max_model_len)
         tokenizer = self.find_tokenizer(folder)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
-
-from tqdm import tqdm
 
 from tpengine import errors
 from tpengine.checkpoint.model_defaults import recommended_sampling
@@ -18,8 +15,8 @@ from tpengine.checkpoint.model_files import read_generation_config
 from tpengine.engine import requests as checks
 from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine.pooling_calls import PoolingCalls, Prompts
+from tpengine.engine.progress_bar import ProgressBar
 from tpengine.engine.requests import GenerateRequest, one_per_prompt
-from tpengine.engine.stats import EngineCounters
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import counted, did_you_mean
@@ -30,7 +27,6 @@ from tpengine.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
 
-_REFRESH_S = 0.25
 Message = Mapping[str, Any]
 
 
@@ -359,7 +355,7 @@ class LLM(PoolingCalls):
         outputs: list[RequestOutput] = []
         self._inbox.update(dict.fromkeys(request_ids - done.keys(), outputs))
         num_requests = len(request_ids)
-        with _ProgressBar(self.llm_engine.counters, num_requests, use_tqdm) as bar:
+        with ProgressBar(self.llm_engine.counters, num_requests, use_tqdm) as bar:
             bar.add(done.values())
             while len(done) < num_requests:
                 self._pump()
@@ -392,39 +388,3 @@ def changed(params: SamplingParams, **fields: Any) -> SamplingParams:
     params = copy.copy(params)
     vars(params).update(fields)
     return params
-
-
-class _ProgressBar(tqdm):  # type: ignore[misc]
-    """Shows how many prompts were completed and refused, and tokens per second since it was opened.
-
-    Args:
-        counters: of the engine; tokens of its other requests count too.
-        total: number of prompts.
-        is_shown: False: the bar prints nothing.
-    """
-
-    def __init__(self, counters: EngineCounters, total: int, is_shown: bool) -> None:
-        self._counters = counters
-        self._first = counters.prompt_tokens, counters.output_tokens
-        self._num_refused = 0
-        self._start = time.monotonic()
-        # `miniters=0`: the rates of long prompts change between the ends of prompts.
-        refresh = {"miniters": 0, "mininterval": _REFRESH_S, "disable": not is_shown}
-        super().__init__(total=total, desc="Processed prompts", unit="prompt", **refresh)
-
-    def add(self, ended: Collection[RequestOutput]) -> None:
-        """Adds prompts that a step completed, refused or failed."""
-        if self.disable:
-            return
-        num_refused = sum(output.error is not None for output in ended)
-        self._num_refused += num_refused
-        elapsed_s = max(time.monotonic() - self._start, 1e-9)
-        num_input = self._counters.prompt_tokens - self._first[0]
-        num_output = self._counters.output_tokens - self._first[1]
-        refused = f"refused {self._num_refused}, " if self._num_refused else ""
-        self.set_postfix_str(
-            f"{refused}input {num_input / elapsed_s:.1f} tokens/s, "
-            f"output {num_output / elapsed_s:.1f} tokens/s",
-            refresh=False,
-        )
-        self.update(len(ended) - num_refused)

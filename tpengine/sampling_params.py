@@ -7,10 +7,11 @@ To add a parameter:
    and servers read it over gRPC (`proto/parameter_fields.py`), where it needs a field of the same
    name in `proto/tpengine.proto`; `python tests/support/build_proto.py` writes the stubs anew.
 2. If ranks need it: a field of the same name in `SamplingRules` of `messages.py`, and what it does
-   in `worker/sampling_state.py`, `layers/sampler.py` and `layers/logit_edits.py`. In all other
-   cases what it does stands where the decision is made: `engine/requests.py` (vocabulary,
-   tokenizer, end tokens), `engine/output_processor.py` (end and form of the output),
-   `engine/detokenizer.py` (text), `server/limits.py` (bounds of memory and time).
+   in `worker/sampling_state.py` and `layers/sampler.py`, or, if it edits logits, in
+   `worker/edit_slots.py`, `worker/token_rules.py` and `layers/logit_edits.py`. In all other cases
+   what it does stands where the decision is made: `engine/requests.py` (vocabulary, tokenizer, end
+   tokens), `engine/output_processor.py` (end and form of the output), `engine/detokenizer.py`
+   (text), `server/limits.py` (bounds of memory and time).
 
 What rules two parameters together, such as those of beam search, is in `SamplingParams.check`.
 """

@@ -31,7 +31,7 @@ from tpengine.bench import harness
 from tpengine.engine.stats import EngineState, RecoveryRecord
 from tpengine.errors import ConfigError, EngineError
 from tpengine.executor.group_executor import GroupExecutor
-from tpengine.executor.local_executor import create_executor
+from tpengine.executor.launch.chosen_executor import create_executor
 from tpengine.options import option
 
 _FIRST_ID = 5

@@ -13,8 +13,8 @@ from support.waiting import PATIENCE_S, wait_until
 
 from tpengine import EngineArgs
 from tpengine.errors import RankLoss
+from tpengine.executor.launch.chosen_executor import create_executor
 from tpengine.executor.launch.node_agent import NodeAgent
-from tpengine.executor.local_executor import create_executor
 from tpengine.messages import MemoryLedger, NewSequence, SamplingRules, StepInput
 
 PROMPT = [5, 6, 7, 8, 9]

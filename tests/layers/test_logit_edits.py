@@ -48,7 +48,7 @@ class _Batch:
         self.sequences[slot] = sequence
 
     def leave(self, slot: int) -> None:
-        self.slots.clear(slot)
+        self.slots.edits.clear(slot)
         del self.sequences[slot]
 
     def fork(self, parent: int, child: int) -> None:
@@ -65,7 +65,7 @@ class _Batch:
         sequence.token_ids[-1] = token_id
         count = len(sequence.token_ids)
         self.token_ids[slot, count - 1] = token_id
-        self.slots.rewrite(slot, self.token_ids[slot, :count])
+        self.slots.edits.rewrite(slot, self.token_ids[slot, :count])
 
     def append(self, slots: list[int], tokens: list[int]) -> None:
         num_tokens = np.zeros(MAX_NUM_SEQS, np.int32)
@@ -74,7 +74,7 @@ class _Batch:
             num_tokens[slot] = len(ids)
             self.token_ids[slot, len(ids)] = token_id
             ids.append(token_id)
-        self.slots.append(np.array(slots), np.array(tokens), self.token_ids, num_tokens)
+        self.slots.edits.append(np.array(slots), np.array(tokens), self.token_ids, num_tokens)
 
     def gather(self, slots: list[int]):
         positions = [len(self.sequences[slot].token_ids) for slot in slots]

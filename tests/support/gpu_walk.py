@@ -24,6 +24,7 @@ from tpengine.worker.gpu.attention_plans import GpuAttention, attention_layers
 from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run
 from tpengine.worker.input_batch import StepArrays
 from tpengine.worker.model_runner import ModelRunner
+from tpengine.worker.recorder import Recorder
 from tpengine.worker.transfers import Downloads
 from tpengine.worker.worker import Worker
 
@@ -126,9 +127,9 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
     monkeypatch.setattr(EngineArgs, "create_engine_config", with_two_steps)
     monkeypatch.setattr(ModelRunner, "_ids_in_flight", count_ids)
     monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
-    monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
+    monkeypatch.setattr(Recorder, "_uses_graphs", lambda self: True)
     monkeypatch.setattr(Worker, "_works_ahead", True)
-    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: walk.captures())
+    monkeypatch.setattr("tpengine.worker.recorder.CudaCapture", lambda device: walk.captures())
     monkeypatch.setattr(graphs, "CudaGrowth", NoGrowth)
     monkeypatch.setattr(Downloads, "start", lambda self, tensors: walk.download(tensors))
     monkeypatch.setattr(DecodeGraphs, "record", record)

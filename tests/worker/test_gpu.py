@@ -120,7 +120,7 @@ def test_graph_larger_than_memory_is_a_typed_error(
         def __call__(self, run: Run) -> Recorded:
             return super().__call__(lambda: torch.empty(1 << 50, device=CUDA))
 
-    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", Larger)
+    monkeypatch.setattr("tpengine.worker.recorder.CudaCapture", Larger)
     with pytest.raises(GraphCaptureError, match="enforce_eager"):
         open_on_card(models.folder(PLAIN))
 

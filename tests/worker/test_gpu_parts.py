@@ -20,10 +20,11 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError, ConfigError, GraphCaptureError
 from tpengine.messages import BlockMoves, MemoryLedger
 from tpengine.worker import device
-from tpengine.worker.cache_engine import PooledBlocks, staged_blocks
 from tpengine.worker.gpu import graphs as cuda_graph
 from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run, graph_sizes
+from tpengine.worker.gpu.pooled_blocks import PooledBlocks, staged_blocks
 from tpengine.worker.model_runner import ModelRunner
+from tpengine.worker.recorder import Recorder
 from tpengine.worker.transfers import layout, pack, unpack
 from tpengine.worker.worker import Worker
 
@@ -53,8 +54,8 @@ def test_arrays_are_packed_into_one_buffer() -> None:
 def test_pooled_blocks_move(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, staging_bytes: int, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr("tpengine.worker.cache_engine._STAGING_BYTES", staging_bytes)
-    monkeypatch.setattr("tpengine.worker.cache_engine._PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("tpengine.worker.gpu.pooled_blocks._STAGING_BYTES", staging_bytes)
+    monkeypatch.setattr("tpengine.worker.gpu.pooled_blocks._PIECE_BYTES", piece_bytes)
     pool = torch.randn(6, 10, 8, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     before, bits = pool.view(torch.uint8).clone(), pool.view(torch.uint8)
     blocks = PooledBlocks(pool, 4)
@@ -83,7 +84,7 @@ def test_layers_wait_once_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_hosts_pool_is_as_large_as_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch pins the next power of two of a tensor's bytes."""
-    monkeypatch.setattr("tpengine.worker.cache_engine._PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr("tpengine.worker.gpu.pooled_blocks._PIECE_BYTES", 1 << 20)
     pool = torch.empty(6, 2, 16, 3, 40)  # blocks of 45 KiB
     wanted = 33 * pool[:, 0].nbytes * 23
     pieces = PooledBlocks(pool, 33 * 23)._host
@@ -285,8 +286,8 @@ def test_a_worker_reserves_its_memory(models: ModelShop, monkeypatch: pytest.Mon
         return Recorded(run, lambda: None)
 
     monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
-    monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
-    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: capture)
+    monkeypatch.setattr(Recorder, "_uses_graphs", lambda self: True)
+    monkeypatch.setattr("tpengine.worker.recorder.CudaCapture", lambda device: capture)
     growth = SimpleNamespace(num_bytes=lambda: 1000)
     monkeypatch.setattr(cuda_graph, "CudaGrowth", lambda device: growth)
     worker = loaded_worker(config(models, "cpu", dtype="float32", max_num_seqs=8, swap_space=0.01))

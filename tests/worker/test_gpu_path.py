@@ -74,7 +74,7 @@ def test_more_context_than_scratch_goes_in_groups(
 def test_steps_with_more_rows_than_graphs_run_by_themselves(
     models: ModelShop, walk: GpuWalk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpengine.worker.worker.MAX_RECORDED_ROWS", 4)
+    monkeypatch.setattr("tpengine.worker.recorder.MAX_RECORDED_ROWS", 4)
     check_answers(models, NAMES[0])
     assert walk.sizes == [1, 2, 4]
     assert 0 < walk.replays < 200

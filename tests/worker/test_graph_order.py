@@ -15,6 +15,7 @@ from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.models.llama import LlamaForCausalLM
 from tpengine.worker.gpu import graphs as cuda_graph
 from tpengine.worker.gpu.graphs import Recorded, Run
+from tpengine.worker.recorder import Recorder
 from tpengine.worker.worker import Worker
 
 CPU = torch.device("cpu")
@@ -77,8 +78,8 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
     ledger = Ledger()
 
     monkeypatch.setattr(cuda_graph, "CudaGrowth", NoGrowth)
-    monkeypatch.setattr("tpengine.worker.worker.CudaCapture", lambda device: ledger.capture)
-    monkeypatch.setattr(Worker, "_uses_graphs", lambda self: True)
+    monkeypatch.setattr("tpengine.worker.recorder.CudaCapture", lambda device: ledger.capture)
+    monkeypatch.setattr(Recorder, "_uses_graphs", lambda self: True)
     monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
     return ledger
 

@@ -16,7 +16,7 @@ from tpengine.config import EngineConfig
 from tpengine.errors import TemporaryError
 from tpengine.layers.attention import AttentionMetadata
 from tpengine.messages import BlockMoves
-from tpengine.worker.cache_engine import CacheEngine, CacheShape, KeptBlocks
+from tpengine.worker.cache_engine import CacheEngine, CacheShape
 from tpengine.worker.rank_memory import RankMemory
 from tpengine.worker.worker import Worker
 
@@ -116,14 +116,14 @@ def test_memory_of_others_is_not_used(
 def test_moves_of_a_step_are_not_repeated(file: int, config: EngineConfig) -> None:
     """A step is sent again after a part of it has written into a block that it swaps out."""
     sizes = CacheShape(torch.device("cpu"), torch.float32, 8, 2, 2, 16), 8, 5
-    first = CacheEngine(*sizes, KeptBlocks(RankMemory(file, config, 0), *sizes))
+    first = CacheEngine(*sizes, RankMemory(file, config, 0))
     for number, (k_cache, v_cache) in enumerate(first.kv_caches):
         k_cache.fill_(number)
         v_cache.fill_(number + 10)
     moves = BlockMoves(swap_outs=[(1, 3)], copies=[(2, 1)])
     first.move(moves, 7)
     first.kv_caches[0][0][1:3].fill_(-1.0)
-    second = CacheEngine(*sizes, KeptBlocks(RankMemory(file, config, 0), *sizes))
+    second = CacheEngine(*sizes, RankMemory(file, config, 0))
     second.move(moves, 7)
     assert (second.kv_caches[0][0][1:3] == -1.0).all()
     second.move(BlockMoves(swap_ins=[(3, 4)]), 8)

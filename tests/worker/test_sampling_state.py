@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from tpengine.layers.sampler import noise_keys, sample
 from tpengine.messages import NewSequence, SamplingRules
-from tpengine.worker.input_batch import PromptRow
-from tpengine.worker.model_runner import compute_prompt_logprobs
-from tpengine.worker.sampling_state import BadWords, SamplingSlots
+from tpengine.worker.prompt_logprobs import PromptRow, compute_prompt_logprobs
+from tpengine.worker.sampling_state import SamplingSlots
+from tpengine.worker.token_rules import BadWords
 
 META = torch.device("meta")
 VOCAB_SIZE = 31
@@ -66,7 +66,7 @@ def test_samples_with_all_that_can_be_asked(processed: bool) -> None:
             batch = slots.gather(rows, positions, token_ids)
             assert batch.edits is not None
             sampled = sample(torch.empty(len(KINDS), VOCAB_SIZE, device=META), batch)
-            slots.append(rows, np.full(len(KINDS), position), token_ids, positions)
+            slots.edits.append(rows, np.full(len(KINDS), position), token_ids, positions)
         logits_processors.kept.clear()
     shapes = [list(tensor.shape) for tensor in sampled.findings.tensors]
     chosen_and_lost = [[5], [5], [5]]

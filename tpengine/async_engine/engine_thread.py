@@ -20,7 +20,7 @@ from tpengine.engine.llm_engine import LLMEngine
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, RequestError, RequestFailedError
 from tpengine.executor.executor import Executor
-from tpengine.executor.local_executor import create_executor
+from tpengine.executor.launch.chosen_executor import create_executor
 from tpengine.logger import init_logger
 from tpengine.outputs import RequestOutput
 from tpengine.scheduling.sequence import CheckedRequest

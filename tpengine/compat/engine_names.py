@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from tpengine.compat import aliases
 from tpengine.compat.refused import RefusesNames, with_refused_parameters
+from tpengine.config import CacheConfig
 from tpengine.engine import llm_engine
 from tpengine.engine.stats import StatLoggerBase
 from tpengine.engine_args import EngineArgs
@@ -24,7 +26,26 @@ class LLMEngine(RefusesNames, llm_engine.LLMEngine):
         "model_executor stop_remote_worker_execution_loop": "call shutdown() to end the ranks",
         "device_config load_config scheduler": "read the EngineArgs, or call stats()",
     }
+    model_config = property(llm_engine.LLMEngine.get_model_config)
+    parallel_config = property(llm_engine.LLMEngine.get_parallel_config)
+    scheduler_config = property(llm_engine.LLMEngine.get_scheduler_config)
+    lora_config = property(llm_engine.LLMEngine.get_lora_config)
     multimodal_config = speculative_config = prompt_adapter_config = None
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        """The cache's configuration, with the present numbers of blocks."""
+        blocks = self._scheduler.block_manager
+        on_device, on_host = blocks.num_total_blocks, blocks.host.num_blocks
+        return replace(self._config.cache, num_gpu_blocks=on_device, num_cpu_blocks=on_host)
+
+    def get_weights_bytes(self) -> list[int]:
+        """Bytes of the weights on each rank."""
+        return [ledger.weights_bytes for ledger in self._recovery.ledgers]
+
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters that requests named: of each folder the last one."""
+        return set(self._adapters.ids)
 
     @classmethod
     def from_engine_args(

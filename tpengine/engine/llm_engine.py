@@ -12,10 +12,9 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Self
 
-from tpengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from tpengine.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tpengine.engine import requests as checks
 from tpengine.engine import stats as figures
 from tpengine.engine.output_processor import OutputProcessor
@@ -29,7 +28,7 @@ from tpengine.engine.tokenizer import Tokenizer, load_tokenizer
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import EngineError, GroupLostError, InvalidPromptError
 from tpengine.executor.executor import Executor
-from tpengine.executor.local_executor import create_executor
+from tpengine.executor.launch.chosen_executor import create_executor
 from tpengine.host import deferred_interrupt
 from tpengine.inputs import LoRARequest, PoolingParams, PromptInputs
 from tpengine.logger import init_logger
@@ -37,13 +36,9 @@ from tpengine.outputs import EmbeddingRequestOutput, RequestMetrics, RequestOutp
 from tpengine.sampling_params import SamplingParams
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import CheckedRequest, Request, Sequence
-from tpengine.scheduling.step import StepDecisions
 from tpengine.structured.grammar_checks import GrammarChecks
 
 logger = init_logger(__name__)
-
-_GRAMMAR_S = 0.02
-"""How long a step waits for a grammar while no request may run: its caller has other work to do."""
 
 
 class LLMEngine:
@@ -83,10 +78,8 @@ class LLMEngine:
             finalizer()
             raise
         self.log_stats = log_stats
-        self._stat_logger = figures.StatLogger() if log_stats else None
-        self.stat_loggers: dict[str, StatLoggerBase] = {}
-        self._failed_loggers: set[str] = set()
-        self._preemption_log = figures.PreemptionLog(config)
+        self._loggers = figures.StepLoggers(config, log_stats, self.stats)
+        self.stat_loggers: dict[str, StatLoggerBase] = self._loggers.of_users
         self._num_requests = self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
         self._embedded: set[str] = set()  # whose outputs `step` gives in the form of embeddings
@@ -121,13 +114,6 @@ class LLMEngine:
         self._output_processor.tokenizer = tokenizer
         self._scheduler.use_grammars(frozenset())
 
-    @property
-    def cache_config(self) -> CacheConfig:
-        """The cache's configuration, with the present numbers of blocks."""
-        blocks = self._scheduler.block_manager
-        on_device, on_host = blocks.num_total_blocks, blocks.host.num_blocks
-        return replace(self._config.cache, num_gpu_blocks=on_device, num_cpu_blocks=on_host)
-
     def get_model_config(self) -> ModelConfig:
         """The model's shape, limits and special tokens."""
         return self._config.model
@@ -140,15 +126,9 @@ class LLMEngine:
         """The limits of a step."""
         return self._config.scheduler
 
-    model_config = property(get_model_config)
-    parallel_config = property(get_parallel_config)
-    scheduler_config = property(get_scheduler_config)
-
     def get_lora_config(self) -> Any:
         """The `LoRAConfig`; None: adapters are not served."""
         return self._config.lora
-
-    lora_config = property(get_lora_config)
 
     def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
         """The tokenizer of transformers, for all adapters; None for a model folder without one."""
@@ -166,8 +146,7 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait, run or are swapped out."""
-        scheduler = self._scheduler
-        return scheduler.num_waiting + scheduler.num_running + scheduler.num_swapped
+        return len(self._scheduler.unfinished_requests())
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do or to report."""
@@ -199,10 +178,6 @@ class LLMEngine:
         """Raises EngineDeadError if the engine cannot be used any more."""
         self._recovery.check_alive()
 
-    def list_loras(self) -> set[int]:
-        """Ids of the adapters that requests named: of each folder the last one."""
-        return set(self._adapters.ids)
-
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Checks an adapter; no request needs this. It is loaded for its first request.
 
@@ -217,39 +192,9 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Counters and sizes at this moment; any thread may ask."""
-        health, scheduler, counters = self.health(), self._scheduler, self.counters
-        return EngineStats(
-            state=health.state.value,
-            epoch=health.epoch,
-            num_ranks=health.num_ranks,
-            num_ranks_wanted=health.num_ranks_wanted,
-            recoveries=health.num_recoveries,
-            queues=figures.QueueStats(
-                num_running=scheduler.num_running,
-                num_waiting=scheduler.num_waiting,
-                num_swapped=scheduler.num_swapped,
-                num_queued=scheduler.num_waiting,
-                num_queued_tokens=0,
-            ),
-            cache=figures.CacheStats.of(scheduler.block_manager, counters.prefix_hits),
-            num_steps=counters.num_steps,
-            prompt_tokens=counters.prompt_tokens,
-            output_tokens=counters.output_tokens,
-            num_preemptions=counters.num_preemptions,
-            finished=dict(counters.finished),
-            refused={},
-            output_tokens_per_s=counters.output_rate.rate(),
-            step_seconds=dict(counters.step_seconds),
-            devices=tuple(self._executor.devices),
-            nodes=tuple(self._executor.nodes),
-            ledgers=tuple(self._recovery.ledgers),
-            owners=scheduler.owner_stats(),
-            drafts={} if scheduler.drafter is None else scheduler.drafter.stats(),
-        )
-
-    def get_weights_bytes(self) -> list[int]:
-        """Bytes of the weights on each rank."""
-        return [ledger.weights_bytes for ledger in self._recovery.ledgers]
+        executor, ledgers = self._executor, self._recovery.ledgers
+        where = executor.devices, executor.nodes, ledgers
+        return EngineStats.of(self.health(), self._scheduler, self.counters, *where)
 
     def add_request(
         self,
@@ -437,7 +382,7 @@ class LLMEngine:
         are sent again, or have not happened."""
         unanswered = self._scheduler.unanswered
         try:
-            self._compile_grammars()
+            self._rank_grammars.compile_new(self._scheduler, self.tokenizer)
             start = time.perf_counter()
             most = self._max_steps_in_flight
             while len(unanswered) < most and self._send_next(is_alone=most == 1):
@@ -459,11 +404,7 @@ class LLMEngine:
         marks = (start, sent, answered, processed, updated, time.perf_counter())
         self.last_step = StepStats.of(scheduled, answer, decisions, marks)
         self.counters.record_step(self.last_step)
-        if scheduled.preempted:
-            self._preemption_log.record(self.counters.num_preemptions)
-        if self._stat_logger is not None:
-            self._stat_logger.record(self.last_step, self._scheduler)
-        self._call_loggers(self.last_step, decisions)
+        self._loggers.record(self.last_step, decisions, self._scheduler, self.counters)
 
     @property
     def _max_steps_in_flight(self) -> int:
@@ -501,37 +442,11 @@ class LLMEngine:
             KeyError: there is no logger of this name.
         """
         del self.stat_loggers[logger_name]
-        self._failed_loggers.discard(logger_name)
+        self._loggers.failed.discard(logger_name)
 
     def do_log_stats(self) -> None:
         """Logs the line of statistics now, and calls the added loggers."""
-        if self._stat_logger is not None:
-            self._stat_logger.log(self._scheduler)
-        self._call_loggers(None, StepDecisions())
-
-    def _call_loggers(self, step: StepStats | None, decisions: StepDecisions) -> None:
-        """An error of a logger is logged, once: the user's code must not end the engine, nor fill
-        its log."""
-        if self.stat_loggers:
-            stats = figures.Stats(self.stats(), step, decisions)
-            for name, stat_logger in tuple(self.stat_loggers.items()):
-                try:
-                    stat_logger.log(stats)
-                except Exception:
-                    if name not in self._failed_loggers:
-                        self._failed_loggers.add(name)
-                        logger.exception("the logger %r failed; this is logged once", name)
-
-    def _compile_grammars(self) -> None:
-        """Makes the ranks compile new grammars. Steps go on, one at a time, as this call would wait
-        for those in flight; only the requests with new grammars wait."""
-        scheduler = self._scheduler
-        if scheduler.lacks_grammars and not scheduler.unanswered:
-            assert self.tokenizer is not None, "a grammar was checked without one"
-            wait_s = 0.0 if scheduler.may_step else _GRAMMAR_S
-            requests = scheduler.unfinished_requests()
-            grammars = self._rank_grammars.compile(requests, self.tokenizer, wait_s)
-            scheduler.use_grammars(grammars)
+        self._loggers.log_now(self._scheduler)
 
     def _report(self, requests: Iterable[Request]) -> None:
         """Builds the outputs of these requests; `step` returns them."""

@@ -24,7 +24,6 @@ from tpengine.scheduling.sequence import PromptPictures
 Grid = tuple[int, int]
 """Tokens that stand for features, as (rows, columns); one for each place."""
 Piece = str | Grid
-Encode = Callable[[str], list[int]]
 _TEXT_ALONE = """limit_mm_per_prompt='{"image": 0}' serves text alone"""
 """What to do about a model whose pictures cannot be read."""
 
@@ -229,19 +228,21 @@ class PicturePrompts:
     def put(
         self,
         images: Any,
-        token_ids: Sequence[int],
+        text: str | None,
+        token_ids: list[int],
         owner: Owner,
-        text: str | None = None,
-        encode: Encode | None = None,
+        is_chat: bool,
+        tokenizer: Tokenizer | None,
     ) -> tuple[list[int], PromptPictures]:
         """Replaces the placeholders in a prompt.
 
         Args:
             images: what `PictureReader.read` takes, or a list of such, one for each placeholder.
+            text: of the prompt, which the ids may be of. The text is expanded then, as by the
+                model's own processor: what stands beside a picture may become one token with what
+                the prompt has there.
             owner: requests of other owners do not find its features.
-            text: of the prompt, of which `encode` has made the ids. The text is expanded then, as
-                by the model's own processor: what stands beside a picture may become one token with
-                what the prompt has there.
+            is_chat: whether the text is a conversation's.
 
         Raises:
             InvalidPictureError: they are no pictures, too many, too large, or more or fewer than
@@ -262,12 +263,16 @@ class PicturePrompts:
             hint = "it needs one for each, and in its text they count too"
             raise InvalidPictureError(f"{problem}; {hint}")
         loaded = [self._load(self._reader.read(image), owner) for image in wanted]
-        replacements = [pieces for _, pieces in loaded]
+        replacements, encode = [pieces for _, pieces in loaded], None
+        if text is not None and tokenizer is not None:
+            encode = tokenizer.encode_chat if is_chat else tokenizer.encode
+            if encode(text) != token_ids:  # the ids were given, and the text is only repeated
+                encode = None
         try:
-            if text is None or encode is None:
+            if encode is None:
                 ids = self._expand_ids(token_ids, replacements)
             else:
-                ids = encode(self._expand_text(text, replacements))
+                ids = encode(self._expand_text(str(text), replacements))
             return ids, self._find(ids, loaded)
         except ValueError as error:  # the tokenizer finds placeholders where the text has none
             problem = "the tokens of the prompt's pictures cannot be told from its text"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpengine.engine.tokenizer import PICTURE_PART
-from tpengine.errors import InvalidPictureError
+from tpengine.errors import InvalidPictureError, InvalidPromptError
 from tpengine.pictures.picture import DEFAULT_LIMITS, Picture, PictureLimits, from_image
 from tpengine.pictures.picture_decoder import PictureDecoder
 from tpengine.pictures.sources import read_source
@@ -82,12 +82,35 @@ class PictureReader:
         self._decoder.close()
 
 
-def take_pictures(messages: Any) -> tuple[Any, list[PicturePart]]:
-    """Takes the pictures out of a conversation.
+def take_pictures(messages: Any, prompt: Any, why_none: str | None) -> tuple[Any, Any]:
+    """Takes the pictures out of a conversation, or out of a prompt.
+
+    Args:
+        why_none: why the engine reads text alone; None: it reads pictures.
 
     Returns:
-        The messages, unchecked, with `PICTURE_PART` in the place of each picture; and the pictures.
+        The messages, unchecked, with `PICTURE_PART` in the place of each picture; and the pictures,
+        see `PicturePrompts.put`; None: there are none.
+
+    Raises:
+        InvalidPromptError: the prompt has other data than text and pictures.
+        InvalidPictureError: there are pictures, and the engine reads text alone.
     """
+    messages, parts = _take_parts(messages)
+    images: Any = parts or None
+    if isinstance(prompt, Mapping) and (data := prompt.get("multi_modal_data")) is not None:
+        if not isinstance(data, Mapping) or data.keys() - {"image"}:
+            text = f"multi_modal_data must be {{'image': ...}}, got {data!r:.80}"
+            raise InvalidPromptError(f"{text}; other kinds of data are not served")
+        images = data.get("image")
+    if images is not None and why_none is not None:
+        text = "the prompt has pictures, and this engine reads text alone"
+        field = parts[0].field if parts else None
+        raise InvalidPictureError(f"{text}: {why_none}", field=field)
+    return messages, images
+
+
+def _take_parts(messages: Any) -> tuple[Any, list[PicturePart]]:
     pictures = list[PicturePart]()
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return messages, pictures

@@ -8,19 +8,19 @@ group does so again, and `structured/masks.py` takes the tokens so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tpengine.config import ModelConfig
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.executor.executor import Executor
 from tpengine.sampling_params import SamplingParams
-from tpengine.scheduling.sequence import Request
+from tpengine.scheduling.scheduler import Scheduler
 from tpengine.structured.constraints import THINK_CLOSING, THINK_OPENING, Thinking
 from tpengine.structured.grammar_checks import GrammarChecks
 from tpengine.structured.grammars import Vocabulary
 
 _MAX_COMPILED = 64
+_WAIT_S = 0.02
+"""For the next grammar while no request may run: the engine's caller has other work to do."""
 
 
 def read_grammar(
@@ -74,18 +74,18 @@ class RankGrammars:
         self._begun: list[str] = []
         self._num_left = 0  # of these, the latest ones are not compiled yet
 
-    def compile(
-        self, requests: Iterable[Request], tokenizer: Tokenizer, wait_s: float
-    ) -> frozenset[str]:
-        """Begins to compile what these requests lack; returns what is compiled by now.
-
-        Args:
-            requests: all unfinished ones.
-            wait_s: longest wait for the next grammar.
+    def compile_new(self, scheduler: Scheduler, tokenizer: Tokenizer | None) -> None:
+        """Begins to compile what requests lack, and tells the scheduler what is compiled by now.
+        Steps go on, one at a time, as this call would wait for those in flight; only the requests
+        with new grammars wait.
 
         Raises:
             GroupLostError: a rank was lost.
         """
+        if not scheduler.lacks_grammars or scheduler.unanswered:
+            return
+        assert tokenizer is not None, "a grammar was checked without one"
+        requests, wait_s = scheduler.unfinished_requests(), 0.0 if scheduler.may_step else _WAIT_S
         group = self._executor.first_epoch, tokenizer.vocabulary(self._model)
         if self._group != group:
             self._executor.load_vocabulary(group[1])
@@ -98,4 +98,4 @@ class RankGrammars:
         dropped = unused[: max(0, len(begun) - _MAX_COMPILED)]
         self._num_left = self._executor.compile_grammars(lacking, dropped, wait_s)
         self._begun = [grammar for grammar in begun if grammar not in dropped]
-        return frozenset(self._begun[: len(self._begun) - self._num_left])
+        scheduler.use_grammars(frozenset(self._begun[: len(self._begun) - self._num_left]))

@@ -17,24 +17,21 @@ from tpengine import errors, sampling_params
 from tpengine.checkpoint.adapter_files import AdapterChecks
 from tpengine.config import MAX_PRIORITY, EngineConfig, ModelConfig, SchedulerConfig
 from tpengine.engine.beam_search import num_candidates
-from tpengine.engine.encoder_prompts import check_encoder_length, divide_prompt, is_two_prompts
+from tpengine.engine.encoder_prompts import is_two_prompts, read_two_prompts
 from tpengine.engine.picture_prompts import PicturePrompts
 from tpengine.engine.picture_reader import take_pictures
 from tpengine.engine.pooled_outputs import check_generates
 from tpengine.engine.pooling_requests import read_pooled_prompt
 from tpengine.engine.request_grammars import read_grammar
-from tpengine.engine.sound_prompts import as_two_prompts, read_features
 from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import counted
 from tpengine.inputs import NO_OWNER, LoRARequest, Owner, PoolingParams, PromptInputs
 from tpengine.messages import SamplingRules
 from tpengine.outputs import CompletionOutput, RequestOutput
-from tpengine.sampling_params import WHOLE_VOCABULARY, LogitsProcessor, SamplingParams
-from tpengine.scheduling.sequence import CheckedRequest, EncoderPrompt, PromptPictures
+from tpengine.sampling_params import WHOLE_VOCABULARY, SamplingParams
+from tpengine.scheduling.sequence import CheckedRequest
 from tpengine.structured.grammar_checks import GrammarChecks
 
-_MAX_PICKLED_BYTES = 1 << 20
-"""Of a request's logits processors. So a step can hold those of 256 new sequences."""
 _RULES = SamplingRules.__dataclass_fields__.keys() & SamplingParams.__dataclass_fields__.keys()
 """Parameters that ranks get under the same name."""
 _wrong_params = errors.InvalidSamplingParamsError.of_field
@@ -158,17 +155,30 @@ def check_request(
         check_generates(model.pooling)
     params = read_sampling_params(request.params, model, tokenizer)
     if model.encoder is not None or is_two_prompts(request.prompt):
-        request, encoder = _divide(request, config, tokenizer)
+        num_kept = params.truncate_prompt_tokens
+
+        def read_own(prompt: Any, ids: Any) -> tuple[str | None, list[int]]:
+            own = replace(request, prompt=prompt, prompt_token_ids=ids)
+            return _read_prompt(own, num_kept, tokenizer, config, None)[:2]
+
+        given_prompt = request.prompt, request.prompt_token_ids, request.messages
+        decoder, ids, encoder = read_two_prompts(
+            *given_prompt, num_kept, model, tokenizer, read_own
+        )
+        request = replace(request, prompt=decoder, prompt_token_ids=ids)
     _check_priority(request.priority, config.scheduler)
     end_token_ids = _end_ids(params, model, tokenizer)
     candidates = _check_sequences(params, len(end_token_ids), config.scheduler, model.vocab_size)
     adapter = adapters.check(request.lora_request)
     num_kept = params.truncate_prompt_tokens if encoder is None else None
     text, token_ids, images = _read_prompt(request, num_kept, tokenizer, config, prompts)
-    pictures = None
+    pictures, is_chat = None, request.messages is not None
     if images is not None and prompts is not None:
-        token_ids, pictures = _put_pictures(images, text, token_ids, request, prompts, tokenizer)
-    is_chat = request.messages is not None
+        if params.truncate_prompt_tokens is not None:
+            problem = "does not fit a prompt with pictures, which would lose their tokens"
+            raise _wrong_params("truncate_prompt_tokens", f"{problem}; leave it out")
+        how = request.owner, is_chat, tokenizer
+        token_ids, pictures = prompts.put(images, text, token_ids, *how)
     rules = sampling_rules(params, model, tokenizer, is_local=is_local)
     grammar = read_grammar(params, text, is_chat, model, tokenizer, grammar_checks)
     return CheckedRequest(
@@ -186,37 +196,6 @@ def check_request(
         start_of_second,
         encoder,
     )
-
-
-def _divide(
-    request: GenerateRequest, config: EngineConfig, tokenizer: Tokenizer | None
-) -> tuple[GenerateRequest, EncoderPrompt]:
-    """Gives a request to a model with two halves the decoder's prompt; returns the encoder's too,
-    for which `truncate_prompt_tokens` counts."""
-    encoder = config.model.encoder
-    if encoder is None:
-        lack = f"the model {config.model.model} has no encoder for encoder_prompt and"
-        raise errors.InvalidPromptError(f"{lack} decoder_prompt; give prompt or prompt_token_ids")
-    if request.messages is not None:
-        problem = "messages do not fit a model with an encoder and a decoder"
-        raise errors.InvalidPromptError(f"{problem}; give encoder_prompt, or a text")
-    prompts: tuple[Any, Any] = request.prompt, request.prompt_token_ids
-    if encoder.sound is not None:
-        prompts = as_two_prompts(*prompts), None
-    both = divide_prompt(*prompts, encoder, tokenizer)
-    num_kept = request.params.truncate_prompt_tokens
-    if encoder.sound is None:
-        read = replace(request, prompt=both.encoder, prompt_token_ids=both.encoder_ids)
-        text, token_ids, _ = _read_prompt(read, num_kept, tokenizer, config, None)
-        check_encoder_length(len(token_ids), encoder)
-        encoder_prompt = EncoderPrompt(text, token_ids)
-    elif num_kept is None:
-        features = read_features(both.encoder, encoder.sound)
-        encoder_prompt = EncoderPrompt(None, [0] * encoder.max_len, features)
-    else:
-        raise _wrong_params("truncate_prompt_tokens", "does not fit a sound; leave it out")
-    own = replace(request, prompt=both.decoder, prompt_token_ids=both.decoder_ids)
-    return own, encoder_prompt
 
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> list[int]:
@@ -249,25 +228,6 @@ def need_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> Tokenizer
     return tokenizer
 
 
-def _put_pictures(
-    images: Any,
-    text: str | None,
-    token_ids: list[int],
-    request: GenerateRequest,
-    prompts: PicturePrompts,
-    tokenizer: Tokenizer | None,
-) -> tuple[list[int], PromptPictures]:
-    if request.params.truncate_prompt_tokens is not None:
-        text = "does not fit a prompt with pictures, which would lose their tokens; leave it out"
-        raise _wrong_params("truncate_prompt_tokens", text)
-    encode = None
-    if text is not None and tokenizer is not None:
-        encode = tokenizer.encode if request.messages is None else tokenizer.encode_chat
-        if encode(text) != token_ids:  # the ids were given, and the text is only repeated
-            encode = None
-    return prompts.put(images, token_ids, request.owner, text, encode)
-
-
 def _read_prompt(
     request: GenerateRequest,
     num_kept: int | None,
@@ -279,17 +239,8 @@ def _read_prompt(
     unchecked; None: it has none."""
     prompt: Any = request.prompt
     token_ids, model = request.prompt_token_ids, config.model
-    messages, parts = take_pictures(request.messages)
-    images: Any = parts or None
-    if isinstance(prompt, Mapping) and (data := prompt.get("multi_modal_data")) is not None:
-        if not isinstance(data, Mapping) or data.keys() - {"image"}:
-            text = f"multi_modal_data must be {{'image': ...}}, got {data!r:.80}"
-            raise errors.InvalidPromptError(f"{text}; other kinds of data are not served")
-        images = data.get("image")
-    if images is not None and pictures is None:
-        text = "the prompt has pictures, and this engine reads text alone"
-        field = parts[0].field if parts else None
-        raise errors.InvalidPictureError(f"{text}: {config.scheduler.why_text_alone}", field=field)
+    why_none = config.scheduler.why_text_alone if pictures is None else None
+    messages, images = take_pictures(request.messages, prompt, why_none)
     if request.messages is not None:
         if prompt is not None or token_ids is not None:
             text = "a request has messages or a prompt, and this one has both; give one of them"
@@ -371,8 +322,6 @@ def sampling_rules(
         rules[name] = _num_logprobs(name, rules[name], model)
     for processor in params.logits_processors or ():
         sampling_params.load_logits_processor(processor)
-    if params.logits_processors and not is_local:
-        rules["logits_processors"] = _pickled(params.logits_processors)
     never = () if model.encoder is None else model.encoder.bad_words_token_ids
     if never or params.bad_words:
         words = dict.fromkeys([*never, *map(tuple, params.bad_words_token_ids)])
@@ -383,16 +332,11 @@ def sampling_rules(
         own = [[token_id] for token_id in sound.suppressed]
         rules["bad_words_token_ids"] = [*rules["bad_words_token_ids"], *own]
         rules["not_first_token_ids"] = list(sound.suppressed_first)
-    checked = SamplingRules(**rules)
-    if not is_local:
-        from tpengine.executor.codec import encode
+    if is_local:
+        return SamplingRules(**rules)
+    from tpengine.executor.launch.functions import sendable_rules
 
-        try:
-            encode((checked,))
-        except Exception as error:  # a step with them could not be sent, for no request in it
-            text = f"the parameters cannot be sent to the ranks: {error!r}; give plain numbers"
-            raise errors.InvalidSamplingParamsError(text) from error
-    return checked
+    return sendable_rules(SamplingRules(**rules))
 
 
 def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | None:
@@ -405,29 +349,6 @@ def _num_logprobs(name: str, count: int | None, model: ModelConfig) -> int | Non
         text = f"= {count} {asked} than max_logprobs = {model.max_logprobs}; {hint}"
         raise _wrong_params(name, text)
     return wanted
-
-
-def _pickled(processors: Sequence[LogitsProcessor | str]) -> list[bytes | str]:
-    """Functions as bytes, from which ranks in other processes make copies of them."""
-    from tpengine.executor.launch.functions import pickle_function
-
-    pickled: list[bytes | str] = []
-    for processor in processors:
-        if isinstance(processor, str):
-            pickled.append(processor)
-            continue
-        try:
-            pickled.append(pickle_function(processor))
-        except Exception as error:  # objects raise anything while they are pickled
-            text = f"the logits processor {processor!r} cannot be sent to the ranks"
-            text = f"{text}: {type(error).__name__}: {error}"
-            raise errors.InvalidSamplingParamsError(text, field="logits_processors") from error
-    size = sum(map(len, pickled))
-    if size > _MAX_PICKLED_BYTES:
-        text = f"are {size} bytes with the data that they hold, more than {_MAX_PICKLED_BYTES}"
-        hint = "put the data into a module that the ranks import"
-        raise _wrong_params("logits_processors", f"{text}; {hint}")
-    return pickled
 
 
 def _check_tokenizer(params: SamplingParams, tokenizer: Tokenizer | None) -> None:

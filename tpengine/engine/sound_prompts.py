@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tpengine.config import SAMPLING_RATE, EncoderConfig, SoundConfig
-from tpengine.engine.encoder_prompts import is_two_prompts
 from tpengine.engine.log_mel import Floats, log_mel
 from tpengine.errors import InvalidPromptError
 
@@ -26,18 +25,6 @@ _MOST_BYTES_OF_A_SAMPLE = 4
 _Samples = npt.NDArray[np.floating[Any]]
 _Reader = Callable[[int], _Samples]
 """Returns the next samples of a file, at most so many: the mean of all channels."""
-
-
-def as_two_prompts(prompt: Any, token_ids: Any) -> Mapping[str, Any]:
-    """Brings a prompt whose text or ids are the decoder's, with the sound beside them, into the
-    form that names both prompts."""
-    if is_two_prompts(prompt):
-        return dict(prompt)
-    own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-    data = own.pop("multi_modal_data", None)
-    if token_ids is not None:
-        own["prompt_token_ids"] = token_ids
-    return {"encoder_prompt": {"multi_modal_data": data}, "decoder_prompt": own}
 
 
 def read_features(prompt: Any, sound: SoundConfig) -> bytes:

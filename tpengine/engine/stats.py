@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tpengine.config import EngineConfig
@@ -444,6 +444,46 @@ class EngineStats:
     owners: Mapping[str, OwnerStats]
     drafts: Mapping[tuple[str, int], DraftStats]
 
+    @classmethod
+    def of(
+        cls,
+        health: EngineHealth,
+        scheduler: Scheduler,
+        counters: EngineCounters,
+        devices: Sequence[str],
+        nodes: Sequence[str],
+        ledgers: Sequence[MemoryLedger],
+    ) -> EngineStats:
+        """Of an engine at this moment, without a queue of its own before the scheduler."""
+        return cls(
+            state=health.state.value,
+            epoch=health.epoch,
+            num_ranks=health.num_ranks,
+            num_ranks_wanted=health.num_ranks_wanted,
+            recoveries=health.num_recoveries,
+            queues=QueueStats(
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_swapped=scheduler.num_swapped,
+                num_queued=scheduler.num_waiting,
+                num_queued_tokens=0,
+            ),
+            cache=CacheStats.of(scheduler.block_manager, counters.prefix_hits),
+            num_steps=counters.num_steps,
+            prompt_tokens=counters.prompt_tokens,
+            output_tokens=counters.output_tokens,
+            num_preemptions=counters.num_preemptions,
+            finished=dict(counters.finished),
+            refused={},
+            output_tokens_per_s=counters.output_rate.rate(),
+            step_seconds=dict(counters.step_seconds),
+            devices=tuple(devices),
+            nodes=tuple(nodes),
+            ledgers=tuple(ledgers),
+            owners=scheduler.owner_stats(),
+            drafts={} if scheduler.drafter is None else scheduler.drafter.stats(),
+        )
+
 
 class Stats:
     """What a logger of `LLMEngine.add_logger` gets, with the names of vLLM 0.5.4: the state after a
@@ -491,6 +531,60 @@ class StatLoggerBase(ABC):
     @abstractmethod
     def log(self, stats: Stats) -> None:
         """Takes the stats of a step."""
+
+
+class StepLoggers:
+    """What tells of each step: the log, and loggers of users.
+
+    Args:
+        stats: returns those of this moment.
+
+    Attributes:
+        of_users: by name.
+        failed: names of those that raised an error. It is logged, once: the user's code must not
+            end the engine, nor fill its log.
+    """
+
+    def __init__(
+        self, config: EngineConfig, log_stats: bool, stats: Callable[[], EngineStats]
+    ) -> None:
+        self.of_users: dict[str, StatLoggerBase] = {}
+        self.failed: set[str] = set()
+        self._stats = stats
+        self._line = StatLogger() if log_stats else None
+        self._preemptions = PreemptionLog(config)
+
+    def record(
+        self,
+        step: StepStats,
+        decisions: StepDecisions,
+        scheduler: Scheduler,
+        counters: EngineCounters,
+    ) -> None:
+        """Tells of a step that is counted."""
+        if step.num_preempted:
+            self._preemptions.record(counters.num_preemptions)
+        if self._line is not None:
+            self._line.record(step, scheduler)
+        self._call(step, decisions)
+
+    def log_now(self, scheduler: Scheduler) -> None:
+        """Logs the line of statistics, and calls the loggers of users, without a step."""
+        if self._line is not None:
+            self._line.log(scheduler)
+        self._call(None, StepDecisions())
+
+    def _call(self, step: StepStats | None, decisions: StepDecisions) -> None:
+        if not self.of_users:
+            return
+        stats = Stats(self._stats(), step, decisions)
+        for name, stat_logger in tuple(self.of_users.items()):
+            try:
+                stat_logger.log(stats)
+            except Exception:
+                if name not in self.failed:
+                    self.failed.add(name)
+                    logger.exception("the logger %r failed; this is logged once", name)
 
 
 @dataclass(frozen=True, slots=True)

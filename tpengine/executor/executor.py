@@ -1,7 +1,7 @@
 """The calls that an engine makes of its workers; here all of them stand on `_run_workers`.
 
 `GroupExecutor` sends steps on the channels of its ranks instead, and replaces ranks.
-The choice between the executors stands in `local_executor.py`.
+The choice between the executors stands in `launch/chosen_executor.py`.
 """
 
 from __future__ import annotations

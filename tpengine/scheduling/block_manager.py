@@ -325,7 +325,9 @@ class BlockManager:
         pairs: dict[int, int] = {}
         for sequence in request.unfinished_sequences:
             table = self._computed_blocks(sequence)
-            self._host_tables[sequence.seq_id] = _moved(table, self.host, pairs)
+            left = table[: table.count(NO_BLOCK)]
+            host_table = left + self.host.copy_of(_held(table), pairs)
+            self._host_tables[sequence.seq_id] = host_table
         for sequence in request.unfinished_sequences:
             self._drop_table(sequence)
         self.cross.swap_out(request.unfinished_sequences, pairs)
@@ -350,8 +352,9 @@ class BlockManager:
         pairs: dict[int, int] = {}
         for sequence in request.unfinished_sequences:
             host_table = self._host_tables.pop(sequence.seq_id)
-            self._tables[sequence.seq_id] = _moved(host_table, self.device, pairs)
-            for block in _held(host_table):
+            left, held = host_table[: host_table.count(NO_BLOCK)], _held(host_table)
+            self._tables[sequence.seq_id] = left + self.device.copy_of(held, pairs)
+            for block in held:
                 self.host.release(block)
         self.cross.swap_in(request.unfinished_sequences, pairs)
         return list(pairs.items())
@@ -521,19 +524,3 @@ def most_held_blocks(num_kept_tokens: int, max_step_tokens: int, block_size: int
 def _held(table: list[int]) -> list[int]:
     """The blocks of a table without those that were given back."""
     return table[table.count(NO_BLOCK) :]
-
-
-def _moved(table: list[int], pool: BlockPool, pairs: dict[int, int]) -> list[int]:
-    """Returns a table in blocks of another pool.
-
-    Args:
-        pairs: block of that pool for each block that was moved before; more are added.
-    """
-    moved = [NO_BLOCK] * table.count(NO_BLOCK)
-    for block in _held(table):
-        if block in pairs:
-            pool.share(pairs[block])
-        else:
-            (pairs[block],) = pool.take(1)
-        moved.append(pairs[block])
-    return moved

@@ -91,6 +91,22 @@ class BlockPool:
             else:
                 self._blank.append(block)
 
+    def copy_of(self, blocks: Iterable[int], pairs: dict[int, int]) -> list[int]:
+        """Gives a holder blocks for the content of another pool's blocks.
+
+        Args:
+            pairs: this pool's block for each of the other pool's that has one, which is then
+                shared; more are added.
+        """
+        own = []
+        for block in blocks:
+            if block in pairs:
+                self.share(pairs[block])
+            else:
+                (pairs[block],) = self.take(1)
+            own.append(pairs[block])
+        return own
+
     def find(self, digest: bytes) -> int | None:
         """The block, held or free, that is known to have this content."""
         return self._by_digest.get(digest)

@@ -78,7 +78,11 @@ class CrossBlocks:
         Args:
             pairs: (device, host) blocks of the swap; those of the tables are added.
         """
-        _move(sequences, self._tables, self._host_tables, self._device, self._host, pairs)
+        for sequence in sequences:
+            if (table := self._tables.get(sequence.seq_id)) is not None:
+                host_table = self._host.copy_of(table, pairs)
+                self.free(sequence)
+                self._host_tables[sequence.seq_id] = host_table
 
     def swap_in(self, sequences: Iterable[Sequence], pairs: dict[int, int]) -> None:
         """Moves tables to the device.
@@ -86,7 +90,11 @@ class CrossBlocks:
         Args:
             pairs: (host, device) blocks of the swap; those of the tables are added.
         """
-        _move(sequences, self._host_tables, self._tables, self._host, self._device, pairs)
+        for sequence in sequences:
+            if (host_table := self._host_tables.get(sequence.seq_id)) is not None:
+                table = self._device.copy_of(host_table, pairs)
+                self.free(sequence)
+                self._tables[sequence.seq_id] = table
 
     def check_invariants(
         self, running: Iterable[int], swapped: Iterable[int]
@@ -109,23 +117,3 @@ def _num_distinct(tables: Tables, sequences: Iterable[Sequence]) -> int:
     if not tables:
         return 0
     return len({block for s in sequences for block in tables.get(s.seq_id, ())})
-
-
-def _move(
-    sequences: Iterable[Sequence],
-    sources: Tables,
-    targets: Tables,
-    source: BlockPool,
-    target: BlockPool,
-    pairs: dict[int, int],
-) -> None:
-    for sequence in sequences:
-        if (table := sources.pop(sequence.seq_id, None)) is None:
-            continue
-        for block in table:
-            if block in pairs:
-                target.share(pairs[block])
-            else:
-                (pairs[block],) = target.take(1)
-            source.release(block)
-        targets[sequence.seq_id] = [pairs[block] for block in table]

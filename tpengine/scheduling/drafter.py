@@ -16,15 +16,18 @@ Where each decision stands:
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 from tpengine.config import LookaheadConfig
+from tpengine.scheduling.block_manager import BlockManager
 from tpengine.scheduling.sequence import Request, Sequence
+from tpengine.scheduling.step import Guess, SchedulerOutput, StepBuilder, StepDecisions
 from tpengine.scheduling.token_index import Match, TokenIndex
 
 _MAX_RATE = 17
@@ -52,23 +55,6 @@ _SEPARATOR = -1
 """Stands behind each output of a client; no token has this id."""
 _GENERATION_TOKENS = 1 << 15
 _MAX_CLIENTS = 64
-
-
-class Guess(NamedTuple):
-    """A token that may come next, if all guesses before it are right.
-
-    Attributes:
-        token_id: 0 if a model guesses it, on the ranks.
-        source: where it comes from: prompt and output of its sequence ("text"), earlier outputs of
-            the client ("earlier"), "grammar", or "model".
-        kind: whose rate it counts for: the length of its match; `_FORCED`; of a model, its place.
-        share: of the places of the match, those at which it follows.
-    """
-
-    token_id: int
-    source: str
-    kind: int
-    share: float = 1.0
 
 
 class DraftStats(NamedTuple):
@@ -183,10 +169,19 @@ class _Earlier:
 
 
 class Drafter:
-    """Chooses the drafts of each step."""
+    """Chooses the drafts of each step.
+
+    The `kind` of a guess is the length of its match; `_FORCED`; or of a model, its place.
+
+    Attributes:
+        wants_drafts: whether a sequence had drafts in the latest step, or would have had some if no
+            other step had been in flight: they are likely to be worth more than a step that is
+            planned ahead.
+    """
 
     def __init__(self, config: LookaheadConfig) -> None:
         self._config = config
+        self.wants_drafts = False
         self._texts: dict[int, _Text] = {}  # by id of the sequence
         self._earlier: OrderedDict[tuple[str, str], _Earlier] | None = None
         if config.speculative_model == "[suffix]":
@@ -198,6 +193,59 @@ class Drafter:
         self._plain_s = self._token_s = 1.0  # of that step without drafts, and of a token of it
         self._savings = _MAX_SAVINGS  # steps whose time guesses have saved
         self._stats: dict[tuple[str, int], DraftStats] = {}
+
+    def add_to(
+        self,
+        step: StepBuilder,
+        request_of: Mapping[int, Request],
+        blocks: BlockManager,
+        max_rows: int,
+        is_alone: bool,
+    ) -> None:
+        """Gives drafts to sequences that a step samples after one token, where rows, tokens and
+        free blocks are left. The step preempts no request for them; a later one may, as the blocks
+        of rejected drafts stay with their sequence, for its next tokens.
+
+        Args:
+            request_of: the request of each sequence that runs, by the sequence's id.
+            is_alone: whether no step is unanswered; else it gets none.
+        """
+        start = time.perf_counter()
+        self.wants_drafts = False
+        rows_left = max_rows - len(request_of)
+        if self.begin_step(len(request_of)) and not step.lacks_blocks:
+            parents = [parent for parent, _ in step.forks]
+            for sequence, _ in step.singles:
+                request, num_tokens = request_of[sequence.seq_id], sequence.num_tokens
+                # Processors are functions of users, which may count their calls.
+                has_none = request.num_candidates or request.rules.logits_processors
+                if has_none or sequence in parents or sequence.num_behind > 1:
+                    continue
+                most = min(step.tokens_left, rows_left, sequence.max_num_tokens - num_tokens - 1)
+                most = min(most, blocks.num_places(sequence) - num_tokens)
+                drafts = self.draft(request, sequence, max(0, most))
+                self.wants_drafts = self.wants_drafts or bool(drafts)
+                if drafts and is_alone:
+                    if block_ids := blocks.reserve(sequence, num_tokens + len(drafts)):
+                        step.add_blocks(sequence, block_ids)
+                    step.add_drafts(sequence, drafts)
+                    rows_left -= len(drafts)
+        self.note_guessing(time.perf_counter() - start)
+
+    def note_answer(
+        self, output: SchedulerOutput, decisions: StepDecisions, blocks: BlockManager, step_s: float
+    ) -> None:
+        """Counts the drafts that came true as computed, of a step that took `step_s` seconds."""
+        for sequence, drafts in output.drafts.items():
+            if sequence.slot is not None:  # else it ended while the step was in flight
+                num_accepted = sequence.num_tokens - sequence.num_computed_tokens - 1
+                self.count(sequence, drafts, num_accepted, sequence.slot in decisions.behind)
+                sequence.num_computed_tokens += num_accepted
+                blocks.mark_computed(sequence, sequence.num_computed_tokens)
+        for sequence, token_ids in decisions.forced:
+            self.note_forced(sequence, token_ids)
+        if output.rows and not output.num_prefill_tokens:
+            self.note_step(len(output.rows), step_s)
 
     def begin_step(self, num_sequences: int) -> bool:
         """Begins to choose drafts for a step in which so many sequences get a token.

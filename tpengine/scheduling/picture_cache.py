@@ -15,16 +15,23 @@ from collections.abc import Iterable
 from tpengine.config import PicturesConfig
 from tpengine.messages import PictureLoad, PictureSpan, StepInput
 from tpengine.scheduling.sequence import Request
+from tpengine.scheduling.step import StepBuilder
 
 _MAX_STEP_BYTES = 64 << 20
 """Most pixels in a step's message, but for one picture, which may have more."""
 
 
 class PictureCache:
-    """The features, counted in rows; one row belongs to a token."""
+    """The features, counted in rows; one row belongs to a token.
 
-    def __init__(self, config: PicturesConfig) -> None:
-        self._config = config
+    Args:
+        config: None: no request has a picture.
+    """
+
+    def __init__(self, config: PicturesConfig | None) -> None:
+        self._max_awaited_rows = 0 if config is None else config.max_encoder_tokens
+        self._num_cached_rows = 0 if config is None else config.num_cached_rows
+        self._are_whole = config is not None and config.are_whole
         self._held: OrderedDict[bytes, int] = OrderedDict()  # rows; least recently used first
         # Of `_held`, those that are not computed, with the step that has asked for them.
         self._awaited: dict[bytes, int] = {}
@@ -44,9 +51,11 @@ class PictureCache:
     ) -> int:
         """Returns `num_ready`; the step with this message may use these features. Asks for those of
         the first picture that lacks them, if there is room."""
+        if request.pictures is None:
+            return num_tokens
         if message is not self._message:
             self._message, self._used, self._is_closed = message, set(), False
-        loads = {} if request.pictures is None else request.pictures.loads
+        loads = request.pictures.loads
         for span in _next_spans(request, num_tokens):
             if span.digest not in self._held and not self._is_closed:
                 # If the limits refuse one, later ones must not take its place for ever.
@@ -72,7 +81,7 @@ class PictureCache:
             tokens_left: of the step; it may take more than `num_tokens`.
         """
         spans, start = _next_spans(request, num_tokens), _next_place(request)
-        if not self._config.are_whole or not spans or spans[-1].end <= start + num_tokens:
+        if not self._are_whole or not spans or spans[-1].end <= start + num_tokens:
             return num_tokens
         if spans[-1].end - start <= tokens_left:
             return spans[-1].end - start
@@ -84,12 +93,12 @@ class PictureCache:
     def _ask(self, load: PictureLoad, message: StepInput, running: Iterable[Request]) -> bool:
         """Makes room for a picture's features and asks for them, if the limits permit."""
         if self._awaited:
-            if self.num_awaited_rows + load.num_rows > self._config.max_encoder_tokens:
+            if self.num_awaited_rows + load.num_rows > self._max_awaited_rows:
                 return False
             if sum(len(other.pixels) for other in (*message.picture_loads, load)) > _MAX_STEP_BYTES:
                 return False
         needed = self._used.union(self._awaited, *map(_needed_next, running))
-        num_free = self._config.num_cached_rows - sum(self._held.values())
+        num_free = self._num_cached_rows - sum(self._held.values())
         victims = list[bytes]()
         for digest, num_rows in self._held.items():
             if num_free >= load.num_rows:
@@ -132,10 +141,20 @@ class PictureCache:
             kept = (other.pictures.loads for other in others if other.pictures is not None)
             self._drop(wanted.difference(*kept))
 
+    def go_on(self, step: StepBuilder, running: Iterable[Request], is_busy: bool) -> None:
+        """Lets the ranks go on with features that requests wait for; also in a step without rows,
+        but not in several such steps at once.
+
+        Args:
+            is_busy: whether other steps are unanswered.
+        """
+        is_due = step.has_rows or not is_busy or step.step_input.picture_loads
+        if self._awaited and is_due:
+            step.step_input.num_awaited_rows = self.num_awaited_rows
+            step.awaiting = self.waiting(running)
+
     def waiting(self, running: Iterable[Request]) -> list[Request]:
         """The running requests that wait for features."""
-        if not self._awaited:
-            return []
         return [request for request in running if self._awaited.keys() & request.awaited_keys]
 
     def tell_changes(self, message: StepInput) -> None:

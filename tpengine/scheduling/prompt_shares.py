@@ -96,7 +96,7 @@ class PromptShares:
             is_shorter = num < num_left and self._gives_way(first, request)
             if not is_shorter and rank(request) > rank(first):
                 continue
-            if waits and not self._may_begin(request, computing, lacking, step.number):
+            if waits and not self._may_begin(request, computing, lacking, step.step_input.step):
                 continue
             step.parts[request] = min(num, half - num_given)
             num_given += step.parts[request]
@@ -114,11 +114,7 @@ class PromptShares:
             num = num_common - request.unfinished_sequences[0].num_computed_tokens
         else:
             num = sum(sequence.num_behind for sequence in request.running_sequences)
-        return self._num_ready(request, num)
-
-    def _num_ready(self, request: Request, num: int) -> int:
-        pictures = self._queues.pictures
-        return num if pictures is None else pictures.num_ready(request, num)
+        return self._queues.pictures.num_ready(request, num)
 
     def _waiting(self, first: Request, step: StepBuilder) -> list[Part]:
         """The waiting requests that may begin in a step; with fair shares those of one owner."""
@@ -128,7 +124,8 @@ class PromptShares:
         waiting = queues.waiting if shares is None else shares.account(first).waiting
         looked = islice(waiting, MAX_LOOKED)
         return [
-            (request, self._num_ready(request, request.num_common_tokens)) for request in looked
+            (request, queues.pictures.num_ready(request, request.num_common_tokens))
+            for request in looked
         ]
 
     def _gives_way(self, first: Request, other: Request) -> bool:

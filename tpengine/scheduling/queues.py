@@ -104,7 +104,7 @@ class RequestQueues:
             request id, the number of tokens that the first computes for all. Until then the others
             are WAITING, and have a slot and no blocks.
         passing: decides which requests pass the first waiting one.
-        pictures: features that the ranks hold; None: prompts are text alone.
+        pictures: features that the ranks hold.
         drafter: None: no drafts.
         shares: the policy, if it shares the engine among owners; None: it does not.
     """
@@ -123,7 +123,7 @@ class RequestQueues:
         self.unforked: dict[str, int] = {}
         self.slots = BatchSlots(config.max_num_seqs)
         self.adapters = AdapterSlots(config.max_loras)
-        self.pictures = None if config.pictures is None else PictureCache(config.pictures)
+        self.pictures = PictureCache(config.pictures)
         self.passing = Passing(config, blocks, self.adapters, self.running)
         self.drafter = None if config.lookahead is None else Drafter(config.lookahead)
         self.blocks = blocks
@@ -175,8 +175,7 @@ class RequestQueues:
         """Tells the ranks what has changed since the step before."""
         self.slots.tell_changes(message)
         message.adapter_loads = self.adapters.take_loads()
-        if self.pictures is not None:
-            self.pictures.tell_changes(message)
+        self.pictures.tell_changes(message)
 
     def start(self, request: Request) -> None:
         """Waiting to running: a slot for each unfinished sequence, blocks for the first."""
@@ -234,8 +233,7 @@ class RequestQueues:
         self.blocks = blocks
         self.slots = BatchSlots(self._config.max_num_seqs)
         self.adapters.restart()
-        if self.pictures is not None:
-            self.pictures.restart()
+        self.pictures.restart()
         self.passing = Passing(self._config, blocks, self.adapters, self.running)
         self._grammars = frozenset()
         self._sort(lost)
@@ -417,5 +415,4 @@ class RequestQueues:
         if self.drafter is not None:
             self.drafter.leave(request)
         del self.requests[request.request_id]
-        if self.pictures is not None:
-            self.pictures.note_end(request, self.requests.values())
+        self.pictures.note_end(request, self.requests.values())

@@ -12,7 +12,7 @@ Where each decision stands:
     preemption: `_make_room` (which request, and whether by swap or recompute).
     refusal of requests that can never run: `hopeless_requests.py`.
     what each stage of a pipeline works on: `stage_groups.py`.
-    drafts: `drafter.py`; `_add_drafts` finds room for them.
+    drafts: `drafter.py`; `Drafter.add_to` finds room for them.
     what is planned while steps are unanswered: the docstring of `Scheduler`.
     the effects of an answered step: `update`.
     the end of a request from outside: `abort_request` and `fail_request`.
@@ -26,6 +26,7 @@ from collections.abc import Iterable
 
 from tpengine.config import SchedulerConfig
 from tpengine.errors import RequestError, RequestIgnoredError
+from tpengine.messages import StepInput
 from tpengine.scheduling import step as steps
 from tpengine.scheduling.block_manager import AllocStatus, BlockManager
 from tpengine.scheduling.block_pool import expect
@@ -63,9 +64,6 @@ class Scheduler:
 
     Attributes:
         unanswered: steps that were sent to the ranks, oldest first.
-        wants_drafts: whether a sequence had drafts in the latest step, or would have had some if no
-            other step had been in flight: they are likely to be worth more than a step that is
-            planned ahead.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
@@ -79,7 +77,6 @@ class Scheduler:
         self._prompt_delay = PromptDelay(config.delay_factor)
         self._stages = StageGroups(config.num_stages) if config.num_stages > 1 else None
         self.unanswered: deque[SchedulerOutput] = deque()
-        self.wants_drafts = False
         self._num_steps = 0
         self._num_admitted_since_decode = 0
         self._answered_at = 0.0
@@ -156,7 +153,9 @@ class Scheduler:
             is_alone: whether no other step is sent before its answer. Then the stages of a pipeline
                 cannot work on different sequences.
         """
-        step = StepBuilder(self._num_steps + 1, self._config.max_num_batched_tokens)
+        step = StepBuilder(
+            StepInput(self._num_steps + 1, [], []), tokens_left=self._config.max_num_batched_tokens
+        )
         if self.unanswered and (self.unanswered[-1].lacks_blocks or self.unanswered[-1].drafts):
             return step.build()
         queues = self._queues
@@ -173,27 +172,26 @@ class Scheduler:
         else:
             self._continue(steps.find_catching_up(running), step)
             self._admit(step)
-            if step.is_empty:
+            if not step.has_rows:
                 self._num_admitted_since_decode = 0
                 self._continue(running, step, stages)
                 self._admit_swapped(step)
-        if stages is not None and step.is_empty:
+        if stages is not None and not step.has_rows:
             stages.begin_idle_step(running)
             self._continue(running, step, stages)
-        self._go_on_with_pictures(step)
-        if not step.is_empty:
+        queues.pictures.go_on(step, running=queues.running, is_busy=bool(self.unanswered))
+        if step.has_rows:
             if stages is not None:
                 stages.end_step(step)
-            start = time.perf_counter()
             if not self.unanswered:  # the ranks, or the user's program, may have been idle
-                self._answered_at = start
+                self._answered_at = time.perf_counter()
             if queues.drafter is not None:
-                self._add_drafts(queues.drafter, step)
-                queues.drafter.note_guessing(time.perf_counter() - start)
+                limit, is_alone = self._config.max_sampled_rows, not self.unanswered
+                queues.drafter.add_to(step, queues.request_of, queues.blocks, limit, is_alone)
         output = step.build()
         if not output.is_empty:
-            self._num_steps = step.number
-            queues.tell_changes(step.message)
+            self._num_steps = step.step_input.step
+            queues.tell_changes(output.step_input)
             self.unanswered.append(output)
         return output
 
@@ -211,9 +209,8 @@ class Scheduler:
         for request_id, error in decisions.failed.items():
             self.fail_request(request_id, error)
         queues.adapters.note_failed(decisions.failed_loads, output.step_input.adapter_loads)
-        if queues.pictures is not None:
-            number = output.step_input.step
-            queues.pictures.note_answer(number, decisions.computed_pictures, decisions.failed_loads)
+        loads = decisions.computed_pictures, decisions.failed_loads
+        queues.pictures.note_answer(output.step_input.step, *loads)
         block_size = blocks.block_size
         sizes, ends = output.step_input.num_scheduled_tokens, output.num_computed_tokens
         for sequence, size, num_computed in zip(output.rows, sizes, ends, strict=True):
@@ -243,28 +240,13 @@ class Scheduler:
         if output.num_prefill_tokens:
             self._prompt_delay.note_prompts(step_s)
         if queues.drafter is not None:
-            self._note_drafts(queues.drafter, output, decisions, step_s)
+            queues.drafter.note_answer(output, decisions, blocks, step_s)
         for sequence in decisions.overridden:
             queues.slots.override(sequence)
         for sequence, _ in decisions.finished:
             queues.retire(sequence)
         if queues.unforked:
             queues.fork_waiting()
-
-    def _note_drafts(
-        self, drafter: Drafter, output: SchedulerOutput, decisions: StepDecisions, step_s: float
-    ) -> None:
-        """Counts the drafts that came true as computed, of a step that took `step_s` seconds."""
-        for sequence, drafts in output.drafts.items():
-            if sequence.slot is not None:  # else it ended while the step was in flight
-                num_accepted = sequence.num_tokens - sequence.num_computed_tokens - 1
-                drafter.count(sequence, drafts, num_accepted, sequence.slot in decisions.behind)
-                sequence.num_computed_tokens += num_accepted
-                self.block_manager.mark_computed(sequence, sequence.num_computed_tokens)
-        for sequence, token_ids in decisions.forced:
-            drafter.note_forced(sequence, token_ids)
-        if output.rows and not output.num_prefill_tokens:
-            drafter.note_step(len(output.rows), step_s)
 
     def restart(self, block_manager: BlockManager) -> None:
         """Lets every unfinished request wait, with the tokens that it has, since the workers and
@@ -292,6 +274,11 @@ class Scheduler:
     def drafter(self) -> Drafter | None:
         """What guesses tokens, and has counted how often it was right; None: no drafts."""
         return self._queues.drafter
+
+    @property
+    def wants_drafts(self) -> bool:
+        """See `Drafter.wants_drafts`."""
+        return self.drafter is not None and self.drafter.wants_drafts
 
     @property
     def lacks_grammars(self) -> bool:
@@ -396,9 +383,9 @@ class Scheduler:
         size = self._chunk_size(request, num_common - first.num_computed_tokens, step)
         if not size:
             return
-        num_changes = len(step.message.new_block_ids)
+        num_changes = len(step.step_input.new_block_ids)
         self._add_row(first, size, step, grow)
-        growths = step.message.new_block_ids[num_changes:]
+        growths = step.step_input.new_block_ids[num_changes:]
         if first.num_computed_tokens + size == first.num_tokens:
             del self._queues.unforked[request.request_id]
             for child in others:
@@ -421,10 +408,10 @@ class Scheduler:
             if growth.block_ids and is_known:
                 step.add_blocks(sequence, growth.block_ids)
             if growth.copy is not None:
-                step.message.block_moves.copies.append(growth.copy)
+                step.step_input.block_moves.copies.append(growth.copy)
                 if is_known:
                     place = (steps.slot_of(sequence), growth.copy_place, growth.copy[1])
-                    step.message.replaced_block_ids.append(place)
+                    step.step_input.replaced_block_ids.append(place)
         if not is_known:
             self._queues.slots.enter(sequence)
             request = self._queues.request_of[sequence.seq_id]
@@ -434,32 +421,6 @@ class Scheduler:
             step.enter(request, sequence, blocks.block_ids(sequence), adapter_slot, cross)
         step.add(sequence, size)
 
-    def _add_drafts(self, drafter: Drafter, step: StepBuilder) -> None:
-        """Gives drafts to sequences that the step samples after one token, where rows, tokens and
-        free blocks are left. The step preempts no request for them; a later one may, as the blocks
-        of rejected drafts stay with their sequence, for its next tokens."""
-        queues, blocks = self._queues, self.block_manager
-        self.wants_drafts = False
-        if not drafter.begin_step(len(queues.request_of)) or step.lacks_blocks:
-            return
-        rows_left = self._config.max_sampled_rows - len(queues.request_of)
-        parents = [parent for parent, _ in step.forks]
-        for sequence, _ in step.singles:
-            request, num_tokens = queues.request_of[sequence.seq_id], sequence.num_tokens
-            # Processors are functions of users, which may count their calls.
-            has_none = request.num_candidates or request.rules.logits_processors
-            if has_none or sequence in parents or sequence.num_behind > 1:
-                continue
-            most = min(step.tokens_left, rows_left, sequence.max_num_tokens - num_tokens - 1)
-            most = min(most, blocks.num_places(sequence) - num_tokens)
-            drafts = drafter.draft(request, sequence, max(0, most))
-            self.wants_drafts = self.wants_drafts or bool(drafts)
-            if drafts and not self.unanswered:
-                if block_ids := blocks.reserve(sequence, num_tokens + len(drafts)):
-                    step.add_blocks(sequence, block_ids)
-                step.add_drafts(sequence, drafts)
-                rows_left -= len(drafts)
-
     def _chunk_size(self, request: Request, num_left: int, step: StepBuilder) -> int:
         """Tokens of a request that has `num_left` to compute; 0: it has its turn in a later step.
         If they do not fit beside a token of each other sequence, the step is divided."""
@@ -467,29 +428,13 @@ class Scheduler:
             return num_left if num_left <= step.tokens_left else 0
         if num_unread := request.num_unread_tokens:
             return max(0, min(num_left, step.tokens_left - num_unread))
-        num_left = self._reach_pictures(request, num_left, step)
+        pictures = self._queues.pictures
+        num_left = pictures.reach(request, num_left, step.step_input, self._queues.running)
         is_divided = request in step.parts or not self._config.enable_chunked_prefill
         if not is_divided and num_left + self._num_without_row(step) - 1 > step.tokens_left:
             self._prompt_shares.divide(request, num_left, step)
         size = min(num_left, step.tokens_left, step.parts.get(request, num_left))
-        pictures = self._queues.pictures
-        return size if pictures is None else pictures.undivided(request, size, step.tokens_left)
-
-    def _reach_pictures(self, request: Request, num_left: int, step: StepBuilder) -> int:
-        """How many of a request's next tokens have the features of their pictures."""
-        pictures = self._queues.pictures
-        if pictures is None:
-            return num_left
-        return pictures.reach(request, num_left, step.message, self._queues.running)
-
-    def _go_on_with_pictures(self, step: StepBuilder) -> None:
-        """Lets the ranks go on with features that requests wait for; also in a step without rows,
-        but not in several such steps at once."""
-        pictures = self._queues.pictures
-        is_due = not (step.is_empty and self.unanswered) or step.message.picture_loads
-        if pictures is not None and is_due:
-            step.message.num_awaited_rows = pictures.num_awaited_rows
-            step.awaiting = pictures.waiting(self._queues.running)
+        return pictures.undivided(request, size, step.tokens_left)
 
     def _num_without_row(self, step: StepBuilder) -> int:
         return len(self._queues.request_of) - len(step.singles) - len(step.chunks)
@@ -522,7 +467,7 @@ class Scheduler:
         victim.metrics.num_preemptions += 1
         step.preempted.append(victim)
         if self._should_swap(victim):
-            step.message.block_moves.swap_outs += self._queues.swap_out(victim)
+            step.step_input.block_moves.swap_outs += self._queues.swap_out(victim)
         else:
             self._queues.recompute(victim)
 
@@ -554,7 +499,7 @@ class Scheduler:
                 continue
             if status is AllocStatus.LATER or not queues.has_slots(request):
                 return
-            step.message.block_moves.swap_ins += queues.swap_in(request)
+            step.step_input.block_moves.swap_ins += queues.swap_in(request)
             self._continue([request], step)
 
     def _admit(self, step: StepBuilder) -> None:
@@ -574,7 +519,7 @@ class Scheduler:
                 return
             first = queues.waiting.head()
             is_next = queues.has_room(first) or why_never(first, self._config, queues.blocks)
-            request = first if is_next else queues.choose_passing(step.number)
+            request = first if is_next else queues.choose_passing(step.step_input.step)
             if request is None:
                 return
             if (reason := why_never(request, self._config, queues.blocks)) is not None:
@@ -584,7 +529,7 @@ class Scheduler:
             num_unread = request.num_unread_tokens
             num_tokens = num_unread + (1 if chunked else request.num_common_tokens)
             is_whole = not chunked or num_unread > 0
-            if is_whole and num_tokens > step.tokens_left and not step.is_empty:
+            if is_whole and num_tokens > step.tokens_left and step.has_rows:
                 return
             self._start(request, step)
 

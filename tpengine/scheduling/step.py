@@ -11,16 +11,33 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tpengine.errors import EngineError, RequestError
 from tpengine.messages import CrossInput, NewSequence, StepInput
-from tpengine.scheduling.drafter import Guess
 from tpengine.scheduling.sequence import Request, Sequence, SequenceStatus
 
 SequencePair = tuple[Sequence, Sequence]
 """(parent, child)"""
 SizedRow = tuple[Sequence, int]
 """(sequence, tokens that it computes in the step)"""
+
+
+class Guess(NamedTuple):
+    """A token that may come next, if all guesses before it are right.
+
+    Attributes:
+        token_id: 0 if a model guesses it, on the ranks.
+        source: where it comes from: prompt and output of its sequence ("text"), earlier outputs of
+            the client ("earlier"), "grammar", or "model".
+        kind: whose rate it counts for: see `Drafter`.
+        share: of the places of the match, those at which it follows.
+    """
+
+    token_id: int
+    source: str
+    kind: int
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +79,10 @@ class StepDecisions:
         return bool(self.finished) and self.finished[-1][0] is sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SchedulerOutput:
-    """One step, as the driver sees it.
+    """One step, as the driver sees it. The scheduler has decided it with a `StepBuilder`; no other
+    part changes it.
 
     Attributes:
         step_input: the message to the workers; not sent when `is_empty`.
@@ -73,7 +91,8 @@ class SchedulerOutput:
         sampled: sequences that get a token in this step, parallel to `step_input.sample_slots`.
         ignored: requests that can never run, or never continue; `Request.error` says why.
         preempted: requests that lost their device blocks; they wait again or are swapped out.
-        lacks_blocks: see `StepBuilder`.
+        lacks_blocks: running requests need more blocks than are free, so that the step preempts, or
+            is the last one until all steps are answered; it admits no request.
         num_prefill_tokens: scheduled tokens, without those of rows that compute one token after
             the whole prompt.
         forks: children that are sampled from their parent's row in this step.
@@ -83,16 +102,16 @@ class SchedulerOutput:
     """
 
     step_input: StepInput
-    rows: list[Sequence]
-    num_computed_tokens: list[int]
-    sampled: list[Sequence]
-    ignored: list[Request]
-    preempted: list[Request]
-    lacks_blocks: bool
-    num_prefill_tokens: int
-    forks: list[SequencePair]
-    drafts: dict[Sequence, list[Guess]]
-    awaiting: list[Request]
+    rows: list[Sequence] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    sampled: list[Sequence] = field(default_factory=list)
+    ignored: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    lacks_blocks: bool = False
+    num_prefill_tokens: int = 0
+    forks: list[SequencePair] = field(default_factory=list)
+    drafts: dict[Sequence, list[Guess]] = field(default_factory=dict)
+    awaiting: list[Request] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -102,40 +121,25 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
-class StepBuilder:
-    """Collects a step while the scheduler chooses its rows.
+class StepBuilder(SchedulerOutput):
+    """A step while the scheduler chooses its rows; `build` adds them to the message.
 
     Attributes:
-        number: of the step.
         tokens_left: tokens that it may still compute.
-        lacks_blocks: running requests need more blocks than are free, so that the step preempts, or
-            is the last one until all steps are answered; it admits no request.
+        parts: most tokens of each prompt, if the step cannot hold all of them.
+        owed: requests that start before the running ones continue; the step has their rows.
     """
 
-    number: int
-    tokens_left: int
+    tokens_left: int = 0
     singles: list[SizedRow] = field(default_factory=list)
     chunks: list[SizedRow] = field(default_factory=list)
-    message: StepInput = field(init=False)
-    """What workers are told; `build` adds the rows."""
-    forks: list[SequencePair] = field(default_factory=list)
-    ignored: list[Request] = field(default_factory=list)
     parts: Counter[Request] = field(default_factory=Counter)
-    """Most tokens of each prompt, if the step cannot hold all of them."""
     owed: list[Request] = field(default_factory=list)
-    """Requests that start before the running ones continue; the step has their rows."""
-    preempted: list[Request] = field(default_factory=list)
-    lacks_blocks: bool = False
-    drafts: dict[Sequence, list[Guess]] = field(default_factory=dict)
-    awaiting: list[Request] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.message = StepInput(self.number, [], [])
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no row has been added."""
-        return not self.singles and not self.chunks
+    def has_rows(self) -> bool:
+        """Whether a row has been added."""
+        return bool(self.singles or self.chunks)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """Makes a running sequence a row; `num_tokens` is at most `tokens_left`."""
@@ -149,14 +153,14 @@ class StepBuilder:
 
     def add_blocks(self, sequence: Sequence, block_ids: list[int]) -> None:
         """Tells the workers about blocks at the end of the table of a sequence that they hold."""
-        self.message.new_block_ids.append((slot_of(sequence), block_ids))
+        self.step_input.new_block_ids.append((slot_of(sequence), block_ids))
 
     def add_drafts(self, sequence: Sequence, drafts: list[Guess]) -> None:
         """Gives drafts to a sequence that has a row of one token, after which it is sampled."""
         self.tokens_left -= len(drafts)
         self.drafts[sequence] = drafts
         token_ids = [draft.token_id for draft in drafts]
-        self.message.drafts.append((slot_of(sequence), token_ids))
+        self.step_input.drafts.append((slot_of(sequence), token_ids))
 
     def enter(
         self,
@@ -169,7 +173,7 @@ class StepBuilder:
         """Sends a sequence in full to the workers."""
         if cross is not None:
             self.tokens_left -= len(cross.token_ids)
-        self.message.new_sequences.append(
+        self.step_input.new_sequences.append(
             NewSequence(
                 slot=slot_of(sequence),
                 token_ids=sequence.token_ids.copy(),
@@ -192,9 +196,9 @@ class StepBuilder:
         """Orders the rows, and finds those whose last token is computed: they are sampled, once
         for their own sequence and once for each sequence that is forked from it. From now on the
         rows' tokens count as computed."""
-        message, sampled = self.message, list[Sequence]()
-        rows, ends = list[Sequence](), list[int]()
-        num_prefill_tokens = sum(size for _, size in self.chunks)
+        message, rows, sampled = self.step_input, self.rows, self.sampled
+        ends = self.num_computed_tokens
+        self.num_prefill_tokens = sum(size for _, size in self.chunks)
         for sequence, size in self.sized_rows():
             slot, num_computed, row = slot_of(sequence), sequence.num_computed_tokens, len(rows)
             end = num_computed + size
@@ -211,7 +215,7 @@ class StepBuilder:
                         message.sample_rows.append(row)
                         message.sample_slots.append(slot_of(child))
             if size == 1 and num_computed < sequence.num_prompt_tokens:
-                num_prefill_tokens += 1
+                self.num_prefill_tokens += 1
             sequence.num_computed_tokens = end
             sequence.num_unanswered += 1
             ends.append(end)
@@ -226,19 +230,7 @@ class StepBuilder:
                 ends.append(end)
         for _, child in self.forks:
             child.num_unanswered += 1
-        return SchedulerOutput(
-            step_input=message,
-            rows=rows,
-            num_computed_tokens=ends,
-            sampled=sampled,
-            ignored=self.ignored,
-            preempted=self.preempted,
-            lacks_blocks=self.lacks_blocks,
-            num_prefill_tokens=num_prefill_tokens,
-            forks=self.forks,
-            drafts=self.drafts,
-            awaiting=self.awaiting,
-        )
+        return self
 
 
 def slot_of(sequence: Sequence) -> int:

@@ -9,6 +9,7 @@ it takes all output tokens that the sequence returns with.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ class _Followed:
         num_taken: tokens of the sequence that the matcher has behind it, those of the prompt too.
         first_end: number of tokens before which the sequence should not end, see `min_tokens`.
         end_ids: tokens that would end it.
+        is_beam: whether the driver may replace its tokens.
         matcher: None: no mask has been made yet.
     """
 
@@ -41,6 +43,7 @@ class _Followed:
     num_taken: int
     first_end: int
     end_ids: Int64
+    is_beam: bool
     matcher: LLMatcher | None = None
 
     def take(self, token_ids: list[int], vocabulary: Vocabulary) -> LLMatcher:
@@ -110,7 +113,8 @@ class GrammarSlots:
         rules, start = sequence.rules, sequence.num_prompt_tokens
         if rules.grammar is not None:
             ends = np.array(sequence.end_token_ids, np.int64)
-            self._followed[slot] = _Followed(rules.grammar, start, start + rules.min_tokens, ends)
+            first_end, is_beam = start + rules.min_tokens, sequence.num_candidates > 0
+            self._followed[slot] = _Followed(rules.grammar, start, first_end, ends, is_beam)
 
     def fork(self, parent_slot: int, child_slot: int) -> None:
         """Gives a child the grammar of its parent, at the same place."""
@@ -144,21 +148,37 @@ class GrammarSlots:
         assert self.vocabulary is not None, "the driver sends it before the first grammar"
         return TokenMasks(np.array(rows, np.int64), self._submit(work, len(rows), self.vocabulary))
 
-    def forced_after(self, slot: int, token_ids: Int32, num_tokens: Int32) -> list[int]:
-        """Lets a slot's matcher take all tokens of its sequence; returns the tokens that must
-        follow, because the grammar allows no other text. Not while masks are made.
+    def find_forced(
+        self,
+        sample_slots: Sequence[int],
+        rejected: Collection[int],
+        token_ids: Int32,
+        num_tokens: Int32,
+        most: int,
+    ) -> dict[int, list[int]]:
+        """Finds the tokens, at most `most`, that must follow the last token of each sequence,
+        because its grammar allows no other text; by its index among the samples. Lets their
+        matchers take all tokens, so not while masks are made. Not of beams: the driver replaces
+        their tokens.
 
         Args:
+            sample_slots: of a step.
+            rejected: indexes of samples that do not count.
             token_ids: `[max_num_seqs, max_model_len]`, tokens of every slot.
             num_tokens: `[max_num_seqs]`, how many there are.
         """
-        grammar = self._followed.get(slot)
-        if grammar is None or grammar.matcher is None:
-            return []
-        matcher, end = grammar.matcher, int(num_tokens[slot])
-        matcher.consume_tokens(token_ids[slot, grammar.num_taken : end].tolist())
-        grammar.num_taken = end
-        return [] if matcher.is_error() else list(matcher.compute_ff_tokens())
+        last = {slot: at for at, slot in enumerate(sample_slots) if at not in rejected}
+        forced: dict[int, list[int]] = {}
+        for slot, at in last.items():
+            grammar = self._followed.get(slot)
+            if grammar is None or grammar.matcher is None or grammar.is_beam:
+                continue
+            matcher, end = grammar.matcher, int(num_tokens[slot])
+            matcher.consume_tokens(token_ids[slot, grammar.num_taken : end].tolist())
+            grammar.num_taken = end
+            if not matcher.is_error() and (ids := matcher.compute_ff_tokens()):
+                forced[at] = ids[:most]
+        return forced
 
     def _submit(
         self, work: list[_Work], num_masks: int, vocabulary: Vocabulary

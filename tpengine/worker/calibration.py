@@ -9,7 +9,7 @@ the model is needed. (llama.cpp measures the same for a given text: its importan
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch
 from tpengine.config import EngineConfig
 from tpengine.layers.linear import Linear
 from tpengine.messages import NewSequence, SamplingRules, StepInput
+from tpengine.worker.model_runner import ModelRunner
 
 _NUM_TEXTS = _NUM_TOKENS = 32
 """At most; the first token of a text is one of them."""
@@ -47,16 +48,8 @@ class InputMeter:
         return (self._squares / mean + _LEAST_SHARE) / (1.0 + _LEAST_SHARE)
 
 
-def attach_meters(linears: Sequence[Linear]) -> dict[int, InputMeter]:
-    """Has each layer measure its inputs; returns the meters by the places of the layers."""
-    meters = {place: InputMeter() for place in range(len(linears))}
-    for place, meter in meters.items():
-        linears[place].adapters = meter
-    return meters
-
-
 @dataclass(frozen=True, slots=True)
-class Texts:
+class _Texts:
     """The texts that a model writes.
 
     Attributes:
@@ -69,7 +62,7 @@ class Texts:
     block_size: int
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Texts:
+    def of(cls, config: EngineConfig) -> _Texts:
         """The texts that fit into the engine's longest sequence, and between its stages."""
         scheduler = config.scheduler
         most = _NUM_TEXTS if scheduler.num_stages == 1 else scheduler.max_num_batched_tokens
@@ -109,3 +102,35 @@ class Texts:
             if number < self.length:
                 step.sample_rows = step.sample_slots = slots
             yield step
+
+
+class Calibration:
+    """Measures the inputs of the layers of a model.
+
+    Attributes:
+        config: of the runner that writes the texts.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._texts, self._meters = _Texts.of(config), dict[int, InputMeter]()
+        scheduler = replace(config.scheduler, max_num_seqs=self._texts.count)
+        self.config = replace(config, scheduler=scheduler)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache that the texts fill."""
+        return self._texts.num_blocks
+
+    def attach(self, linears: Sequence[Linear]) -> None:
+        """Has each layer measure its inputs."""
+        for place, linear in enumerate(linears):
+            linear.adapters = self._meters[place] = InputMeter()
+
+    def run(self, runner: ModelRunner) -> dict[int, torch.Tensor]:
+        """Writes the texts; returns what `Weights.importance` is."""
+        model = self.config.model
+        for step in self._texts.steps(model.vocab_size, model.seed):
+            runner.execute(step)
+            runner.finish()
+        counts = {place: meter.importance for place, meter in self._meters.items()}
+        return {place: own for place, own in counts.items() if own is not None}

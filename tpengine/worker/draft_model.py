@@ -19,8 +19,8 @@ from tpengine.layers.device_values import Int32, Int64
 from tpengine.messages import BlockMoves, StepInput
 from tpengine.models.registry import CausalLM
 from tpengine.worker.cache_engine import CacheEngine
-from tpengine.worker.decode_recording import DecodeRecording
 from tpengine.worker.input_batch import InputBatch, upload_step
+from tpengine.worker.recorder import Recorded
 
 
 class DraftModel:
@@ -38,7 +38,7 @@ class DraftModel:
         self,
         model: CausalLM,
         cache_engine: CacheEngine,
-        recorded: DecodeRecording | None,
+        recorded: Recorded | None,
         batch: InputBatch,
         parallel: ParallelState,
         max_step_tokens: int,

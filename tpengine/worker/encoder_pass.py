@@ -7,17 +7,21 @@ the decoder fills its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from tpengine.config import SoundConfig
+from tpengine.config import EncoderConfig, SoundConfig
 from tpengine.layers.attention import AttentionMetadata, KVCache
-from tpengine.layers.device_values import Array
-from tpengine.messages import CrossInput
+from tpengine.layers.device_values import Array, upload
+from tpengine.messages import CrossInput, StepInput
 from tpengine.worker.input_batch import StepArrays
+
+UploadArrays = Callable[[StepArrays], tuple[Tensor, AttentionMetadata]]
+"""Sends arrays to the device; returns token ids and metadata."""
 
 
 @runtime_checkable
@@ -34,6 +38,45 @@ class TwoHalves(Protocol):
             prompts: ids, int32 `[num_tokens]`; or features of sounds, float32 `[num_sounds,
                 num_mel_bins, num_frames]`.
         """
+
+
+class EncoderPass:
+    """Runs the encoder of a model with two halves.
+
+    Args:
+        block_size: of the KV cache.
+    """
+
+    def __init__(
+        self, config: EncoderConfig, model: object, block_size: int, device: torch.device
+    ) -> None:
+        assert isinstance(model, TwoHalves)
+        self._config, self._model = config, model
+        self._block_size, self._device = block_size, device
+
+    def run(self, step: StepInput, kv_caches: list[KVCache], upload_arrays: UploadArrays) -> None:
+        """Reads those encoder prompts of a step whose blocks are empty, and fills the blocks."""
+        prompts = [new.cross for new in step.new_sequences if new.cross is not None]
+        self._read([prompt for prompt in prompts if prompt.token_ids], kv_caches, upload_arrays)
+
+    def run_longest(
+        self, num_tokens: int, kv_caches: list[KVCache], upload_arrays: UploadArrays
+    ) -> None:
+        """Reads as many of the longest prompts as `num_tokens` are. K and V go into block 0."""
+        longest, sound = self._config.max_len, self._config.sound
+        frame = bytes(4 * sound.num_mel_bins) if sound else b""
+        prompt = CrossInput(longest, [], [0] * longest, frame)
+        self._read([prompt] * (num_tokens // longest), kv_caches, upload_arrays)
+
+    def _read(
+        self, prompts: Sequence[CrossInput], kv_caches: list[KVCache], upload_arrays: UploadArrays
+    ) -> None:
+        if not prompts:
+            return
+        inputs, metadata = upload_arrays(encoder_arrays(prompts, self._block_size))
+        if self._config.sound is not None:
+            inputs = upload(sound_features(prompts, self._config.sound), self._device)
+        self._model.encode(inputs, kv_caches, metadata)
 
 
 def sound_features(prompts: Sequence[CrossInput], sound: SoundConfig) -> Array:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from tpengine.layers.attention import AttentionMetadata, CrossRows
 from tpengine.layers.device_values import Int32, Int64
-from tpengine.layers.sampler import Filters, SamplingBatch, noise_keys
+from tpengine.layers.sampler import SamplingBatch, noise_keys
 from tpengine.messages import Fork, NewSequence, StepInput
 from tpengine.worker.cross_slots import CrossSlots
+from tpengine.worker.draft_rows import find_counting, num_drafts_before
 from tpengine.worker.picture_slots import PictureSlots
-from tpengine.worker.sampling_state import SamplingSlots, num_drafts_before
+from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.transfers import Uploads
 
 
@@ -44,28 +45,6 @@ class StepArrays:
     num_scheduled_tokens: Int32
     token_types: Int32 | None = None
     cross: tuple[Int32, Int32] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """The part of a prompt that a row of a step computes and that log probabilities are wanted for.
-
-    Attributes:
-        row: of the step.
-        first_token: index of the part's first token among the step's tokens.
-        first_position: position in the prompt of the first token that gets a log probability: the
-            one after the part's first token.
-        targets: int64, the prompt's tokens from `first_position` on.
-        num_top: likeliest tokens to report at each position.
-        filters: see `SamplingSlots.prompt_filters`.
-    """
-
-    row: int
-    first_token: int
-    first_position: int
-    targets: Int64
-    num_top: int
-    filters: Filters | None = None
 
 
 _device_arrays = attrgetter(
@@ -123,7 +102,7 @@ class InputBatch:
     def apply(self, step: StepInput) -> None:
         """Applies the driver's changes to the slots, in the order that `StepInput` documents."""
         for slot in step.freed_slots:
-            self.sampling.clear(slot)
+            self.sampling.edits.clear(slot)
             self.pictures.leave(slot)
         for sequence in step.new_sequences:
             self._enter(sequence)
@@ -136,7 +115,7 @@ class InputBatch:
         for slot, token_id in step.token_overrides:
             num_tokens = self.num_tokens[slot]
             self.token_ids[slot, num_tokens - 1] = token_id
-            self.sampling.rewrite(slot, self.token_ids[slot, :num_tokens])
+            self.sampling.edits.rewrite(slot, self.token_ids[slot, :num_tokens])
         for slot, drafts in step.drafts:  # behind the sequence's tokens, and not counted
             num_tokens = self.num_tokens[slot]
             self.token_ids[slot, num_tokens : num_tokens + len(drafts)] = drafts
@@ -242,25 +221,6 @@ class InputBatch:
             positions = positions + num_drafts_before(slots)
         return self.sampling.gather(slots, positions, self.token_ids)
 
-    def prompt_rows(self, step: StepInput) -> list[PromptRow]:
-        """Finds the rows that compute prompt tokens whose successors' log probabilities are wanted.
-        To be called before `note_computed`."""
-        wanted = self.sampling.num_prompt_logprobs[step.slots]
-        if (wanted < 0).all():
-            return []
-        ends = np.cumsum(step.num_scheduled_tokens)
-        rows = []
-        for row in np.flatnonzero(wanted >= 0).tolist():
-            slot, size = step.slots[row], step.num_scheduled_tokens[row]
-            first = int(self.num_computed_tokens[slot]) + 1
-            last = min(first + size, int(self.sampling.num_prompt_tokens[slot]))
-            if first < last:
-                targets = self.token_ids[slot, first:last].astype(np.int64)
-                start = int(ends[row]) - size
-                filters = self.sampling.prompt_filters(slot)
-                rows.append(PromptRow(row, start, first, targets, int(wanted[row]), filters))
-        return rows
-
     def note_computed(self, step: StepInput) -> None:
         """Counts the step's tokens as computed, without drafts; the sampled ids may still be on the
         device."""
@@ -292,9 +252,7 @@ class InputBatch:
         assert not freed_slots, "a step was begun before the answer of one with drafts"
         drafts = num_drafts_before(slots)
         guesses = self.token_ids[slots, self.num_tokens[slots] + drafts - 1]
-        counts = drafts == 0
-        for place in np.flatnonzero(drafts):
-            counts[place] = counts[place - 1] and sampled[place - 1] == guesses[place]
+        counts = find_counting(drafts, guesses, sampled)
         for number in range(drafts.max() + 1):
             chosen = counts & (drafts == number)
             self._append(slots[chosen], sampled[chosen])
@@ -309,7 +267,7 @@ class InputBatch:
         # token, because the driver finishes the sequence.
         fits = ends < self.token_ids.shape[1]
         self.token_ids[slots[fits], ends[fits]] = sampled[fits]
-        self.sampling.append(slots, sampled, self.token_ids, self.num_tokens)
+        self.sampling.edits.append(slots, sampled, self.token_ids, self.num_tokens)
         self.num_tokens[slots] = ends + 1
 
     def _enter(self, sequence: NewSequence) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,29 +16,30 @@ from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState, end_of_work
 from tpengine.layers import sampler
 from tpengine.layers.attention import AttentionMetadata, keep_rows
-from tpengine.layers.device_values import Array, Pending, known, together, upload
-from tpengine.messages import CrossInput, PromptLogprobs, StepInput, StepOutput
+from tpengine.layers.device_values import Pending, known, together
+from tpengine.messages import StepInput, StepOutput
 from tpengine.models.registry import CausalLM
 from tpengine.ops.lora_ops import LoRARows
-from tpengine.structured.masks import GrammarSlots
 from tpengine.worker.adapter_store import AdapterStore, group_rows
 from tpengine.worker.cache_engine import CacheEngine
 from tpengine.worker.decode_recording import DecodeRecording
 from tpengine.worker.device import cuda_peak_bytes
 from tpengine.worker.draft_model import DraftModel
-from tpengine.worker.encoder_pass import TwoHalves, encoder_arrays, sound_features
+from tpengine.worker.encoder_pass import EncoderPass
 from tpengine.worker.gpu.attention_plans import GpuAttention
 from tpengine.worker.gpu.graphs import DecodeGraphs
-from tpengine.worker.input_batch import InputBatch, PromptRow, StepArrays, upload_step
+from tpengine.worker.input_batch import InputBatch, StepArrays, upload_step
 from tpengine.worker.picture_store import PictureStore
 from tpengine.worker.pooling_slots import PoolingSlots
+from tpengine.worker.prompt_logprobs import (
+    PROMPT_SLICE_ROWS,
+    PromptLogprobSlots,
+    PromptRow,
+    compute_prompt_logprobs,
+)
 from tpengine.worker.sampling_state import SamplingSlots
 from tpengine.worker.stage_ends import StageEnds
 from tpengine.worker.transfers import Downloads, Uploads
-
-PROMPT_SLICE_ROWS = 32
-"""Least number of rows of a slice of a prompt whose log probabilities are wanted, if the step has
-as many tokens. Fewer would read the output head's weights too often."""
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class ModelRunner:
         self.cache_engine = cache_engine
         self.device = device
         self.recorded: DecodeGraphs | DecodeRecording | None = None
-        self.recorded_adapters: DecodeRecording | None = None
+        self.recorded_adapters: DecodeGraphs | DecodeRecording | None = None
         self.draft_model: DraftModel | None = None
         self._adapters = adapters
         self._works_ahead = works_ahead
@@ -141,21 +141,20 @@ class ModelRunner:
         self._gpu = gpu
         self._pooling = PoolingSlots(config, model, device) if config.model.pooling else None
         self._processed = config.model.logprobs_mode == "processed_logprobs"
+        self._prompt_logprobs = PromptLogprobSlots(self._processed)
+        lookahead = config.scheduler.lookahead
+        self._num_forced = 0  # most tokens that a grammar forces, for drafts of the driver
+        if lookahead is not None and lookahead.draft_model is None and parallel.samples:
+            self._num_forced = lookahead.num_speculative_tokens
         most, vocab_size = config.model.max_logprobs, config.model.vocab_size
         self._max_logprobs = vocab_size if most == -1 else min(most, vocab_size)
         limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len
         block_size, num_kept = config.cache.block_size, config.num_kept_tokens
         sizes, has_axes = (*limits, block_size), bool(config.model.picture_rope)
         encoder = config.model.encoder
-        self._max_encoder_len = 0 if encoder is None else encoder.max_len
-        self._sound = config.model.sound
-        others = self._processed, has_axes, self._max_encoder_len
+        self._encoder = None if encoder is None else EncoderPass(encoder, model, block_size, device)
+        others = self._processed, has_axes, 0 if encoder is None else encoder.max_len
         self.batch = InputBatch(*sizes, self.uploads, num_kept, *others)
-
-    @property
-    def grammars(self) -> GrammarSlots:
-        """The slots whose output follows a grammar."""
-        return self.batch.sampling.grammars
 
     def drop_recording(self) -> None:
         """Destroys what was recorded; later steps run op by op."""
@@ -194,7 +193,8 @@ class ModelRunner:
         start, behind = time.perf_counter(), list[int]()
         if self.draft_model is not None and step.drafts:
             behind = self.draft_model.guess(step)
-        self.encode([new.cross for new in step.new_sequences if new.cross is not None])
+        if self._encoder is not None:
+            self._encoder.run(step, self.cache_engine.kv_caches, self._upload)
         before_s = time.perf_counter() - start + tower_s
         inputs, has_all_ids = self.prepare_outputs(step), not self._pending
         # Before the layers, if it can be: the masks of grammars are made while these run.
@@ -230,7 +230,12 @@ class ModelRunner:
         model_s = now - max(pending.start, self._finished_at)  # the device takes one after another
         self._finished_at = now
         rejected = self.batch.append(pending.step, sampled_ids, pending.freed_slots)
-        forced = self._forced_tokens(pending.step, rejected)
+        forced = {}
+        grammars = self.batch.sampling.edits.grammars
+        if self._num_forced and not grammars.is_empty:
+            texts = self.batch.token_ids, self.batch.num_tokens
+            sample_slots = pending.step.sample_slots
+            forced = grammars.find_forced(sample_slots, rejected, *texts, self._num_forced)
         return [
             StepOutput(
                 step=pending.step.step,
@@ -249,22 +254,6 @@ class ModelRunner:
             )
         ]
 
-    def _forced_tokens(self, step: StepInput, rejected: list[int]) -> dict[int, list[int]]:
-        """What grammars force after the last token of each sequence, by its index among the
-        samples, for drafts of the driver; on the rank that samples. Not of beams: the driver
-        replaces their tokens."""
-        config = self._scheduler.lookahead
-        if config is None or config.draft_model is not None:
-            return {}
-        if not self._parallel.samples or self.grammars.is_empty:
-            return {}
-        last = {s: at for at, s in enumerate(step.sample_slots) if at not in rejected}
-        batch, forced = self.batch, dict[int, list[int]]()
-        for slot, at in last.items():
-            if not batch.sampling.num_candidates[slot]:
-                forced[at] = self.grammars.forced_after(slot, batch.token_ids, batch.num_tokens)
-        return {at: ids[: config.num_speculative_tokens] for at, ids in forced.items() if ids}
-
     def apply(self, step: StepInput) -> dict[bytes, str | None]:
         """Brings adapters, pictures, batch and cache up to date with the driver; returns
         `StepOutput.load_results`."""
@@ -276,6 +265,7 @@ class ModelRunner:
         for pending in self._pending:
             pending.freed_slots.update(step.freed_slots)
         self.batch.apply(step)
+        self._prompt_logprobs.apply(step)
         self.cache_engine.move(step.block_moves, step.step)
         if self.draft_model is not None:
             self.draft_model.apply(step)
@@ -283,7 +273,7 @@ class ModelRunner:
 
     def prepare_outputs(self, step: StepInput) -> OutputRows:
         """Finds the tokens whose hidden states a step needs."""
-        prompt_rows = self.batch.prompt_rows(step)
+        prompt_rows = self._prompt_logprobs.rows(step, self.batch)
         last_tokens = self.batch.last_positions(step)
         # Log probabilities of a prompt need the hidden states of all tokens; and a row that several
         # sequences share would pass the last layer once for each of them.
@@ -332,16 +322,6 @@ class ModelRunner:
         # The last layer keeps all rows, so that all layers have the same ones.
         lora_rows = None if grouped is None else LoRARows(*self.uploads.send(grouped))
         return lambda: keep_rows(self._forward(ids, metadata, entering, lora_rows), wanted)
-
-    def encode(self, prompts: Sequence[CrossInput]) -> None:
-        """Reads those of these encoder prompts whose blocks are empty, and fills the blocks."""
-        prompts = [prompt for prompt in prompts if prompt.token_ids]
-        if prompts:
-            assert isinstance(self.model, TwoHalves)
-            inputs, metadata = self._upload(encoder_arrays(prompts, self.batch.block_size))
-            if self._sound is not None:
-                inputs = upload(sound_features(prompts, self._sound), self.device)
-            self.model.encode(inputs, self.cache_engine.kv_caches, metadata)
 
     def _ids_in_flight(self, step: StepInput, arrays: StepArrays) -> torch.Tensor | None:
         """The token ids of a step's rows, int64 `[num_tokens]`, with those that the step before
@@ -447,10 +427,8 @@ class ModelRunner:
             longest = self._scheduler.max_model_len
             num_prompts = min(max(1, num_tokens // longest), num_seqs)
             self._run_dummy(np.array([longest] * num_prompts))
-        if longest := self._max_encoder_len:
-            frame = bytes(4 * self._sound.num_mel_bins) if self._sound else b""
-            prompt = CrossInput(longest, [], [0] * longest, frame)  # K and V go into block 0
-            self.encode([prompt] * (num_tokens // longest))
+        if self._encoder is not None:
+            self._encoder.run_longest(num_tokens, self.cache_engine.kv_caches, self._upload)
         ends = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
         return self._run_dummy(np.diff(ends), self._max_logits_rows)
 
@@ -513,46 +491,3 @@ class ModelRunner:
         if self._gpu is not None:
             metadata.gpu = self._gpu.batch(arrays, metadata.query_start_loc, self.uploads)
         return token_ids, metadata
-
-
-def compute_prompt_logprobs(
-    hidden: torch.Tensor,
-    rows: list[PromptRow],
-    compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    max_logits_rows: int,
-) -> Pending[dict[int, PromptLogprobs]]:
-    """Computes log probabilities of prompts, by row of the step.
-
-    Logits of a whole prompt are large (8,192 tokens and 128 k ids: 4 GiB in float32). They are
-    made in slices of at most as many rows as the memory profile ran with.
-
-    Args:
-        hidden: `[num_tokens, hidden_size]`, the last layer's output for the step's tokens.
-        max_logits_rows: rows of logits that are held at once.
-    """
-    parts = []
-    for part in rows:
-        slices = []
-        for start in range(0, len(part.targets), max_logits_rows):
-            targets = part.targets[start : start + max_logits_rows]
-            first = part.first_token + start
-            logits = compute_logits(hidden[first : first + len(targets)])
-            if not len(logits):  # on all ranks but the first
-                continue
-            if part.filters is None:
-                shares = torch.log_softmax(logits.float(), dim=-1)
-            else:
-                filters = [column.repeat(len(targets)) for column in part.filters]
-                shares = sampler.processed_logprobs(logits, filters)
-            num_top = [part.num_top] * len(targets)
-            slices.append(sampler.token_logprobs(shares, upload(targets, shares.device), num_top))
-        parts.append(together(slices))
-    pending = together(parts)
-
-    def read(arrays: Sequence[Array]) -> dict[int, PromptLogprobs]:
-        return {
-            part.row: PromptLogprobs(part.first_position, list(chain.from_iterable(entries)))
-            for part, entries in zip(rows, pending.read(arrays), strict=True)
-        }
-
-    return Pending(pending.tensors, read)

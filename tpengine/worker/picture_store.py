@@ -10,12 +10,14 @@ import torch
 
 from tpengine.config import EngineConfig
 from tpengine.distributed.parallel_state import ParallelState
+from tpengine.errors import ConfigError
 from tpengine.layers import rotary
 from tpengine.layers.attention import AttentionMetadata, PictureTokens
 from tpengine.layers.device_values import Int32
 from tpengine.logger import init_logger
 from tpengine.messages import StepInput
-from tpengine.models.registry import CausalLM
+from tpengine.models.registry import CausalLM, import_vision_tower
+from tpengine.worker.device import GIB, cpu_total_bytes
 from tpengine.worker.input_batch import InputBatch, StepArrays
 from tpengine.worker.picture_slots import PictureRow, key_ends
 from tpengine.worker.tower_turns import Tower, TowerTurns
@@ -33,6 +35,10 @@ class PictureStore:
 
     Args:
         tower: None: another rank computes them.
+
+    Attributes:
+        features_bytes: room for features.
+        num_bytes: the same, and the tower.
     """
 
     def __init__(
@@ -46,7 +52,13 @@ class PictureStore:
         limits, rope = config.scheduler.pictures, config.model.picture_rope
         assert limits is not None, "prompts are text alone"
         self._turns = None
+        self.features_bytes = 0
+        if parallel.stage.is_first:
+            row_bytes = config.model.picture_row_size * dtype.itemsize
+            self.features_bytes = limits.num_cached_rows * row_bytes
+        self.num_bytes = self.features_bytes
         if tower is not None:
+            self.num_bytes += tower.num_bytes
             self._turns = TowerTurns(tower, limits.encoder_share, dtype, device)
         self._are_whole = limits.are_whole
         self._axes = rotary.frequency_axes(rope, config.model.head_dim // 2) if rope else None
@@ -56,6 +68,34 @@ class PictureStore:
         self._parallel = parallel
         self._num_rows: dict[bytes, int] = {}  # of what was asked for
         self._features: dict[bytes, torch.Tensor] = {}
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelState,
+    ) -> PictureStore:
+        """Loads what sees, on the first rank.
+
+        Raises:
+            ConfigError: the first stage has too few layers, or the features do not fit into memory.
+        """
+        model, stage, tower = config.model, parallel.stage, None
+        if (
+            stage.is_first
+            and len(stage.layers or range(model.num_layers)) < model.num_picture_layers
+        ):
+            text = f"features of pictures are added after {model.num_picture_layers} layers"
+            raise ConfigError(f"{text}, and the first stage has fewer; set pp_layer_partition")
+        if stage.is_first and parallel.tp_rank == 0:
+            tower = import_vision_tower().VisionTower(model, dtype, device)
+        store = cls(tower, config, dtype, device, parallel)
+        if device.type == "cpu" and store.features_bytes > (total := cpu_total_bytes()):
+            text = f"encoder_cache takes {store.features_bytes / GIB:.2f} GiB, and this"
+            raise ConfigError(f"{text} machine has {total / GIB:.2f}; lower it")
+        return store
 
     def close(self) -> None:
         """Ends the tower's thread."""

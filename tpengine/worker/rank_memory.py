@@ -20,6 +20,7 @@ import mmap
 import os
 import pickle
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ _MOVES_AT = 8
 _ALIGNMENT = 64
 _POPULATE_S = 30.0
 """Limit of the time in which a part of the weights gets large pages; a GiB takes 1 s."""
-_STATE, _WEIGHTS = "state", "weights"
+_STATE, _WEIGHTS, _BLOCKS = "state", "weights", "blocks"
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Allocates a tensor of this shape and dtype."""
 
 
 class RankMemory:
@@ -113,6 +116,30 @@ class RankMemory:
             if num_bytes:
                 with mmap.mmap(self._fd, num_bytes, offset=start) as old:
                     old.madvise(mmap.MADV_REMOVE)
+
+    def keep_blocks(self, num_bytes: int, num_tensors: int) -> Empty:
+        """Returns what gives the tensors of a KV cache one after another: with their content, if a
+        lost rank had them.
+
+        Args:
+            num_bytes: of all of them together.
+        """
+        # Each begins with a large page.
+        rest = self.section(_BLOCKS, num_bytes + num_tensors * huge_pages.PAGE_BYTES)
+
+        def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            nonlocal rest
+            size = math.prod(shape) * dtype.itemsize
+            taken = -(-size // huge_pages.PAGE_BYTES) * huge_pages.PAGE_BYTES
+            tensor, rest = rest[:size], rest[taken:]
+            return tensor.view(dtype).view(shape)
+
+        return empty
+
+    def drop_blocks(self) -> None:
+        """Gives the memory of all blocks back."""
+        self.moves_done = 0
+        self.drop(_BLOCKS)
 
     def _write_index(self) -> None:
         index = json.dumps(self._owner | {"sections": self._sections}).encode()

@@ -34,9 +34,11 @@ class Tower(Protocol):
 
     Attributes:
         before_layer: it calls this before each of its layers.
+        num_bytes: of its weights.
     """
 
     before_layer: Callable[[], None]
+    num_bytes: int
 
     def features(self, pixels: bytes, height: int, width: int) -> torch.Tensor:
         """Returns a picture's features, `[num_rows, row_size]`."""

@@ -12,14 +12,13 @@ import torch
 from torch.distributed import TCPStore
 
 from tpengine.checkpoint.loader import load_model
-from tpengine.config import EngineConfig
+from tpengine.config import EngineConfig, ModelConfig
 from tpengine.distributed.collectives import connect_ranks
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.distributed.rendezvous import make_store
 from tpengine.distributed.shared_memory import SharedMemoryCollectives
-from tpengine.errors import CacheSizeError, ConfigError, TemporaryError, counted, is_device_fault
+from tpengine.errors import CacheSizeError, TemporaryError, counted, is_device_fault
 from tpengine.layers.adapter_parts import Targets
-from tpengine.layers.attention import AttentionMetadata, KVCache
 from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import Weights
 from tpengine.logger import init_logger
@@ -27,13 +26,11 @@ from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.registry import CausalLM, import_fallback, import_vision_tower
 from tpengine.models.stages import layers_of_stages
 from tpengine.ops.library import cpu_isa
-from tpengine.ops.recording import has_recordings
 from tpengine.structured.grammars import Vocabulary
 from tpengine.worker import device
 from tpengine.worker.adapter_store import AdapterStore
-from tpengine.worker.cache_engine import CacheEngine, CacheShape, KeptBlocks, staged_blocks
-from tpengine.worker.calibration import InputMeter, Texts, attach_meters
-from tpengine.worker.decode_recording import MAX_RECORDED_ROWS, DecodeRecording, try_to_record
+from tpengine.worker.cache_engine import CacheEngine, CacheShape
+from tpengine.worker.calibration import Calibration
 from tpengine.worker.draft_model import DraftModel
 from tpengine.worker.gpu.attention_plans import (
     GpuAttention,
@@ -41,10 +38,12 @@ from tpengine.worker.gpu.attention_plans import (
     check_attention,
     set_kv_scales,
 )
-from tpengine.worker.gpu.graphs import CudaCapture, DecodeGraphs, agree_on_graphs
+from tpengine.worker.gpu.graphs import DecodeGraphs
+from tpengine.worker.gpu.pooled_blocks import staged_blocks
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.picture_store import PictureStore
 from tpengine.worker.rank_memory import RankMemory
+from tpengine.worker.recorder import Recorder
 from tpengine.worker.stage_ends import StageEnds
 
 logger = init_logger(__name__)
@@ -94,7 +93,7 @@ class Worker:
         self._weights_form = self._digest = ""
         self._gpu: GpuAttention | None = None
         self._ends: StageEnds  # from `load_model` on
-        self._all_record: bool | None = None
+        self._recorder: Recorder  # the same
         self._adapters: AdapterStore | None = None
         self._pictures: PictureStore | None = None
         self._draft_model: CausalLM | None = None
@@ -184,22 +183,28 @@ class Worker:
             if kept is not None:
                 vars(self).update(kept)
                 gc.collect()  # the objects of the epoch before hold its links and memory
-                return self._digest
-            self._load_model()
-            if self._memory is not None and self._pictures is None:
-                state = {name: getattr(self, name) for name in _KEPT}
-                self._outlives = self._memory.save(state, shared)
+            else:
+                self._load_model()
+                if self._memory is not None and self._pictures is None:
+                    state = {name: getattr(self, name) for name in _KEPT}
+                    self._outlives = self._memory.save(state, shared)
+        layers = None if self._adapters is None else self._adapters.layers
+        where = self._device, parallel, self._gpu
+        self._recorder = Recorder(self._config, *where, layers, self._ends.entering)
         return self._digest
 
     def _load_model(self) -> None:
-        weights = self._make_weights()
-        if self._config.model.calibrates and self._device.type == "cpu":
-            weights.importance = self._calibrate()
-        self._model = load_model(
-            self._config.model, weights, lambda made: self._check(made, weights)
-        )
+        model = self._config.model
+        weights = self._make_weights(model)
+        if model.calibrates and self._device.type == "cpu":
+            weights.importance = self._calibrate(model)
+        self._model = load_model(model, weights, lambda made: self._check(made, weights))
         self._weights_bytes, self._digest = weights.num_bytes, weights.digest
-        self._load_pictures()
+        if self._config.scheduler.pictures is not None:
+            where = self._dtype, self._device, self._parallel
+            self._pictures = PictureStore.load(self._config, *where)
+            self._features_bytes = self._pictures.features_bytes
+            self._weights_bytes += self._pictures.num_bytes
         if (config := self._config.of_draft_model) is not None:
             drafting = self._load_draft_model(config)
             self._weights_bytes += drafting.num_bytes
@@ -209,28 +214,21 @@ class Worker:
             set_kv_scales(self._model, weights, self._config, self._parallel)
         self._gpu = self._make_gpu_attention(self._model)
 
-    def _make_weights(self) -> Weights:
-        model, rounding = self._config.model, self._config.model.quantization
-        as_stored = device.keeps_stored(model.dtype, rounding, self._device.type)
-        return Weights(self._dtype, self._device, self._parallel, rounding, as_stored)
+    def _make_weights(self, model: ModelConfig) -> Weights:
+        as_stored = device.keeps_stored(model.dtype, model.quantization, self._device.type)
+        sharding = self._dtype, self._device, self._parallel
+        return Weights(*sharding, model.quantization, as_stored)
 
-    def _calibrate(self) -> dict[int, torch.Tensor]:
+    def _calibrate(self, model: ModelConfig) -> dict[int, torch.Tensor]:
         """Loads the model to measure what the inputs of its layers count; returns what
         `Weights.importance` is."""
-        weights, meters = self._make_weights(), dict[int, InputMeter]()
-        self._model = load_model(
-            self._config.model, weights, lambda _: meters.update(attach_meters(weights.linears))
-        )
-        config, texts = self._config, Texts.of(self._config)
-        config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=texts.count))
-        runner = self._make_runner(self._make_cache(self._model, texts.num_blocks), config)
+        weights, calibration = self._make_weights(model), Calibration(self._config)
+        self._model = load_model(model, weights, lambda _: calibration.attach(weights.linears))
+        cache = self._make_cache(self._model, calibration.num_blocks)
         with self._forward():
-            for step in texts.steps(config.model.vocab_size, config.model.seed):
-                runner.execute(step)
-                runner.finish()
+            importance = calibration.run(self._make_runner(cache, calibration.config))
         self._model = None  # its memory is free before the weights are read again
-        counts = {place: meter.importance for place, meter in meters.items()}
-        return {place: own for place, own in counts.items() if own is not None}
+        return importance
 
     def _choose_layers(self) -> None:
         """Finds which layers this rank's stage has."""
@@ -244,44 +242,14 @@ class Worker:
     def _num_stages(self) -> int:
         return self._config.parallel.pipeline_parallel_size
 
-    def _load_pictures(self) -> None:
-        """Loads what sees, on the first rank, and counts the room for features on the first stage.
-
-        Raises:
-            ConfigError: the first stage has too few layers.
-        """
-        config, parallel, tower = self._config, self._parallel, None
-        if (limits := config.scheduler.pictures) is None:
-            return
-        model = config.model
-        if parallel.stage.is_first:
-            num_layers = len(parallel.stage.layers or range(model.num_layers))
-            if num_layers < model.num_picture_layers:
-                text = f"features of pictures are added after {model.num_picture_layers} layers"
-                raise ConfigError(f"{text}, and the first stage has fewer; set pp_layer_partition")
-            if parallel.tp_rank == 0:
-                tower = import_vision_tower().VisionTower(model, self._dtype, self._device)
-                self._weights_bytes += tower.num_bytes
-            row_bytes = model.picture_row_size * self._dtype.itemsize
-            self._features_bytes = limits.num_cached_rows * row_bytes
-            self._weights_bytes += self._features_bytes
-            total = device.cpu_total_bytes()
-            if self._device.type == "cpu" and self._features_bytes > total:
-                text = f"encoder_cache takes {self._features_bytes / device.GIB:.2f} GiB, and this"
-                raise ConfigError(f"{text} machine has {total / device.GIB:.2f}; lower it")
-        self._pictures = PictureStore(tower, config, self._dtype, self._device, parallel)
-
     def _load_draft_model(self, config: EngineConfig) -> Weights:
         """Loads the model that makes drafts; returns its weights."""
-        own, kind = config.model, self._device.type
-        as_stored = device.keeps_stored(own.dtype, own.quantization, kind)
-        sharding = self._dtype, self._device, self._parallel
-        weights = Weights(*sharding, own.quantization, as_stored)
+        weights = self._make_weights(config.model)
 
         def check(model: CausalLM) -> None:
             check_attention(model, config, self._dtype, self._cache_dtype)
 
-        self._draft_model = load_model(own, weights, check)
+        self._draft_model = load_model(config.model, weights, check)
         return weights
 
     def _check(self, model: CausalLM, weights: Weights) -> None:
@@ -320,7 +288,7 @@ class Worker:
             peak, logits = self._activation_peak()
         else:
             peak, logits = max(0, known_peak_bytes - scratch), 0
-        graphs = self._recording_bytes()
+        graphs = self._try_recording()
         self._release()
         total, budget = device.kv_budget_bytes(
             self._device,
@@ -376,8 +344,7 @@ class Worker:
         self._drop_runner()
         try:
             if self._memory is not None and not goes_on:
-                self._memory.moves_done = 0
-                KeptBlocks.drop(self._memory)
+                self._memory.drop_blocks()
             runner = self._open_cache(num_blocks, num_host_blocks)
             if not goes_on:
                 with self._forward():
@@ -395,7 +362,8 @@ class Worker:
         """Takes the vocabulary that grammars need; the rank that samples follows them."""
         assert self._runner is not None, "vocabulary before init_cache_engine"
         if self._parallel.samples:
-            self._runner.grammars.vocabulary = self._vocabulary = vocabulary
+            self._vocabulary = vocabulary
+            self._runner.batch.sampling.edits.grammars.vocabulary = vocabulary
 
     def compile_grammars(self, grammars: list[str], dropped: list[str], wait_s: float) -> int:
         """Compiles grammars on a thread of the rank that samples; see `Vocabulary.compile`."""
@@ -431,11 +399,12 @@ class Worker:
 
     def _open_cache(self, num_blocks: int, num_host_blocks: int) -> ModelRunner:
         model, draft_model = self._require_model(), self._draft_model
+        drafting = draft_cache = None
         try:
             cache = self._make_cache(model, num_blocks, num_host_blocks, self._memory)
-            draft_cache = None
             if draft_model is not None:
                 draft_cache = self._make_cache(draft_model, num_blocks)
+                drafting = draft_model, draft_cache.kv_caches
         except (MemoryError, RuntimeError) as error:
             if is_device_fault(error) or isinstance(error, TemporaryError):
                 raise
@@ -448,26 +417,26 @@ class Worker:
                 f"allocated: {error}; choose fewer"
             ) from error
         self._runner = runner = self._make_runner(cache)
-        runner.grammars.vocabulary = self._vocabulary
+        runner.batch.sampling.edits.grammars.vocabulary = self._vocabulary
         with self._forward():
-            runner.recorded = recording = self._make_recording(model, cache.kv_caches)
+            recorded = self._recorder.record((model, cache.kv_caches), drafting)
+            runner.recorded, runner.recorded_adapters = recorded.steps, recorded.with_adapters
             if draft_model is not None and draft_cache is not None:
-                runner.draft_model = self._make_draft_model(draft_model, draft_cache, runner)
-            if isinstance(recording, DecodeGraphs):
-                recording.record()
-            elif recording is not None:
-                runner.recorded_adapters = self._record_adapters(cache.kv_caches)
+                limit = self._config.scheduler.max_num_batched_tokens
+                own = draft_model, draft_cache, recorded.drafts
+                runner.draft_model = DraftModel(*own, runner.batch, self._parallel, limit)
+            if isinstance(recorded.steps, DecodeGraphs):
+                recorded.steps.record()
             if self._gpu is not None:
                 self._claim_activations(runner)
         return runner
 
-    def _make_draft_model(
-        self, model: CausalLM, cache: CacheEngine, runner: ModelRunner
-    ) -> DraftModel:
-        recorded = self._make_recording(model, cache.kv_caches)
-        assert not isinstance(recorded, DecodeGraphs), "a GPU has no draft model"
-        limit = self._config.scheduler.max_num_batched_tokens
-        return DraftModel(model, cache, recorded, runner.batch, self._parallel, limit)
+    def _try_recording(self) -> int:
+        """Returns the bytes that recorded decode steps take, tried over caches of one block."""
+        models = [self._require_model(), self._draft_model]
+        tried = [(m, self._make_cache(m, 1).kv_caches) for m in models if m is not None]
+        with self._forward():
+            return self._recorder.record(*tried).take_bytes()
 
     def _claim_activations(self, runner: ModelRunner) -> None:
         """Runs the worst step once more, on a GPU: torch keeps the memory that it takes, so that no
@@ -515,12 +484,6 @@ class Worker:
         is_alone = self._parallel.stage.count == 1
         return self._device.type == "cuda" and self._parallel.can_be_recorded and is_alone
 
-    def _uses_graphs(self) -> bool:
-        """Whether decode steps become CUDA graphs: the same at every rank."""
-        if self._all_record is None:
-            self._all_record = agree_on_graphs(self._parallel, self._device)
-        return self._all_record
-
     def _activation_peak(self) -> tuple[int, int]:
         """Returns bytes of activations in the worst step, and how many of them logits and sampling
         take, which is measured on a GPU only."""
@@ -530,64 +493,6 @@ class Worker:
         if self._gpu is None:
             return peak.peak_bytes, 0
         return peak.peak_bytes, max(0, peak.start_bytes + peak.peak_bytes - model_peak)
-
-    def _recording_bytes(self) -> int:
-        """Returns what recorded decode steps will take, tried over a cache of one block."""
-        models = [self._require_model(), self._draft_model]
-        cache, *others = [self._make_cache(model, 1) for model in models if model is not None]
-        with self._forward():
-            recording = self._make_recording(self._require_model(), cache.kv_caches)
-            if isinstance(recording, DecodeGraphs):
-                with contextlib.closing(recording):
-                    return recording.estimate_bytes()
-            adapters = None if recording is None else self._record_adapters(cache.kv_caches)
-            drafts = None
-            if self._draft_model is not None:
-                drafts = self._make_recording(self._draft_model, others[0].kv_caches)
-        recordings = (recording, adapters, drafts)
-        return sum(made.num_bytes for made in recordings if isinstance(made, DecodeRecording))
-
-    def _record_adapters(self, kv_caches: list[KVCache]) -> DecodeRecording | None:
-        """Records decode steps in which rows have adapters, on CPU; None: they run op by op."""
-        layers = None if self._adapters is None else self._adapters.layers
-        model = self._require_model()
-        recording = None if layers is None else self._make_recording(model, kv_caches, layers)
-        assert not isinstance(recording, DecodeGraphs)
-        return recording
-
-    def _make_recording(
-        self, model: CausalLM, kv_caches: list[KVCache], adapters: AdapterLayers | None = None
-    ) -> DecodeGraphs | DecodeRecording | None:
-        """Makes what runs decode steps without Python between their ops: CUDA graphs, still to be
-        recorded, or a recording on CPU. None: decode steps run op by op.
-
-        Args:
-            adapters: see `DecodeRecording`.
-        """
-        scheduler = self._config.scheduler
-        makes_tokens = self._config.model.pooling is None
-        if self._config.kernels.enforce_eager or not (model.recordable and makes_tokens):
-            return None
-        most = scheduler.max_sampled_rows
-        max_rows = min(most, scheduler.max_num_batched_tokens, MAX_RECORDED_ROWS)
-        max_blocks = -(-scheduler.max_model_len // self._config.cache.block_size)
-        encoder = self._config.model.encoder
-        cross = 0 if encoder is None else -(-encoder.max_len // self._config.cache.block_size)
-
-        entering = self._ends.entering if model is self._model else None
-
-        def forward(token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-            hidden = None if entering is None else entering[: len(token_ids)]
-            return model.forward(token_ids, kv_caches, metadata, hidden)
-
-        if self._gpu is None:
-            if has_recordings() and self._parallel.can_be_recorded:
-                return try_to_record(forward, max_rows, max_blocks, adapters, entering, cross)
-        elif self._uses_graphs() and encoder is None:
-            capture = CudaCapture(self._device)
-            make_batch = self._gpu.decode_batch
-            return DecodeGraphs(forward, make_batch, max_rows, max_blocks, self._device, capture)
-        return None
 
     def _make_gpu_attention(self, model: CausalLM) -> GpuAttention | None:
         if self._device.type != "cuda":
@@ -629,8 +534,7 @@ class Worker:
         num_host_blocks: int = 0,
         memory: RankMemory | None = None,
     ) -> CacheEngine:
-        sizes = self._cache_shape(model), num_blocks, num_host_blocks
-        cache = CacheEngine(*sizes, None if memory is None else KeptBlocks(memory, *sizes))
+        cache = CacheEngine(self._cache_shape(model), num_blocks, num_host_blocks, memory)
         if self._config.model.is_encoder:
             cache.share(len(list(attention_layers(model))))
         return cache
