@@ -242,7 +242,8 @@ def test_sizes_that_ranks_can_share(
             check_division(fields, size, implementation)
             continue
         listed = ", ".join(map(str, sizes))
-        with pytest.raises(ConfigError, match=f"= {size}; sizes that can: {listed}$"):
+        message = f"^{heads} attention heads and .*= {size}; sizes that can: {listed}$"
+        with pytest.raises(ConfigError, match=message):
             check_division(fields, size, implementation)
 
 

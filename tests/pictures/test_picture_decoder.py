@@ -25,8 +25,7 @@ import numpy as np
 import psutil
 import pytest
 from PIL import Image, ImageOps
-from support import picture_files
-from support.picture_files import FORMATS, chunk, encoded, noise, png, with_orientation
+from support.picture_files import FORMATS, chunk, encoded, mutant, noise, png, with_orientation
 from support.waiting import PATIENCE_S, wait_until
 
 from tpengine import errors, host
@@ -316,13 +315,13 @@ def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.soak)])
 def test_mutants_decode_or_are_refused(count: int) -> None:
-    rng, files, num_decoded, num_deaths = random.Random(11), picture_files.seeds(), 0, 0
+    rng, files, num_decoded, num_deaths = random.Random(11), list(MODES.values()), 0, 0
     sizes: dict[int, tuple[int, int]] = {}
     with closing(PictureDecoder(replace(PATIENT, max_pixels=1 << 20))) as decoder:
         for i in range(1, count + 1):
             before = decoder._process
             try:
-                decoder.decode(picture_files.mutant(rng.choice(files), rng))
+                decoder.decode(mutant(rng.choice(files), rng))
                 num_decoded += 1
             except InvalidPictureError:
                 pass
