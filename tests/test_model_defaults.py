@@ -194,7 +194,6 @@ def test_a_window_of_0_is_none() -> None:
 
 def test_a_rope_theta_of_null_is_the_default() -> None:
     fields = complete_config({"model_type": "llama", "rope_theta": None})
-    assert fields is not None
     assert fields["rope_parameters"] == {"rope_theta": 10000.0}
 
 

@@ -104,7 +104,6 @@ def test_where_a_bias_leads(llm: LLM) -> None:
 
 def test_an_output_cut_by_its_length_is_a_beginning(llm: LLM) -> None:
     engine = llm.llm_engine
-    assert engine.tokenizer is not None
     params = StructuredOutputsParams(json=PERSON)
     for length in range(1, 12):
         (output,) = generate(llm, structured_outputs=params, max_tokens=length)
@@ -159,7 +158,6 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
     choices = ["xyz", "xq", "zebr", "zoo", "zoology"]
     with make_engine(folder) as engine:
         tokenizer = engine.tokenizer
-        assert tokenizer is not None
         texts = [tokenizer.token_text(i) for i in range(engine.model_config.vocab_size)]
         (end_id,) = tokenizer.end_token_ids(engine.model_config)
 
@@ -263,7 +261,6 @@ def test_a_complete_output_ends_before_min_tokens(
 
 def test_min_tokens_holds_where_the_constraint_allows_more(llm: LLM) -> None:
     engine = llm.llm_engine
-    assert engine.tokenizer is not None
     ends = dict.fromkeys(engine.tokenizer.end_token_ids(engine.model_config), 50.0)
     for count in (0, 9):
         params = {"structured_outputs": {"regex": "[a-z ]*"}, "min_tokens": count}
@@ -326,7 +323,6 @@ def test_grammars_are_compiled_once_and_the_latest_are_kept(
 @pytest.mark.parametrize("special", [[], ["<|user|>"]])
 def test_the_grammar_starts_after_the_reasoning(llm: LLM, special: list[str]) -> None:
     tokenizer = llm.llm_engine.tokenizer
-    assert tokenizer is not None
     vocabulary = tokenizer.vocabulary(llm.llm_engine.model_config)
     params = StructuredOutputsParams(regex="yes|no")
     for thinking, text, fits in (

@@ -158,8 +158,6 @@ def _params(case: dict[str, Any], form: str, **fields: int) -> SamplingParams:
 
 def _decode_s(output: RequestOutput) -> float:
     """From the first token to the last."""
-    assert output.metrics is not None
-    assert output.metrics.first_token_time is not None
     return output.metrics.last_token_time - output.metrics.first_token_time
 
 
@@ -250,7 +248,6 @@ def _run_replay(args: argparse.Namespace) -> int:
     with shape_folder(args.shape, 1024) as folder, LLM(str(folder), **fields) as llm:
         engine = llm.llm_engine
         lookahead = engine.get_scheduler_config().lookahead
-        assert lookahead is not None
         drafter = engine._scheduler._queues.drafter = _Replay(lookahead)
         print(report_head(EngineArgs(str(folder), **fields), {"model": args.shape}))
 

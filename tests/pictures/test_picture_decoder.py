@@ -72,7 +72,6 @@ def decoder() -> Iterator[PictureDecoder]:
 
 
 def child(decoder: PictureDecoder) -> psutil.Process:
-    assert decoder._process is not None
     return psutil.Process(decoder._process._started.result().pid)
 
 
@@ -181,7 +180,6 @@ def test_a_process_that_dies_in_a_picture_costs_that_picture(number: signal.Sign
     with closing(PictureDecoder(PATIENT)) as decoder, ThreadPoolExecutor(1) as pool:
         good = decoder.decode(MODES["PNG"])
         process, ours = child(decoder), decoder._process
-        assert ours is not None
         if number == signal.SIGSTOP:
             ours._limits = replace(PATIENT, timeout_s=0.5)
         before = ours._deadline
@@ -201,7 +199,6 @@ def test_a_close_ends_what_is_decoded() -> None:
     with closing(PictureDecoder(PATIENT)) as decoder, ThreadPoolExecutor(1) as pool:
         decoder.decode(MODES["PNG"])
         process, ours = child(decoder), decoder._process
-        assert ours is not None
         before = ours._deadline
         process.suspend()
         slow = pool.submit(decoder.decode, SLOW)
@@ -216,7 +213,6 @@ def test_a_close_ends_what_is_decoded() -> None:
 def test_false_answers_are_not_followed(decoder: PictureDecoder, size: tuple[int, int]) -> None:
     for is_early in (True, False):
         good = decoder.decode(MODES["PNG"])
-        assert decoder._process is not None
         decoder._process._socket, theirs = socket.socketpair()
         with theirs, ThreadPoolExecutor(1) as pool:
             if is_early:  # before the order
@@ -295,7 +291,6 @@ decoder.decode(bytes.fromhex("{MODES["GIF"].hex()}"))
 def test_a_stopped_process_ends_with_its_killed_parent() -> None:
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         process = psutil.Process(pid)
         parent.kill()
