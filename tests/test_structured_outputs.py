@@ -12,12 +12,12 @@ import jsonschema
 import pytest
 import torch
 from executor.ray_engines import executor_of
-from support.byte_llama import clear_prompts, make_engine, run, write
+from support.byte_llama import make_engine, run, write
 from support.engines import serve
 from support.json_suite import closed, suite_schemas
+from support.oracle import Oracle
 from support.step_log import log_steps
 from tpengine.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
-from transformers import LlamaForCausalLM
 
 from tpengine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from tpengine.errors import InvalidSamplingParamsError
@@ -172,20 +172,16 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
                     edited[i] = logits[i]
             return edited
 
-        oracle = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        oracle = Oracle(folder)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=20, structured_outputs={"choice": choices}
+        )
         for length in (3, 20, 40):
-            for seed in range(3):
-                (prompts,) = clear_prompts(oracle, [length], 1, only_choices, seed)
-                params = SamplingParams(
-                    temperature=0.0, max_tokens=20, structured_outputs={"choice": choices}
-                )
-                (output,) = run(engine, [(prompts[0], params)])
-                ids, wanted = list(output.outputs[0].token_ids), list(prompts[0])
-                with torch.inference_mode():
-                    while wanted[-1] != end_id:
-                        logits = oracle(torch.tensor([wanted])).logits[0, -1]
-                        wanted.append(int(only_choices(wanted, logits).argmax()))
-                assert ids == wanted[length:]
+            for prompt in oracle.random_prompts([length] * 3, seed=length):
+                (output,) = run(engine, [(prompt, params)])
+                ids = output.outputs[0].token_ids
+                assert ids[-1] == end_id
+                oracle.assert_likeliest([prompt], [ids], only_choices)
 
 
 @pytest.mark.parametrize(

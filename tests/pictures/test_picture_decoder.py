@@ -121,7 +121,6 @@ def test_a_trusted_array_is_copied_and_checked() -> None:
 
 
 ZEROS = zlib.compress(bytes(200 << 20))
-HUGE = 1 << 16
 WEBP_FRAME = struct.pack("<BBBBBBBBBB", 0, 0, 0, 0, 255, 255, 0, 255, 255, 0)
 BOMBS = {
     "png": (png(60_000, 60_000, chunk(b"IDAT", ZEROS)), "60000 x 60000 pixels"),
