@@ -16,7 +16,7 @@ from support.step_log import log_steps
 
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 
-LENGTHS = [3, 40, 70]
+LENGTHS = [3, 40, 70, 7, 30, 55]
 BIAS = {7: 2.5, 90: -4.0, 201: 1.5}
 ALLOWED = list(range(40, 120))
 
@@ -43,7 +43,7 @@ def _edit_of(params: SamplingParams, num_prompt_tokens: int) -> Edit:
 @pytest.fixture(scope="module")
 def requests(oracle: Oracle) -> list[tuple[list[int], SamplingParams]]:
     """Returns (prompt, parameters) of every case and length."""
-    prompts = oracle.random_prompts(LENGTHS, seed=0)
+    prompts = oracle.random_prompts(LENGTHS, seed=5)
     words = _banned_words(oracle, prompts)
     cases: list[dict[str, Any]] = [
         {},
