@@ -122,7 +122,7 @@ def test_the_family_in_contributing_is_the_real_one() -> None:
     """Each line that it shows stands in the file that it is about."""
     text = (ROOT / "CONTRIBUTING.md").read_text().split("## A model family")[1]
     blocks = re.findall(r"^```(?:python)?\n(.*?)^```", text, re.S | re.M)[:3]
-    files = "tpengine/models/phi.py", "tpengine/config.py", "tests/support/variants.py"
+    files = "tpengine/models/phi.py", "tpengine/config.py", "tests/data/variants.json"
     for block, file in zip(blocks, files, strict=True):
         written = (ROOT / file).read_text().splitlines()
         assert set(block.splitlines()) <= {line.split("  #")[0] for line in written}

@@ -115,7 +115,6 @@ def test_a_tokenizer_is_that_of_auto_tokenizer(
     path.write_text(json.dumps(written))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     tokenizer = load(tmp_path)
-    assert tokenizer is not None
     expected = AutoTokenizer.from_pretrained(tmp_path)
     assert type(tokenizer.hf) is type(expected)
     assert tokenizer.hf.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()

@@ -12,12 +12,12 @@ import jsonschema
 import pytest
 import torch
 from executor.ray_engines import executor_of
-from support.byte_llama import clear_prompts, make_engine, run, write
+from support.byte_llama import make_engine, run, write
 from support.engines import serve
 from support.json_suite import closed, suite_schemas
+from support.oracle import Oracle
 from support.step_log import log_steps
 from tpengine.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
-from transformers import LlamaForCausalLM
 
 from tpengine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from tpengine.errors import InvalidSamplingParamsError
@@ -104,7 +104,6 @@ def test_where_a_bias_leads(llm: LLM) -> None:
 
 def test_an_output_cut_by_its_length_is_a_beginning(llm: LLM) -> None:
     engine = llm.llm_engine
-    assert engine.tokenizer is not None
     params = StructuredOutputsParams(json=PERSON)
     for length in range(1, 12):
         (output,) = generate(llm, structured_outputs=params, max_tokens=length)
@@ -159,7 +158,6 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
     choices = ["xyz", "xq", "zebr", "zoo", "zoology"]
     with make_engine(folder) as engine:
         tokenizer = engine.tokenizer
-        assert tokenizer is not None
         texts = [tokenizer.token_text(i) for i in range(engine.model_config.vocab_size)]
         (end_id,) = tokenizer.end_token_ids(engine.model_config)
 
@@ -174,20 +172,16 @@ def test_greedy_tokens_are_those_of_masked_transformers(tmp_path_factory: Any) -
                     edited[i] = logits[i]
             return edited
 
-        oracle = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        oracle = Oracle(folder)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=20, structured_outputs={"choice": choices}
+        )
         for length in (3, 20, 40):
-            for seed in range(3):
-                (prompts,) = clear_prompts(oracle, [length], 1, only_choices, seed)
-                params = SamplingParams(
-                    temperature=0.0, max_tokens=20, structured_outputs={"choice": choices}
-                )
-                (output,) = run(engine, [(prompts[0], params)])
-                ids, wanted = list(output.outputs[0].token_ids), list(prompts[0])
-                with torch.inference_mode():
-                    while wanted[-1] != end_id:
-                        logits = oracle(torch.tensor([wanted])).logits[0, -1]
-                        wanted.append(int(only_choices(wanted, logits).argmax()))
-                assert ids == wanted[length:]
+            for prompt in oracle.random_prompts([length] * 3, seed=length):
+                (output,) = run(engine, [(prompt, params)])
+                ids = output.outputs[0].token_ids
+                assert ids[-1] == end_id
+                oracle.assert_likeliest([prompt], [ids], only_choices)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +257,6 @@ def test_a_complete_output_ends_before_min_tokens(
 
 def test_min_tokens_holds_where_the_constraint_allows_more(llm: LLM) -> None:
     engine = llm.llm_engine
-    assert engine.tokenizer is not None
     ends = dict.fromkeys(engine.tokenizer.end_token_ids(engine.model_config), 50.0)
     for count in (0, 9):
         params = {"structured_outputs": {"regex": "[a-z ]*"}, "min_tokens": count}
@@ -326,7 +319,6 @@ def test_grammars_are_compiled_once_and_the_latest_are_kept(
 @pytest.mark.parametrize("special", [[], ["<|user|>"]])
 def test_the_grammar_starts_after_the_reasoning(llm: LLM, special: list[str]) -> None:
     tokenizer = llm.llm_engine.tokenizer
-    assert tokenizer is not None
     vocabulary = tokenizer.vocabulary(llm.llm_engine.model_config)
     params = StructuredOutputsParams(regex="yes|no")
     for thinking, text, fits in (

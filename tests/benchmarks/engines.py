@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from support import third_party
@@ -151,8 +151,8 @@ class EngineProcess:
         """
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended: see `_read`
-            _pipe(self._process.stdin).write(json.dumps(workload).encode() + b"\n")
-            _pipe(self._process.stdin).flush()
+            self._process.stdin.write(json.dumps(workload).encode() + b"\n")
+            self._process.stdin.flush()
         answer = self._read(_ANSWER_S)
         self._signal(signal.SIGSTOP)
         return answer
@@ -168,7 +168,7 @@ class EngineProcess:
             os.killpg(self._process.pid, number)
 
     def _read(self, patience_s: float) -> dict[str, Any]:
-        pipe = _pipe(self._process.stdout)
+        pipe = self._process.stdout
         ready, _, _ = select.select([pipe], [], [], patience_s)
         line = pipe.readline() if ready else b""
         if not line:
@@ -176,11 +176,6 @@ class EngineProcess:
             problem = "has ended" if ready else f"gave no answer for {patience_s:g} s"
             raise EngineError(f"{self.name} {problem}; its log {self._log} ends: {tail}")
         return json.loads(line)
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
 
 
 def start_engine(name: str, files: ModelFiles) -> EngineProcess:

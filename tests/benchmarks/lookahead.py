@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from support.foretold import totals
+from support.tables import read_table
 
 from benchmarks.common import add_numbers, add_shape_argument, alternate
 from benchmarks.peer_files import SMOLLM2, ModelFiles
@@ -30,7 +30,6 @@ from tpengine.bench.harness import report_head, shape_folder
 from tpengine.scheduling.drafter import Drafter, Guess
 from tpengine.scheduling.sequence import Request, Sequence
 
-PROMPTS = Path(__file__).parents[1] / "data" / "lookahead_prompts.json"
 KINDS = (None, "[ngram]", "[suffix]")
 _CACHE_GIB = 1.0
 _REPLAYED = 64
@@ -70,8 +69,11 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints the report."""
     if args.acceptance is not None:
         return _run_replay(args)
-    cases = json.loads(PROMPTS.read_text())
-    cases = [case for case in cases if not args.only or args.only in case["name"]]
+    cases = [
+        case
+        for case in read_table("lookahead_prompts")
+        if not args.only or args.only in case["name"]
+    ]
     model = str(ModelFiles(SMOLLM2).gguf(args.form))
     with ExitStack() as stack:
         engines = {kind: stack.enter_context(_engine(model, kind, args.options)) for kind in KINDS}
@@ -156,8 +158,6 @@ def _params(case: dict[str, Any], form: str, **fields: int) -> SamplingParams:
 
 def _decode_s(output: RequestOutput) -> float:
     """From the first token to the last."""
-    assert output.metrics is not None
-    assert output.metrics.first_token_time is not None
     return output.metrics.last_token_time - output.metrics.first_token_time
 
 
@@ -248,7 +248,6 @@ def _run_replay(args: argparse.Namespace) -> int:
     with shape_folder(args.shape, 1024) as folder, LLM(str(folder), **fields) as llm:
         engine = llm.llm_engine
         lookahead = engine.get_scheduler_config().lookahead
-        assert lookahead is not None
         drafter = engine._scheduler._queues.drafter = _Replay(lookahead)
         print(report_head(EngineArgs(str(folder), **fields), {"model": args.shape}))
 

@@ -184,7 +184,6 @@ def measure(name: str, engine_args: EngineArgs, options: RecoveryOptions) -> lis
     """Kills ranks of an engine, one after another."""
     rng = random.Random(0)
     config, executor = create_executor(engine_args)
-    assert isinstance(executor, GroupExecutor)
     with LLMEngine(config, executor, log_stats=not engine_args.disable_log_stats) as engine:
         longest = config.model.max_model_len - _MAX_TOKENS
         if options.input_len > longest:

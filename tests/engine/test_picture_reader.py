@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from support.engines import greedy, open_llm
 from support.messages import refused, said
 from support.small_llavas import LLAVA_TEMPLATE, PNG, QUESTION, data_url, user, write_llava
 from support.tiny_llama import edit_json
+from support.web import web_server
 from support.whole_models import PICTURES, write
 
 from tpengine.engine.picture_prompts import _Idefics3
@@ -28,23 +27,11 @@ PICTURE, OTHER = PICTURES[:2]
 TEXT_TEMPLATE = "{% for m in messages %}{{ m.role | upper }}: {{ m.content + ' ' }}{% endfor %}"
 
 
-class _Files(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(PNG)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def web() -> Iterator[str]:
     """HOST:PORT of a server whose only file is a picture."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Files) as server:
-        threading.Thread(target=server.serve_forever).start()
+    with web_server(lambda _: (200, {}, [PNG])) as server:
         yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -163,12 +163,10 @@ def test_drafts_are_edited_as_if_they_had_come_true() -> None:
         batch.token_ids[slot, 3 : 3 + len(drafts)] = drafts
     positions = np.array([3, 4, 5, 6] * 2, np.int32)
     ahead = batch.slots.gather(np.array(slots), positions, batch.token_ids).edits
-    assert ahead is not None
     actual = logits.clone()
     apply_edits(actual, ahead)
     for number in range(len(drafts) + 1):
         edits = batch.gather([0, 1]).edits
-        assert edits is not None
         expected = logits[[number, number + 4]]
         apply_edits(expected, edits)
         assert torch.equal(actual[[number, number + 4]], expected), f"after {number} drafts"

@@ -69,7 +69,6 @@ def test_the_chosen_tokens_logprob_is_there_unasked(processed: bool, dtype: torc
         logprob = findings.chosen_logprobs[slot] if entry is None else entry.logprob
         assert logprob == pytest.approx(float(exact[token_id]), abs=1e-5), WISHES[slot // 2]
         if slot % 2:
-            assert entry is not None
             assert entry.rank == 1 + int((exact > exact[token_id] + 1e-6).sum())
             assert entry.top_logprobs == pytest.approx(exact.topk(2).values.tolist(), abs=1e-5)
     costly = {slot // 2 for slot in findings.logprobs if slot % 2 == 0}

@@ -94,7 +94,6 @@ def assert_losses(
         chosen = [float(answer.logprobs[place, i]) for place, i in enumerate(ids)]
         for used in {name, None}:
             (output,) = serve_ids(engine, [[*prompt, *ids]], params, [adapters.request(used)])
-            assert output.prompt_logprobs is not None
             entries = output.prompt_logprobs[len(prompt) :]
             logprobs = [entry[i].logprob for entry, i in zip(entries, ids, strict=True) if entry]
             loss = sum(abs(x - y) for x, y in zip(logprobs, chosen, strict=True)) / len(ids)

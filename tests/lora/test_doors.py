@@ -122,7 +122,6 @@ def test_an_adapter_is_loaded_and_unloaded(server: ServerProcess, adapters: Adap
     assert names(server) == {"embedded": None, "first": "embedded", "second": "embedded"}
     jobs = adapters.jobs(["second", "first"], [30])
     for (name, prompt), answer in zip(jobs, adapters.answers(jobs), strict=True):
-        assert name is not None
         assert over_http(server, name, prompt) == (name, answer.token_ids[:NUM_TOKENS])
     (_, prompt), _ = jobs
     message = long_request(64, model="second", prompt_token_ids=token_ids(*prompt))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ import transformers
 from support import third_party
 from support.engines import open_llm
 from support.pooling_models import hidden_states, normalized
+from support.tables import read_table
 
 from tpengine.inputs import PoolingParams
 
 pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
-PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "prompts.json").read_text())
+PROMPTS = read_table("prompts")
 TEXTS = [*PROMPTS["questions"], *PROMPTS["texts"]]
 LOST = {"int8": 3e-3, "int4": 0.06}
 """Most that a quantization takes from a cosine of 1."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from support.engines import greedy, open_engine, run
 from support.matrix import matrix
+from support.programs import python
 from support.whole_models import (
     IMAGE,
     MODELS,
@@ -108,9 +107,7 @@ def test_a_spare_imports_what_sees(tmp_path: Path) -> None:
 from tpengine.worker.worker import Worker
 Worker.import_model_code(*{code})
 print('transformers.models.llava.modeling_llava' in sys.modules)"""
-    command = [sys.executable, "-c", script]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert shown.stdout == "True\n"
+    assert python("-c", script).stdout == "True\n"
     args.limit_mm_per_prompt = {"image": 0}
     assert args.create_engine_config().model_code == ("tpengine", None)
 

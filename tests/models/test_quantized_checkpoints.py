@@ -57,7 +57,6 @@ MOVED = GROUPS[torch.randperm(MLP, generator=torch.Generator().manual_seed(0))]
 
 def sources(folder: Path) -> dict[str, TensorSource]:
     scheme = read_scheme(read_hf_config(str(folder), False), str(folder))
-    assert scheme is not None
     path = folder / "model.safetensors"
     tensors = ((path.name, name, source) for name, source in read_tensors(path))
     return {name: source for _, name, source in merge_tensors(tensors, scheme, lambda name: [])}
@@ -201,14 +200,8 @@ def test_groups_of_inputs_in_compressed_tensors(copied: Any) -> None:
     plain = sources(folder)[name]
     save_file(state | {f"{name}_g_idx": MOVED.int()}, folder / "model.safetensors")
     source = sources(folder)[name]
-    assert isinstance(plain, QuantizedSource)
-    assert isinstance(source, QuantizedSource)
     whole = slice(0, HIDDEN), slice(0, MLP)
     before, after = plain.stored(*whole), source.stored(*whole)
-    assert before is not None
-    assert before.offsets is not None
-    assert after is not None
-    assert after.order is not None
     q = before.q.float() - before.offsets.float()[:, MOVED]
     torch.testing.assert_close(source[:], q * before.scales.float()[:, MOVED], rtol=1e-3, atol=0)
     assert torch.equal(after.q, before.q[:, after.order])
@@ -247,7 +240,6 @@ def test_scales_of_int8_weights(
     edit = in_groups(**fields, symmetric=zeros is None)
     edit_json(folder / "config.json", lambda config: edit(config["quantization_config"]))
     source, by_input = sources(folder)[name], MOVED if groups is MOVED else GROUPS
-    assert isinstance(source, QuantizedSource)
     spread = [
         values.float().reshape(-1, 1) if values.ndim < 2 else values[:, by_input].float()
         for values in (factors, middles)
@@ -256,7 +248,6 @@ def test_scales_of_int8_weights(
     assert torch.equal(source[:], expected)
     assert torch.equal(source[9:60, 5:70], expected[9:60, 5:70])
     stored = source.stored(slice(0, HIDDEN), slice(0, MLP))
-    assert stored is not None
     assert (stored.order is not None) == (groups is MOVED)
 
 
@@ -395,7 +386,6 @@ def test_scales_that_float16_does_not_hold(scale: float, is_kept: bool, copied: 
     state[f"{name}_scale"][5] = scale
     save_file(state, folder / "model.safetensors")
     source = sources(folder)[name]
-    assert isinstance(source, QuantizedSource)
     assert (source.stored(slice(32, 64), slice(0, MLP)) is not None) == is_kept
     expected = state[name][5].float() * state[f"{name}_scale"][5].float()
     assert torch.equal(source[5:6][0], expected)

@@ -18,16 +18,16 @@ from support.engines import generate, greedy, ids, open_llm
 from support.programs import python
 from support.server_process import ServerProcess
 from support.step_log import log_steps
+from support.tables import read_table
 
-from tpengine import LLM, EngineArgs
+from tpengine import EngineArgs
 from tpengine.bench.perplexity import mean_loss, read_windows
-from tpengine.errors import ConfigError
 
 pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
 NUM_TOKENS = 24
 MOST_LOST = 0.01
 """Of perplexity, as stored against float32."""
-PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "prompts.json").read_text())
+PROMPTS = read_table("prompts")
 QUESTIONS, TEXTS = PROMPTS["questions"], PROMPTS["texts"]
 CONVERSATIONS = [[{"role": "user", "content": question}] for question in QUESTIONS]
 CONVERSATIONS[0].insert(0, {"role": "system", "content": "You answer in one word."})
@@ -103,11 +103,6 @@ def test_perplexity_as_stored(file: Path) -> None:
     cost = math.expm1(stored - exact)
     print(f"perplexity {math.exp(exact):.2f} in float32, as stored {100 * cost:+.2f} %")
     assert cost < MOST_LOST
-
-
-def test_sizes_that_cannot_share_its_heads_are_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"9 attention heads and 3 KV heads.* can: 1, 3, 9"):
-        LLM(str(file), tensor_parallel_size=2)
 
 
 def test_a_piped_message_is_answered(file: Path) -> None:

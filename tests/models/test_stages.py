@@ -20,7 +20,6 @@ from tpengine.bench.harness import shape_folder
 from tpengine.distributed.parallel_state import ParallelState, Stage
 from tpengine.errors import ModelLoadError
 from tpengine.layers.weights import Weights
-from tpengine.models.decoder import Decoder
 from tpengine.models.registry import build_model
 from tpengine.models.stages import divide, layers_of_stages
 
@@ -61,7 +60,6 @@ def test_each_tensor_lies_on_one_stage(model_type: str, tmp_path: Path) -> None:
         place = ParallelState(stage=Stage(index, 2, layers[index]))
         weights = Weights(torch.float32, torch.device("cpu"), place)
         made = build_model(model, weights)
-        assert isinstance(made, Decoder)
         assert len(made.layers) == len(layers[index])
         held.update(weights.shards.keys() - weights.elsewhere)
         names |= weights.shards.keys()

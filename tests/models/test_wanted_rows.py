@@ -24,7 +24,6 @@ from tpengine.worker import worker
 
 PROMPT_LENGTHS = (3, 6)
 WANTED = [2, 8]
-BLOCK_SIZE = 16
 STEP_TOKENS = 16
 
 

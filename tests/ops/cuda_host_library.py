@@ -6,9 +6,11 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +18,25 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).parent / "cuda_host"
 COMPILED = ROOT / "build" / "cuda_host"
-P, I32, I64, F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+P = ctypes.c_void_p
+_TYPES = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+_TYPES |= {"Offsets": ctypes.c_int}  # an enum
+_FIELDS = re.compile(r"^  (?:const )?(\w+)(\*?) ([\w,\s]+);", re.MULTILINE)
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def struct(*fields: tuple[str, object]) -> type[ctypes.Structure]:
-    """The arguments of a kernel, as its C struct lays them out."""
-    return type("Args", (ctypes.Structure,), {"_fields_": list(fields)})
+@functools.cache
+def struct(name: str) -> Any:
+    """A struct that a header of `csrc/cuda` declares, as the arguments of a kernel."""
+    headers = (path.read_text() for path in (ROOT / "csrc" / "cuda").rglob("*.cuh"))
+    pattern = re.compile(rf"^struct {name} {{\n(.*?)^}};", re.MULTILINE | re.DOTALL)
+    (body,) = (body for text in headers for body in pattern.findall(text))
+    fields = []
+    for kind, pointer, names in _FIELDS.findall(re.sub("//.*", "", body)):
+        type_ = P if pointer else _TYPES.get(kind) or struct(kind)
+        fields += [(field.strip(), type_) for field in names.split(",")]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def compile_host(source: Path, *options: str) -> Path:

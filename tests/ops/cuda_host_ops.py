@@ -12,69 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cuda_host_library import F32, I32, I64, P, far_pointer, load_host, pointer, struct
+from .cuda_host_library import far_pointer, load_host, pointer, struct
 
 FP8 = torch.float8_e4m3fn
 BOUND = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-BlockPlace = struct(
-    ("base", P), ("ids", P), ("id_stride", I64), ("block_stride", I64), ("piece_stride", I64)
-)
-CopyBlocksArgs = struct(("source", BlockPlace), ("target", BlockPlace), ("piece_bytes", I64))
-StoreArgs = struct(
-    ("q", P), ("k", P), ("v", P), ("k_cache", P), ("v_cache", P), ("slot_mapping", P),
-    ("positions", P), ("cos_sin_cache", P), ("q_token_stride", I64), ("q_head_stride", I64),
-    ("k_token_stride", I64), ("k_head_stride", I64), ("v_token_stride", I64),
-    ("v_head_stride", I64), ("num_heads", I32), ("num_kv_heads", I32), ("head_dim", I32),
-    ("rotary_dim", I32), ("num_positions", I32), ("k_inverse_scale", F32),
-    ("v_inverse_scale", F32),
-)  # fmt: skip
-GatherArgs = struct(
-    ("k", P), ("v", P), ("k_cache", P), ("v_cache", P), ("block_table", P), ("token_start", P),
-    ("block_table_stride", I64), ("num_tokens", I32), ("num_seqs", I32), ("block_size", I32),
-    ("row_size", I32), ("k_scale", F32), ("v_scale", F32),
-)  # fmt: skip
-NormArgs = struct(
-    ("out", P), ("x", P), ("residual", P), ("weight", P), ("out_token_stride", I64),
-    ("out_head_stride", I64), ("x_token_stride", I64), ("x_head_stride", I64),
-    ("residual_stride", I64), ("heads_per_token", I32), ("size", I32), ("eps", F32),
-)  # fmt: skip
-GatedArgs = struct(("out", P), ("x", P), ("out_stride", I64), ("x_stride", I64), ("size", I32))
-LogitsArgs = struct(
-    ("out", P), ("logits", P), ("stride", I64), ("vocab_size", I32), ("logprobs", P)
-)
-SampleArgs = struct(
-    ("logits", LogitsArgs), ("temperature", P), ("top_k", P), ("top_p", P), ("min_p", P),
-    ("uniform", P),
-)  # fmt: skip
-LoRAArgs = struct(
-    ("out", P), ("x", P), ("a", P), ("b", P), ("ranks", P), ("first_outputs", P), ("rows", P),
-    ("groups", P), ("shrunk", P), ("out_stride", I64), ("x_stride", I64), ("num_groups", I32),
-    ("num_lora_rows", I32), ("num_parts", I32), ("column_tiles", I32), ("num_lines", I32),
-    ("num_panels", I32), ("in_features", I32), ("wide_x", I32),
-)  # fmt: skip
-PackedWeight = struct(
-    ("packed", P), ("num_panels", I32), ("num_steps", I32), ("num_groups", I32),
-    ("steps_per_group", I32), ("offsets", I32),
-)  # fmt: skip
-WeightOnlyArgs = struct(
-    ("out", P), ("x", P), ("bias", P), ("weight", PackedWeight), ("out_stride", I64),
-    ("x_stride", I64), ("num_rows", I32), ("out_features", I32), ("in_features", I32),
-    ("panels_per_cta", I32),
-)  # fmt: skip
-DequantizeArgs = struct(("out", P), ("weight", PackedWeight), ("first_panel", I32))
-DecodeArgs = struct(
-    ("out", P), ("q", P), ("k_cache", P), ("v_cache", P), ("block_table", P), ("seq_lens", P),
-    ("alibi_slopes", P), ("item_start", P), ("items", P), ("partials", P),
-    ("out_token_stride", I64), ("out_head_stride", I64), ("q_token_stride", I64),
-    ("q_head_stride", I64), ("block_table_stride", I64), ("num_seqs", I32), ("num_heads", I32),
-    ("num_kv_heads", I32), ("head_dim", I32), ("block_size", I32), ("sliding_window", I32),
-    ("half_queries", I32), ("scale", F32), ("v_scale", F32), ("softcap", F32),
-)  # fmt: skip
-PlanArgs = struct(
-    ("item_start", P), ("items", P), ("seq_lens", P), ("num_seqs", I32), ("wave", I32),
-    ("min_chunks", I32), ("sliding_window", I32),
-)  # fmt: skip
+BlockPlace = struct("BlockPlace")
+CopyBlocksArgs = struct("CopyBlocksArgs")
+StoreArgs = struct("StoreArgs")
+GatherArgs = struct("GatherArgs")
+NormArgs = struct("NormArgs")
+GatedArgs = struct("GatedArgs")
+LogitsArgs = struct("LogitsArgs")
+SampleArgs = struct("SampleArgs")
+LoRAArgs = struct("LoRAArgs")
+PackedWeight = struct("PackedWeight")
+WeightOnlyArgs = struct("WeightOnlyArgs")
+DequantizeArgs = struct("DequantizeArgs")
+DecodeArgs = struct("DecodeArgs")
+PlanArgs = struct("PlanArgs")
 
 
 def _packed_weight(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from support.programs import python
 
 from tpengine.errors import NativeLibraryError
 from tpengine.ops import cache_ops as cache
@@ -241,8 +240,7 @@ torch.ops.tpengine.relu(torch.ones(1), torch.ones(1))
 @needs_kernels
 def test_an_old_library_is_named() -> None:
     path = str(library._find_library("libtpengine_cpu.so"))
-    command = [sys.executable, "-c", OF_ANOTHER_VERSION, path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = python("-c", OF_ANOTHER_VERSION, path, code=1)
     assert re.search(r"tpengine::relu: .* 2 arguments; .* 1\. .*older.*`make setup`", done.stderr)
     with pytest.raises(NativeLibraryError, match=r"no function tpengine_new\. .*older"):
         library.cpu_functions("tpengine_", {"new": (None, [])})

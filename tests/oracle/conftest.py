@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from support import byte_llama
-from transformers import LlamaForCausalLM
+from support.oracle import Oracle
 
 from tpengine import LLMEngine
 
@@ -20,9 +18,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def oracle(folder: Path) -> Any:
-    """The same model in transformers."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def oracle(folder: Path) -> Oracle:
+    """The same model in transformers, with answers of 20 tokens."""
+    return Oracle(folder, 20)
 
 
 @pytest.fixture(scope="session")

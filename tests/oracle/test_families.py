@@ -19,7 +19,7 @@ from support.subjects import (
     assert_equal_to_oracle,
     generate,
 )
-from support.variants import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, WINDOW, Variant
+from support.variants import MAX_POSITIONS, PADDED, VARIANTS, VOCAB_SIZE, WINDOW, Variant
 
 from tpengine.messages import MemoryLedger
 from tpengine.ops.library import cpu_isa
@@ -137,6 +137,23 @@ def test_sharded(variant: Variant, tp_size: int, subjects: Subjects) -> None:
             assert len(entries) >= 3
             for token_id, logprob in entries.items():
                 assert logprob.logprob == pytest.approx(float(expected[token_id]), abs=ERROR)
+
+
+RANKS = {"llama": 2, "gpt2": 2, "bloom": 4}
+"""By model type, where it is more than one."""
+
+
+@pytest.mark.parametrize("variant", PADDED, ids=lambda variant: variant.name)
+def test_heads_that_the_cache_pads(variant: Variant, subjects: Subjects) -> None:
+    """In chunks, with preemption, on ranks."""
+    subject = subjects(variant)
+    subject = replace(subject, prompts=subject.prompts[1:])
+    tight = {"max_model_len": 7 * BLOCK_SIZE, "num_device_blocks_override": 7}
+    with log_steps() as log:
+        tp_size = RANKS.get(variant.model_type, 1)
+        outputs = generate(subject, tp_size, max_num_batched_tokens=BLOCK_SIZE, **tight)
+    assert log.num_preemptions > 0
+    assert_equal_to_oracle(subject, outputs)
 
 
 def test_every_family_is_in_every_mode() -> None:

@@ -98,7 +98,6 @@ def test_perplexity_is_within_half_a_percent(dtype: str) -> None:
     text = Path(__file__).read_text(encoding="utf-8")[:3000]
 
     tokenizer = load_tokenizer(EngineArgs(EMBEDDED_MODEL).create_engine_config("cpu").model)
-    assert tokenizer is not None
     windows = [tokenizer.encode(text)[:256]]
     args = EngineArgs(EMBEDDED_MODEL, dtype=dtype, max_model_len=512, cpu_kv_cache_space=0.05)
     exact, _ = mean_loss(args, windows)

@@ -8,23 +8,25 @@ from typing import Any
 import pytest
 import torch
 from support import logits_processors
-from support.byte_llama import VOCAB_SIZE, Edit, clear_prompts, greedy, make_engine, run
+from support.byte_llama import VOCAB_SIZE, make_engine, run
 from support.edited_logits import edited
+from support.engines import greedy, ids
+from support.oracle import Edit, Oracle
 from support.step_log import log_steps
 
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 
-LENGTHS = [3, 40, 70]
-NUM_TOKENS = 20
+LENGTHS = [3, 40, 70, 7, 30, 55]
 BIAS = {7: 2.5, 90: -4.0, 201: 1.5}
 ALLOWED = list(range(40, 120))
 
 
-def _banned_words(oracle: Any) -> list[list[int]]:
+def _banned_words(oracle: Oracle, prompts: list[list[int]]) -> list[list[int]]:
     """Returns words of one, two and three tokens that greedy decoding would produce."""
     words = []
-    for prompt, answer in clear_prompts(oracle, LENGTHS, NUM_TOKENS):
-        words += [answer[2:3], answer[5:7], answer[9:12], [prompt[-1], answer[0]]]
+    for answer in oracle.answers(prompts):
+        said = list(answer.token_ids)
+        words += [said[2:3], said[5:7], said[9:12], [answer.prompt[-1], said[0]]]
     return words
 
 
@@ -39,9 +41,10 @@ def _edit_of(params: SamplingParams, num_prompt_tokens: int) -> Edit:
 
 
 @pytest.fixture(scope="module")
-def requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
-    """Returns (prompt, parameters, expected ids) of every case and length."""
-    words = _banned_words(oracle)
+def requests(oracle: Oracle) -> list[tuple[list[int], SamplingParams]]:
+    """Returns (prompt, parameters) of every case and length."""
+    prompts = oracle.random_prompts(LENGTHS, seed=5)
+    words = _banned_words(oracle, prompts)
     cases: list[dict[str, Any]] = [
         {},
         {"repetition_penalty": 1.6},
@@ -53,13 +56,8 @@ def requests(oracle: Any) -> list[tuple[list[int], SamplingParams, list[int]]]:
         {"frequency_penalty": -1.5},
         {"logits_processors": "support.logits_processors:forbid_last"},
     ]
-    asked = []
-    for values, length in itertools.product(cases, LENGTHS):
-        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **values)
-        edit = _edit_of(params, length)
-        ((prompt, answer),) = clear_prompts(oracle, [length], NUM_TOKENS, edit, length)
-        asked.append((prompt, params, answer))
-    return asked
+    params = [greedy(oracle.num_tokens, **values) for values in cases]
+    return [(prompt, own) for own, prompt in itertools.product(params, prompts)]
 
 
 def _processor(name: str, by_name: bool) -> Any:
@@ -67,35 +65,35 @@ def _processor(name: str, by_name: bool) -> Any:
     return path if by_name else getattr(logits_processors, name)
 
 
-def test_edits_change_the_tokens(oracle: Any, requests: Any) -> None:
-    """Otherwise the comparison below would pass without edits."""
-    changed = [greedy(oracle, prompt, NUM_TOKENS)[0] != answer for prompt, _, answer in requests]
-    assert sum(changed) >= len(requests) // 2
-
-
-def serve(folder: Any, requests: Any, **args: Any) -> list[RequestOutput]:
-    """Answers to all requests at once, which must be the expected ones."""
+def serve(folder: Any, oracle: Oracle, requests: Any, **args: Any) -> list[RequestOutput]:
+    """Answers to all requests at once, which must be the likeliest after the edits, and most of
+    which the edits must have changed."""
     with make_engine(folder, max_num_seqs=16, **args) as engine:
-        outputs = run(engine, [(prompt, params) for prompt, params, _ in requests])
-    for output, (_, params, answer) in zip(outputs, requests, strict=True):
-        assert list(output.outputs[0].token_ids) == answer, params
+        outputs = run(engine, requests)
+    changed = 0
+    for output, (prompt, params) in zip(outputs, requests, strict=True):
+        token_ids = output.outputs[0].token_ids
+        assert len(token_ids) == oracle.num_tokens
+        oracle.assert_likeliest([prompt], [token_ids], _edit_of(params, len(prompt)))
+        changed += token_ids != oracle.answers([prompt])[0].token_ids
+    assert changed >= len(requests) // 2
     return outputs
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_in_a_crowd(folder: Any, requests: Any, chunked: bool) -> None:
-    serve(folder, requests, max_num_batched_tokens=256, enable_chunked_prefill=chunked)
+def test_in_a_crowd(folder: Any, oracle: Oracle, requests: Any, chunked: bool) -> None:
+    serve(folder, oracle, requests, max_num_batched_tokens=256, enable_chunked_prefill=chunked)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_after_preemption(folder: Any, requests: Any, mode: str) -> None:
+def test_after_preemption(folder: Any, oracle: Oracle, requests: Any, mode: str) -> None:
     """After recompute or swap the counts of a sequence cover all its tokens."""
     tight = {"num_device_blocks_override": 10, "max_model_len": 112, "preemption_mode": mode}
     with log_steps() as log:
-        outputs = serve(folder, requests, **tight)
+        outputs = serve(folder, oracle, requests, **tight)
     log.assert_only(mode)
     pairs = zip(outputs, requests, strict=True)
-    preempted = [params for output, (_, params, _) in pairs if output.metrics.num_preemptions]
+    preempted = [params for output, (_, params) in pairs if output.metrics.num_preemptions]
     penalties = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in preempted]
     assert sum(values != (0.0, 0.0, 1.0) for values in penalties) >= 3
     assert len(preempted) >= 8
@@ -145,13 +143,13 @@ FAILURES = {
 @pytest.mark.parametrize("by_name", [True, False], ids=["name", "function"])
 @pytest.mark.parametrize("name", sorted(FAILURES))
 def test_a_processor_that_fails_ends_its_request_alone(
-    engine: LLMEngine, oracle: Any, name: str, by_name: bool
+    engine: LLMEngine, oracle: Oracle, name: str, by_name: bool
 ) -> None:
-    good = clear_prompts(oracle, [5, 30], 10, seed=1)
-    plain = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    good = oracle.random_prompts([5, 30], seed=1)
+    plain = greedy(oracle.num_tokens)
     bad = SamplingParams(n=2, seed=0, max_tokens=10, logits_processors=[_processor(name, by_name)])
-    first, failed, last = run(engine, [(good[0][0], plain), ([4, 5, 6], bad), (good[1][0], plain)])
-    assert [list(o.outputs[0].token_ids) for o in (first, last)] == [good[0][1], good[1][1]]
+    first, failed, last = run(engine, [(good[0], plain), ([4, 5, 6], bad), (good[1], plain)])
+    oracle.assert_greedy(good, ids([first, last]))
     assert failed.finished
     assert {completion.finish_reason for completion in failed.outputs} == {"error"}
     assert len(failed.outputs[0].token_ids) == (2 if name == "fail_at_third" else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,14 +37,13 @@ PARAMS = [
 ]
 
 
-def matrix() -> list[Any]:
+def matrix(variants: Sequence[Variant]) -> list[Any]:
     """Each form on one instruction set, and each instruction set with a form, over the families;
-    `make soak` has all. A model whose layers all have a window has no draft model."""
-    variants = [variant for variant in VARIANTS if not all_windowed(variant)]
-    kinds, cases = list(itertools.product(supported_cpu_isas(), FORMS)), []
+    `make soak` has all."""
+    isas, cases = supported_cpu_isas(), []
+    kinds = list(itertools.product(isas, FORMS))
     for place, (isa, form) in enumerate(kinds):
         variant = variants[place * len(variants) // len(kinds)]
-        isas = supported_cpu_isas()
         is_on_diagonal = isas.index(isa) == list(FORMS).index(form) % len(isas)
         marks = () if is_on_diagonal else pytest.mark.soak
         cases.append(
@@ -52,7 +52,11 @@ def matrix() -> list[Any]:
     return cases
 
 
-@pytest.mark.parametrize(("variant", "isa", "form"), matrix())
+CASES = matrix([variant for variant in VARIANTS if not all_windowed(variant)])
+"""A model whose layers all have a window has no draft model."""
+
+
+@pytest.mark.parametrize(("variant", "isa", "form"), CASES)
 def test_drafts_change_no_bit(variant: Variant, isa: str, form: str, subjects: Subjects) -> None:
     args = {
         "max_model_len": 64,
@@ -90,7 +94,7 @@ def test_ranks_draft_together(
     assert accepted == drafted > 30
 
 
-@pytest.mark.parametrize(("variant", "isa", "form"), matrix())
+@pytest.mark.parametrize(("variant", "isa", "form"), CASES)
 def test_a_model_drafts_for_itself(
     variant: Variant, isa: str, form: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:

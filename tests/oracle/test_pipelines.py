@@ -3,7 +3,6 @@ probabilities are those of one process as bits, in any form."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,7 @@ from support.subjects import BLOCK_SIZE, Subjects, assert_equal_to_oracle, gener
 from support.variants import VARIANTS, Variant
 
 from oracle.test_families import all_windowed, divides
-from oracle.test_lookahead import FORMS, PARAMS, PROMPTS
-from tpengine.ops.library import supported_cpu_isas
+from oracle.test_lookahead import FORMS, PARAMS, PROMPTS, matrix
 
 SHAPES = ((4, 1), (2, 1), (2, 2), (3, 1))
 """Stages, and ranks of each."""
@@ -62,26 +60,13 @@ def test_ids_of_transformers(
     assert_equal_to_oracle(subject, outputs)
 
 
-def matrix() -> list[Any]:
-    """As in `test_lookahead`, with other families."""
-    kinds, rows = list(itertools.product(supported_cpu_isas(), FORMS)), []
-    for place, (isa, form) in enumerate(kinds):
-        variant = VARIANTS[(place * len(VARIANTS) // len(kinds) + 7) % len(VARIANTS)]
-        isas = supported_cpu_isas()
-        is_kept = isas.index(isa) == list(FORMS).index(form) % len(isas)
-        name = f"{variant.name}-{isa}-{form}"
-        marks = () if is_kept else pytest.mark.soak
-        rows.append(pytest.param(variant, isa, form, marks=marks, id=name))
-    return rows
-
-
 def answers(subjects: Subjects, variant: Variant, tp_size: int = 1, **args: Any) -> list[Any]:
     sizes = {"max_model_len": 64, "block_size": BLOCK_SIZE, "cpu_kv_cache_space": 0.05}
     with open_engine(subjects.folder(variant), tp_size, **sizes, **args) as engine:
         return [output.outputs for output in serve(engine, PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize(("variant", "isa", "form"), matrix())
+@pytest.mark.parametrize(("variant", "isa", "form"), matrix([*VARIANTS[7:], *VARIANTS[:7]]))
 def test_stages_change_no_bit(variant: Variant, isa: str, form: str, subjects: Subjects) -> None:
     """Not of the log probabilities either: what passes a boundary is rounded as between layers."""
     with use_cpu_isa(isa):

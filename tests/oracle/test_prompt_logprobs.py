@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.byte_llama import make_engine, random_prompts, run
+from support.oracle import Oracle
 
 from tpengine import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.worker import model_runner
@@ -15,9 +16,9 @@ LENGTHS = [1, 2, 16, 17, 65, 130]
 NUM_TOP = [0, 1, 5, 20, 3, 2]
 
 
-def _check(oracle: Any, prompt: list[int], output: RequestOutput, num_top: int) -> None:
+def _check(oracle: Oracle, prompt: list[int], output: RequestOutput, num_top: int) -> None:
     with torch.inference_mode():
-        expected = torch.log_softmax(oracle(torch.tensor([prompt])).logits[0], dim=-1)
+        expected = torch.log_softmax(oracle.model(torch.tensor([prompt])).logits[0], dim=-1)
     actual = output.prompt_logprobs
     assert len(actual) == len(prompt)
     assert actual[0] is None
@@ -41,7 +42,7 @@ def _requests(**kwargs: Any) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def _check_all(oracle: Any, outputs: list[RequestOutput]) -> None:
+def _check_all(oracle: Oracle, outputs: list[RequestOutput]) -> None:
     for prompt, output, num_top in zip(
         random_prompts(LENGTHS, seed=4), outputs, NUM_TOP, strict=True
     ):
@@ -49,7 +50,7 @@ def _check_all(oracle: Any, outputs: list[RequestOutput]) -> None:
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [7, 64, 512])
-def test_equal_transformers(folder: Any, oracle: Any, max_num_batched_tokens: int) -> None:
+def test_equal_transformers(folder: Any, oracle: Oracle, max_num_batched_tokens: int) -> None:
     """Prompts in chunks of 7 tokens, in a few chunks, and whole."""
     with make_engine(folder, max_num_batched_tokens=max_num_batched_tokens) as engine:
         # Among requests that ask for none.
@@ -59,7 +60,7 @@ def test_equal_transformers(folder: Any, oracle: Any, max_num_batched_tokens: in
     assert all(output.prompt_logprobs is None for output in outputs[-2:])
 
 
-def test_slices_are_bounded(folder: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_are_bounded(folder: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """No slice has more rows of logits than the memory profile ran with."""
     sizes = []
     softmax = torch.log_softmax
@@ -78,7 +79,7 @@ def test_slices_are_bounded(folder: Any, oracle: Any, monkeypatch: pytest.Monkey
     _check_all(oracle, outputs)
 
 
-def test_after_preemption_in_the_middle(folder: Any, oracle: Any) -> None:
+def test_after_preemption_in_the_middle(folder: Any, oracle: Oracle) -> None:
     """Prompts are computed twice, the second time together with output."""
     requests = _requests(max_tokens=40, ignore_eos=True)
     with make_engine(

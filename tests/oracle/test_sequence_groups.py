@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.byte_llama import END_TOKEN_ID, VOCAB_SIZE, make_engine, random_prompts, run
 from support.edited_logits import edited
+from support.oracle import Oracle
 from support.step_log import log_steps
 
 from tpengine import LLMEngine, SamplingParams
@@ -27,14 +28,13 @@ def _bad_words(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def _expected(
-    oracle: Any, prompt: list[int], output: list[int], params: SamplingParams, index: int
+    oracle: Oracle, prompt: list[int], output: list[int], params: SamplingParams, index: int
 ) -> list[int]:
     """Returns the expected id of each position of an output, given the ids before it."""
     ids = [*prompt, *output]
-    with torch.inference_mode():
-        logits = oracle(torch.tensor([ids])).logits[0]
     places = range(len(prompt), len(ids))
-    rows = [edited(params, ids[:place], len(prompt), logits[place - 1]) for place in places]
+    logits = zip(places, oracle.logits_after(prompt, output), strict=True)
+    rows = [edited(params, ids[:place], len(prompt), row) for place, row in logits]
     keys = np.full(len(output), noise_keys(params.seed, index), np.uint64)
     noise = torch.from_numpy(uniform_noise(keys, np.array(places, np.int32)))
     fields = (torch.full((len(output),), value) for value in (TEMPERATURE, 0, 0.95, 0.0))
@@ -45,7 +45,7 @@ def _expected(
 
 
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
-def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str | None) -> None:
+def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Oracle, mode: str | None) -> None:
     """With enough blocks, or preempted in one of the modes."""
     prompts = random_prompts([5, 16, 33, 50], seed=8)
     words = _bad_words(prompts)
@@ -69,7 +69,9 @@ def test_each_of_n_samples_by_its_own_tokens(folder: Any, oracle: Any, mode: str
 
 @pytest.mark.parametrize("kind", ["repetition", "bias and min_tokens", "bad words"])
 @pytest.mark.parametrize("num_beams", [2, 4])
-def test_beams_as_transformers(engine: LLMEngine, oracle: Any, kind: str, num_beams: int) -> None:
+def test_beams_as_transformers(
+    engine: LLMEngine, oracle: Oracle, kind: str, num_beams: int
+) -> None:
     prompts = random_prompts([4, 20, 40], seed=8)
     common = {**BEAMS, "max_tokens": 12, "n": num_beams}
     plain = run(engine, [(prompt, SamplingParams(**common)) for prompt in prompts])
@@ -90,27 +92,25 @@ def test_beams_as_transformers(engine: LLMEngine, oracle: Any, kind: str, num_be
     for prompt, output, without in zip(prompts, outputs, plain, strict=True):
         beams = {"num_beams": num_beams, "num_return_sequences": num_beams, "do_sample": False}
         beams |= {"max_new_tokens": 12, "early_stopping": False, "pad_token_id": 0}
-        expected = oracle.generate(torch.tensor([prompt]), **beams, **in_transformers)
+        expected = oracle.model.generate(torch.tensor([prompt]), **beams, **in_transformers)
         answers = [list(completion.token_ids) for completion in output.outputs]
         assert answers == [_without_padding(row[len(prompt) :].tolist()) for row in expected]
         changed += answers != [list(completion.token_ids) for completion in without.outputs]
     assert changed >= 2
 
 
-def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Any) -> None:
+def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Oracle) -> None:
     """With bans and biases, beams contain tokens of any rank."""
     (prompt,) = random_prompts([20], seed=8)
-    likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
+    likely = oracle.next_logprobs(prompt).topk(5).indices.tolist()
     bias = dict.fromkeys(range(3, VOCAB_SIZE, 5), 4.0)
     edits = {"logit_bias": bias, "bad_words_token_ids": [[token_id] for token_id in likely]}
     params = SamplingParams(n=3, max_tokens=8, ignore_eos=True, logprobs=2, **BEAMS, **edits)
     (output,) = run(engine, [(prompt, params)])
     ranks = []
     for beam in output.outputs:
-        with torch.inference_mode():
-            logits = oracle(torch.tensor([[*prompt, *beam.token_ids]])).logits[0]
-        raw = logits.log_softmax(dim=-1)[len(prompt) - 1 :]
-        for row, token_id, entry in zip(raw, beam.token_ids, beam.logprobs, strict=False):
+        raw = oracle.logits_after(prompt, beam.token_ids).log_softmax(dim=-1)
+        for row, token_id, entry in zip(raw, beam.token_ids, beam.logprobs, strict=True):
             own, logprob = float(row[token_id]), entry[token_id]
             assert logprob.logprob == pytest.approx(own, abs=1e-4)
             assert 1 + int((row > own + 1e-4).sum()) <= logprob.rank
@@ -120,25 +120,24 @@ def test_ranks_of_beams_are_by_raw_logits(engine: LLMEngine, oracle: Any) -> Non
 
 
 def _search(
-    oracle: Any, prompt: list[int], width: int, num_tokens: int, allowed: list[int], dead_end: int
+    oracle: Oracle, prompt: list[int], width: int, num_tokens: int, allowed: list[int]
 ) -> list[list[int]]:
-    """Runs beam search over a few tokens; after one of them every token is banned."""
+    """Runs beam search over a few tokens; after the first of them every token is banned."""
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(num_tokens):
         grown = []
         for score, ids in beams:
-            if dead_end in ids:
+            if allowed[0] in ids:
                 continue
-            with torch.inference_mode():
-                row = oracle(torch.tensor([[*prompt, *ids]])).logits[0, -1].log_softmax(dim=-1)
+            row = oracle.next_logprobs([*prompt, *ids])
             grown += [(score + float(row[token]), [*ids, token]) for token in allowed]
         beams = sorted(grown, reverse=True)[:width]
     return [ids for _, ids in beams]
 
 
-def test_a_beam_that_cannot_go_on_is_left_out(engine: LLMEngine, oracle: Any) -> None:
+def test_a_beam_that_cannot_go_on_is_left_out(engine: LLMEngine, oracle: Oracle) -> None:
     (prompt,) = random_prompts([20], seed=8)
-    likely = oracle(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
+    likely = oracle.next_logprobs(prompt).topk(5).indices.tolist()
     dead_end = likely[0]
     common = {**BEAMS, "max_tokens": 5, "ignore_eos": True}
     banned = [[dead_end, other] for other in likely]
@@ -148,7 +147,7 @@ def test_a_beam_that_cannot_go_on_is_left_out(engine: LLMEngine, oracle: Any) ->
     output, failed = run(engine, [(prompt, wide), (prompt, lonely)])
     assert output.error is None
     answers = [list(completion.token_ids) for completion in output.outputs]
-    assert answers == _search(oracle, prompt, 3, 5, likely, dead_end)
+    assert answers == _search(oracle, prompt, 3, 5, likely)
     assert "no token can be sampled" in str(failed.error)
     assert failed.outputs[0].finish_reason == "error"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import http.server
+import itertools
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from server.guarded import Authority
 from support.messages import said
 from support.waiting import PATIENCE_S
+from support.web import Answer, web_server
 
 from tpengine.errors import InvalidPictureError
 from tpengine.pictures import sources
@@ -132,42 +133,20 @@ def test_the_checked_address_is_the_one_that_is_asked(monkeypatch: pytest.Monkey
     assert names == ["a.example"]
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers by the path: with a status, headers and a body that `ANSWERS` has for it."""
-
-    def do_GET(self) -> None:
-        self.server.seen.append((self.path, dict(self.headers)))  # type: ignore[attr-defined]
-        status, headers, body = ANSWERS.get(self.path.partition("?")[0], (400, {}, []))
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        with contextlib.suppress(OSError):  # the reader has enough
-            for piece in body:
-                self.wfile.write(piece)
-
-    def log_message(self, *_: object) -> None:
-        pass
+def answer(handler: Any) -> Answer:
+    """By the path: what `ANSWERS` has for it."""
+    handler.server.seen.append((handler.path, dict(handler.headers)))
+    return ANSWERS.get(handler.path.partition("?")[0], (400, {}, []))
 
 
-class Endless(Sequence[bytes]):
-    """As many bytes as the reader takes."""
-
-    def __len__(self) -> int:
-        return 1 << 40
-
-    def __getitem__(self, index: Any) -> Any:
-        return bytes(1000)
-
-
-ANSWERS: dict[str, tuple[int, dict[str, str], Sequence[bytes]]] = {
+ANSWERS: dict[str, Answer] = {
     "/good": (200, {"Content-Length": "256"}, [DATA]),
     "/unsized": (200, {}, [DATA]),
     "/chunked": (200, {"Transfer-Encoding": "chunked"}, [b"100\r\n", DATA, b"\r\n0\r\n\r\n"]),
     "/moved": (302, {"Location": "/good"}, [DATA]),
     "/missing": (404, {}, [DATA]),
     "/large": (200, {"Content-Length": "100001"}, []),
-    "/endless": (200, {}, Endless()),
+    "/endless": (200, {}, itertools.repeat(bytes(1000))),
     "/short": (200, {"Content-Length": "300"}, [DATA]),
     "/zipped": (200, {"Content-Encoding": "gzip"}, [DATA]),
     "/headers": (200, {"X": "x" * 70_000}, [DATA]),
@@ -175,12 +154,10 @@ ANSWERS: dict[str, tuple[int, dict[str, str], Sequence[bytes]]] = {
 
 
 @pytest.fixture(scope="module")
-def web() -> Iterator[http.server.ThreadingHTTPServer]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+def web() -> Iterator[Any]:
+    with web_server(answer) as server:
         server.seen = []  # type: ignore[attr-defined]
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
-        server.shutdown()
 
 
 def fetch(web: Any, path: str) -> bytes:
@@ -253,10 +230,8 @@ def test_tls_verifies_the_name_at_the_checked_address(
     served.load_cert_chain(files.certificate, files.key)
     trusted = ssl.create_default_context(cafile=str(authority.certificate))
     resolve_to(monkeypatch, "8.8.8.8")
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+    with web_server(answer, served) as server:
         server.seen = []  # type: ignore[attr-defined]
-        server.socket = served.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
 
         def connect(place: tuple[str, int], timeout: float) -> socket.socket:
             assert place == ("8.8.8.8", 443)
@@ -273,7 +248,6 @@ def test_tls_verifies_the_name_at_the_checked_address(
             read_source("https://a.example/good", LIMITS, ["a.example"])
         assert read_source("https://localhost/good", LIMITS, ["localhost"]) == DATA
         assert server.seen[0][1]["Host"] == "localhost"  # type: ignore[attr-defined]
-        server.shutdown()
 
 
 def test_a_resolver_that_hangs_ends_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,8 +124,6 @@ def test_a_process_ends_with_its_driver_in_a_check(vocabulary: Vocabulary) -> No
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as driver:
-        assert driver.stdin is not None
-        assert driver.stdout is not None
         driver.stdin.write(json.dumps(vocabulary.__reduce__()[1]) + "\n")
         driver.stdin.flush()
         child = Path(f"/proc/{int(driver.stdout.readline())}")

@@ -46,22 +46,6 @@ def adapt(model: Any, seed: int, **config: Any) -> Any:
     return adapted
 
 
-class AdapterOracle(Oracle):
-    """Greedy answers of a base model with one adapter, by PEFT's own forward pass."""
-
-    def __init__(self, base: Path, folder: Path, num_tokens: int) -> None:
-        super().__init__(base, num_tokens)
-        self._adapter = folder
-
-    @property
-    def model(self) -> Any:
-        """The base with its adapter, float32."""
-        if self._model is None:
-            base = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
-            self._model = PeftModel.from_pretrained(base, self._adapter).eval()
-        return self._model
-
-
 class Adapters:
     """Adapters of one base, with their oracles.
 
@@ -87,7 +71,9 @@ class Adapters:
             folder = root / name
             write_adapter(base, folder, seed=number, **config)
             self.requests[name] = LoRARequest(name, number, str(folder))
-            self._oracles[name] = AdapterOracle(base, folder, num_tokens)
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+            adapted = PeftModel.from_pretrained(model, folder).eval()
+            self._oracles[name] = Oracle(base, num_tokens, adapted)
 
     def request(self, name: str | None) -> LoRARequest | None:
         """The request for an adapter; None: for none."""

@@ -31,6 +31,7 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from support.engines import greedy, open_engine, serve  # noqa: E402
+from support.tables import read_table  # noqa: E402
 from tpengine import EngineArgs  # noqa: E402
 from tpengine.errors import ConfigError  # noqa: E402
 
@@ -38,79 +39,14 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- all_decoders: begin -->\n", "<!-- all_decoders: end -->\n"
 PROMPT_LENGTHS = (61, 23, 5)
 NUM_OUTPUT_TOKENS = 12
-VOCAB_SIZE = 128
 CANDIDATES = 6
 MAX_ELEMENTS = 15_000_000
-WINDOW = 24
-_NAMES_BY_SIZE = {
-    VOCAB_SIZE: "vocab_size vocab_size_per_layer_input",
-    256: "max_position_embeddings",
-    96: "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim",
-    64: "hidden_size embedding_size",
-    32: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank",
-    WINDOW: "sliding_window",
-    16: "hidden_size_per_layer_input head_dim kv_lora_rank qk_nope_head_dim v_head_dim",
-    8: "qk_rope_head_dim rotary_dim",
-    4: "num_hidden_layers num_layers decoder_layers num_attention_heads decoder_attention_heads "
-    "encoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts",
-    2: "eos_token_id encoder_layers num_key_value_heads num_experts_per_tok moe_k",
-    1: "bos_token_id n_group topk_group first_k_dense_replace",
-    0: "pad_token_id",
-}
-SIZES = {
-    **{name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()},
-    "attention_dropout": 0.0,
-    "initializer_range": 0.2,
-}
+_TABLES = read_table("tiny_decoders")
+SIZES: dict[str, Any] = _TABLES["sizes"]
 """Fields of the tiny models, where a configuration has them."""
-_CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
-_ALTERNATING = ["sliding_attention", "full_attention"] * 2
-_SHARING = {"layer_types": _ALTERNATING, "num_kv_shared_layers": 2}
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-_NO_EXTRA_INPUTS = {"vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0}
-SPECIAL: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {
-        "layer_types": _ALTERNATING,
-        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": None},
-    },
-    "dots1": {"sliding_window": None, "n_shared_experts": 1},
-    "dots3_note_text": {"layer_types": ["full_attention"] * 4},
-    "gemma3n_text": {**_SHARING, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
-    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_NO_EXTRA_INPUTS}},
-    "gemma4_text": {**_SHARING, "global_head_dim": 32},
-    "gemma4_unified_text": {"layer_types": _ALTERNATING, "global_head_dim": 32},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "lfm2": {"layer_types": _CONVOLUTIONS},
-    "lfm2_moe": {"layer_types": _CONVOLUTIONS},
-    "git": {"vision_config": {"hidden_size": 48, "num_hidden_layers": 1}},
-    "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
-    "xlnet": {"d_model": 64, "n_head": 4, "d_head": 16},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    "longcat_flash": {"num_layers": 2, "head_dim": 8, "qk_head_dim": 24},
-    "phi4_multimodal": {
-        "vision_config": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1},
-        "audio_config": {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_blocks": 1,
-            "num_attention_heads": 4,
-            "nemo_conv_channels": 64,
-            "ext_pw_out_channel": 64,
-            "depthwise_separable_out_channel": 64,
-        },
-    },
-    "xmod": {"default_language": "en_XX"},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zaya": {"num_experts_per_tok": 1},
-    "dbrx": {
-        "d_model": 64,
-        "n_heads": 4,
-        "n_layers": 4,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-}
+SPECIAL: dict[str, dict[str, Any]] = _TABLES["special"]
 """By model type: fields that only some classes have, or that need other values."""
+VOCAB_SIZE: int = SIZES["vocab_size"]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""A small random Llama with a byte-level tokenizer, and greedy answers of transformers."""
+"""A small random Llama with a byte-level tokenizer, and engines on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,6 @@ from tpengine import LLMEngine, RequestOutput, SamplingParams
 
 VOCAB_SIZE = 288
 END_TOKEN_ID = 2
-MIN_MARGIN = 1e-3
-"""Lead of a greedy token over the second best logit that rounding cannot take away."""
-Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 
 def write(path: Path) -> Path:
@@ -55,35 +52,3 @@ def run(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> 
     """Runs requests together; the last output of each."""
     prompts, params = zip(*requests, strict=True)
     return serve(engine, prompts, params)
-
-
-def greedy(
-    oracle: Any, prompt: list[int], num_tokens: int, edit: Edit | None = None
-) -> tuple[list[int], float]:
-    """Greedy ids of transformers under an edit of the logits, and the smallest lead of one."""
-    ids, margin = list(prompt), float("inf")
-    with torch.inference_mode():
-        for _ in range(num_tokens):
-            logits = oracle(torch.tensor([ids])).logits[0, -1]
-            best = (logits if edit is None else edit(ids, logits)).topk(2)
-            margin = min(margin, float(best.values[0] - best.values[1]))
-            ids.append(int(best.indices[0]))
-    return ids[len(prompt) :], margin
-
-
-def clear_prompts(
-    oracle: Any, lengths: list[int], num_tokens: int, edit: Edit | None = None, seed: int = 0
-) -> list[tuple[list[int], list[int]]]:
-    """Random prompts and their greedy ids, without near-ties."""
-    generator = torch.Generator().manual_seed(seed)
-    cases = []
-    for length in lengths:
-        for _ in range(20):
-            prompt = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
-            answer, margin = greedy(oracle, prompt, num_tokens, edit)
-            if margin >= MIN_MARGIN:
-                cases.append((prompt, answer))
-                break
-        else:
-            raise AssertionError(f"no prompt of {length} tokens without a near-tie")
-    return cases

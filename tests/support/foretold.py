@@ -54,7 +54,6 @@ def foretell(engine: LLMEngine, answers: Mapping[tuple[int, ...], Sized[Sized[in
         return output[sequence.num_output_tokens :][:most]
 
     lookahead = engine.get_scheduler_config().lookahead
-    assert lookahead is not None
     drafter = Foretold(lookahead, next_tokens)
     engine._scheduler._queues.drafter = drafter
     return drafter
@@ -62,6 +61,5 @@ def foretell(engine: LLMEngine, answers: Mapping[tuple[int, ...], Sized[Sized[in
 
 def totals(drafter: Drafter | None) -> tuple[int, int]:
     """Drafts that were computed, and those that came true."""
-    assert drafter is not None
     counts = drafter.stats().values()
     return sum(c.num_drafted for c in counts), sum(c.num_accepted for c in counts)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.subjects import BY_NAME, Subjects
+from support.web import Answer, web_server
 
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}
 
@@ -69,30 +68,16 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, headers, body = hub.answer(self.command, self.path)
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
+    def answer(handler: BaseHTTPRequestHandler) -> Answer:
+        status, headers, body = hub.answer(handler.command, handler.path)
+        return status, {**headers, "Content-Length": str(len(body))}, [body]
 
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with web_server(answer) as server:
         hub.url = f"http://127.0.0.1:{server.server_port}"
         template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield hub
-        server.shutdown()
 
 
 @pytest.fixture

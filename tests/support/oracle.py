@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import transformers
 NUM_OUTPUT_TOKENS = 64
 MIN_MARGIN = 2e-3
 """Lead of a greedy token over the second best logit that rounding cannot take away."""
+Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
+"""Changes the logits of the token after these ids."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,19 @@ class Oracle:
         self.assert_likeliest(prompts, outputs)
 
     def assert_likeliest(
-        self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        edit: Edit | None = None,
     ) -> None:
         """Makes sure that each token is the likeliest one after those before it, or as likely but
         for rounding: one forward pass an output, where `answers` needs one a token."""
         for prompt, token_ids in zip(prompts, outputs, strict=True):
             logits = self.logits_after(prompt, token_ids)
+            if edit is not None:
+                ids = [*prompt, *token_ids]
+                rows = enumerate(logits, len(prompt))
+                logits = torch.stack([edit(ids[:place], row) for place, row in rows])
             chosen = logits.gather(1, torch.tensor([token_ids]).t())[:, 0]
             lead = float((logits.amax(dim=1) - chosen).max())
             assert lead < MIN_MARGIN, f"prompt of {len(prompt)} tokens: {list(token_ids)}"

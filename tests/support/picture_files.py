@@ -45,26 +45,6 @@ def png(width: int, height: int, *chunks: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + b"".join(chunks) + chunk(b"IEND", b"")
 
 
-def seeds() -> list[bytes]:
-    """Small valid files of the four formats, several kinds of each."""
-    rgb, rgba = Image.fromarray(noise()), Image.fromarray(noise(num_channels=4))
-    frames = [Image.fromarray(noise(9 + i, 9)) for i in range(3)]
-    return [
-        encoded(rgb, "PNG"),
-        encoded(rgba, "PNG", optimize=True),
-        encoded(rgb.quantize(9), "PNG", transparency=3),
-        encoded(Image.fromarray(noise()[..., 0].astype(np.uint16) * 257), "PNG"),
-        encoded(rgb, "JPEG"),
-        encoded(rgb.convert("CMYK"), "JPEG", progressive=True),
-        with_orientation(6, "JPEG"),
-        encoded(rgb, "WEBP"),
-        encoded(rgba, "WEBP", lossless=True),
-        with_orientation(8, "WEBP"),
-        encoded(rgb.quantize(30), "GIF", interlace=1),
-        encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
-    ]
-
-
 def mutant(data: bytes, rng: random.Random) -> bytes:
     """The file with one to four damages: flipped bits, a cut, two pieces in each other's place,
     four bytes that may be a length, with another value."""

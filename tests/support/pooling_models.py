@@ -79,8 +79,7 @@ def hidden_states(
     """Of each token after the last layer, `[num_tokens, hidden_size]`."""
     types = {} if token_types is None else {"token_type_ids": torch.tensor([token_types])}
     with torch.inference_mode():
-        states: torch.Tensor = model(torch.tensor([list(prompt)]), **types).last_hidden_state[0]
-    return states
+        return model(torch.tensor([list(prompt)]), **types).last_hidden_state[0]
 
 
 def embed_ids(

@@ -94,7 +94,6 @@ def err_of_interrupted(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     prepare = partial(signal.signal, signal.SIGINT, on_sigint)
     with running(sys.executable, "-m", "tpengine", *words, preexec_fn=prepare, **pipes) as child:
-        assert child.stdout is not None
         assert child.stdout.read(len(begin)) == begin
         child.send_signal(sent)
         out, err = child.communicate(timeout=END_S)

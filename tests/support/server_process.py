@@ -64,7 +64,6 @@ class ServerProcess:
             self._end()
             raise
         match = _READY.search(log.read_text())
-        assert match is not None
         self.target, self.metrics_url = match.groups()
         self.channel = grpc.insecure_channel(self.target)
         self.stub = tpengine_pb2_grpc.GenerationServiceStub(self.channel)

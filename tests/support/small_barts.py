@@ -115,7 +115,7 @@ def logits_after(
     """
     decoder = torch.tensor([[*decoder_ids, *output]])
     with torch.inference_mode():
-        logits: torch.Tensor = model(decoder_input_ids=decoder, **encoder).logits[0]
+        logits = model(decoder_input_ids=decoder, **encoder).logits[0]
     return logits[len(decoder_ids) - 1 : -1].clone()
 
 

@@ -92,8 +92,7 @@ def class_logits(model: Any, prompt: list[int], token_types: Any = None) -> torc
     """Of each class before sigmoid or softmax, `[num_labels]`."""
     types = {} if token_types is None else {"token_type_ids": torch.tensor([token_types])}
     with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([prompt]), **types).logits[0]
-    return logits
+        return model(torch.tensor([prompt]), **types).logits[0]
 
 
 def write_pair_tokenizer(folder: Path, has_types: bool) -> transformers.PreTrainedTokenizerFast:

@@ -112,10 +112,7 @@ def transformers_whisper(folder: Path) -> Any:
 def features_of(model: Any, samples: Samples) -> torch.Tensor:
     """float32 `[1, num_mel_bins, num_frames]`."""
     extract = _features(model.config)
-    features: torch.Tensor = extract(samples, sampling_rate=RATE, return_tensors="pt")[
-        "input_features"
-    ]
-    return features
+    return extract(samples, sampling_rate=RATE, return_tensors="pt")["input_features"]
 
 
 def sounds(lengths: Sequence[int], seed: int) -> list[Samples]:

@@ -14,7 +14,7 @@ To add a model family:
 4. Add one line to `ARCHITECTURES` in `config.py`, with the name that checkpoints give; of an
    `Encoder` (`encoder.py`) to `ENCODERS`.
    One in `_DEFAULTS` of `model_defaults.py` lets it start sooner.
-5. Add variants to `tests/support/variants.py`; the tests against transformers then cover them.
+5. Add variants to `tests/data/variants.json`; the tests against transformers then cover them.
 """
 
 from __future__ import annotations
