@@ -17,7 +17,6 @@ from tpengine.server.http.fields import FieldError, Fields, whole
 from tpengine.server.http.read import read_common, read_prompts
 from tpengine.server.state import ServerState
 
-_READ_BY_ALL = ("model", "request_id", "priority", "truncate_prompt_tokens", "use_activation")
 _PARAMETERS: dict[str, type] = {
     "normalize": bool,
     "activation": bool,
@@ -62,36 +61,37 @@ class PoolingBody:
         self._common["params"] = SamplingParams()  # made once: it takes longer than the rest
         self._params = PoolingParams()
 
-    def end(self, *known: str) -> None:
+    def end(self, *parameters: str) -> None:
         """Reads the parameters of all requests, and refuses the fields that are left.
 
         Args:
-            known: the fields that this kind of call reads; those of all calls need no mention.
+            parameters: those of `PoolingParams` that this kind of call has besides
+                `truncate_prompt_tokens`.
 
         Raises:
             RequestError: a parameter has a wrong value, or a field is left.
         """
-        fields, names = self.fields, (*known, *_READ_BY_ALL)
-        if "use_activation" in fields.left:  # vLLM's name of both
-            same = "normalize" if "normalize" in known else "activation"
-            fields.left.setdefault(same, fields.left.pop("use_activation"))
-        present = [name for name in _PARAMETERS if name in names and name in fields.left]
+        fields, names = self.fields, (*parameters, "truncate_prompt_tokens")
+        if fields.has("use_activation"):  # vLLM's name of both
+            same = "normalize" if "normalize" in parameters else "activation"
+            fields.left.setdefault(same, fields.pop("use_activation"))
+        present = list(filter(fields.has, names))
         values: dict[str, Any] = {name: fields.take(name, _PARAMETERS[name], 0) for name in present}
         self._params = PoolingParams(**values)
-        fields.end(names)
+        fields.end(is_call=True)
 
-    async def serve_input(self, *known: str) -> list[RequestOutput]:
+    async def serve_input(self, *parameters: str) -> list[RequestOutput]:
         """Serves the texts and lists of ids in `input`.
 
         Args:
-            known: the other fields that this kind of call reads, see `end`.
+            parameters: see `end`.
         """
         value = self.fields.left.get("input")
         prompts = read_prompts(self.fields, "input", MAX_INPUTS)
         names = [f"input[{place}]" for place in range(len(prompts))]
         if prompts[0] is value:
             names = ["input"]
-        self.end("input", *known)
+        self.end(*parameters)
         return await self.serve(map(self.request, names, prompts))
 
     def read_texts(self, name: str, role: str | None = None) -> list[Text]:
@@ -103,7 +103,7 @@ class PoolingBody:
         Raises:
             FieldError: they are something else, none or too many.
         """
-        value = self.fields.left.pop(name, None)
+        value = self.fields.pop(name)
         if value is None or value == []:
             raise FieldError(name, "is missing, or empty")
         items = value if isinstance(value, list) else [value]

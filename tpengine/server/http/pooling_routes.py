@@ -68,7 +68,7 @@ async def _embeddings(body: PoolingBody) -> Response:
     form = body.fields.take("encoding_format", str, "float")
     if form not in ("float", "base64"):
         raise body.fields.error("encoding_format", f"must be float or base64, got {form[:80]!r}")
-    outputs = await body.serve_input("encoding_format", "dimensions", "normalize", "prompt_name")
+    outputs = await body.serve_input("dimensions", "normalize", "prompt_name")
     write = _as_base64 if form == "base64" else array.tolist
     data = (
         {"object": "embedding", "index": place, "embedding": write(_pooled(output))}
@@ -91,13 +91,13 @@ async def _classes(body: PoolingBody) -> Response:
 
 async def _scores(body: PoolingBody) -> Response:
     """vLLM's answer of /score."""
-    names = next((pair for pair in _PAIRS if pair[0] in body.fields.left), _PAIRS[0])
+    names = next((pair for pair in _PAIRS if body.fields.has(pair[0])), _PAIRS[0])
     roles = ("query", "document") if names[0] == "queries" else (None, None)
     firsts, seconds = map(body.read_texts, names, roles)
     if len(firsts) not in (1, len(seconds)):
         problem = f"must be one text, or as many as {names[1]}; got {len(firsts)}"
         raise FieldError(names[0], f"{problem} and {len(seconds)}")
-    body.end(*names, "activation")
+    body.end("activation")
     scores, outputs = await _serve_pairs(body, firsts, seconds)
     data = (
         {"index": place, "object": "score", "score": score} for place, score in enumerate(scores)
@@ -115,7 +115,7 @@ async def _ranks(body: PoolingBody, is_cohere: bool) -> Response:
     if top_n < 0:
         raise FieldError("top_n", f"must be at least 1, got {top_n}; leave it out for all")
     shows = body.fields.take("return_documents", bool, True)
-    body.end("query", "documents", "top_n", "return_documents", "activation")
+    body.end("activation")
     scores, outputs = await _serve_pairs(body, queries, documents)
     order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
     results: list[Json] = []
