@@ -343,12 +343,9 @@ class EngineArgs(Options):
         return tuple(map(int, parts))
 
     def check_installed(self) -> None:
-        """Raises ConfigError if a package that the executor needs is missing."""
-        needed = {"local": [], "processes": ["msgpack"], "ray": ["ray", "msgpack"]}
-        missing = [name for name in needed[self.chosen_executor] if not _is_installed(name)]
-        if missing:
-            wanted = f"{counted(self.world_size, 'rank')}"
-            wanted = f"{wanted} with executor = {self.executor!r} needs {' and '.join(missing)}"
+        """Raises ConfigError if ranks are to run on Ray, and it is missing."""
+        if self.chosen_executor == "ray" and not _is_installed("ray"):
+            wanted = f"{counted(self.world_size, 'rank')} with executor = 'ray' needs ray"
             raise ConfigError(f"{wanted}: install tpengine with its extra ray")
 
     @property

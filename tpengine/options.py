@@ -51,7 +51,7 @@ class Declaration:
         advice: end of the error message about another choice, or a number outside the limits; a
             number that is too small gets it only if there is no `at_most`.
         only_for: the one thing that the option has an effect on; empty: no restriction.
-        refused: why no value but the default is accepted, and what to use; empty: it is accepted.
+        refused: whether no value but the default is accepted; see `Options.why_refused`.
         short: a second name on the command line, such as -tp.
         takes_words: whether a list on the command line takes all words up to the next option;
             else the option is given once for each.
@@ -65,7 +65,7 @@ class Declaration:
     unit: str = ""
     advice: str = ""
     only_for: str = ""
-    refused: str = ""
+    refused: bool = False
     short: str = ""
     takes_words: bool = False
     metavar: str | None = None
@@ -73,7 +73,7 @@ class Declaration:
     @property
     def is_hidden(self) -> bool:
         """Whether `--help` leaves the option out, since it cannot change anything."""
-        return bool(self.refused) or self.only_for == NOTHING
+        return self.refused or self.only_for == NOTHING
 
     def problem(self, value: Any) -> str:
         """What is wrong with a value that has its field's type, in words that follow the field's
@@ -132,15 +132,20 @@ class Options:
         hints = typing.get_type_hints(type(self))
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            refused = spec.metadata["option"].refused
-            if refused and value != spec.default:
-                text = f"{spec.name} = {value!r} is refused: {refused}"
+            if spec.metadata["option"].refused and value != spec.default:
+                text = f"{spec.name} = {value!r} is refused: {self.why_refused(spec.name)}"
                 raise ConfigError(f"{text}; leave it at {spec.default!r}")
             if not _is_of_type(value, hints[spec.name]):
                 raise ConfigError(f"{spec.name} must be {spec.type}, got {value!r}")
             problem = "" if value is None else spec.metadata["option"].problem(value)
             if problem:
                 raise ConfigError(spec.name + problem)
+
+    @classmethod
+    def why_refused(cls, name: str) -> str:
+        """Why a field is refused, and what to use: the text below it, as a part of a sentence."""
+        text = docstrings_of_fields(cls)[name]
+        return text[0].lower() + text[1:].removesuffix(".")
 
     def changed(self, only_for: str) -> list[str]:
         """Returns `name = value` of each option with this `only_for` that was changed."""

@@ -83,7 +83,7 @@ def guarded_server(
     """A server that never leaves loading, on a loop of its own; yields HOST:PORT."""
 
     async def start(certificates: CertificateReloader | None) -> tuple[GrpcServer, int]:
-        state = ServerState(["none"], 1.0, limits=limits)
+        state = ServerState(["none"], 1.0, limits=limits or Limits())
         server = GrpcServer(state, authenticator or Authenticator())
         return server, await server.start(address, certificates)
 

@@ -24,7 +24,7 @@ from server.guarded import guarded_server
 from tpengine import LLM, SamplingParams
 from tpengine.options import parameters
 from tpengine.server.auth import Authenticator
-from tpengine.server.grpc import vllm_messages
+from tpengine.server.grpc import vllm
 from tpengine.server.limits import Limits
 
 PROMPT = "The capital of France is"
@@ -138,7 +138,7 @@ def test_what_unset_and_zero_mean(stub: Any) -> None:
 
     def read(**fields: Any) -> SamplingParams:
         message = pb.SamplingParams(**fields)
-        return vllm_messages.read_sampling_params(message, neutral.output_kind, Limits(), 99)
+        return vllm.read_sampling_params(message, neutral.output_kind, Limits(), 99)
 
     assert read() == read(n=0, top_p=0.0, top_k=0, repetition_penalty=0.0) == neutral
     neutral.temperature, neutral.seed, neutral.logprobs = 0.0, 0, 0
@@ -191,7 +191,7 @@ def test_every_field_is_read_or_refused() -> None:
         "json_schema", *(field.name for field in params.oneofs[0].fields)
     } - read  # fmt: skip
     read = {"request_id", "tokenized", "text", "sampling_params", "stream", "media_refs"}
-    assert set(fields.fields_by_name) - read == set(vllm_messages.REFUSED)
+    assert set(fields.fields_by_name) - read == set(vllm.REFUSED)
 
 
 @pytest.mark.parametrize("method", NOT_OFFERED)

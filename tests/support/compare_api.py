@@ -194,7 +194,7 @@ def _declarations(reference: dict[str, Any]) -> dict[str, tuple[Status, str]]:
         choices = options.get(f"--{name.replace('_', '-')}", {}).get("choices", "[]")
         status, text = Status.DIFFERENT, ""
         if declared.refused:
-            status, text = Status.REFUSED, declared.refused
+            status, text = Status.REFUSED, AsyncEngineArgs.why_refused(name)
         elif declared.only_for == NOTHING:
             text = "no effect; a warning names it."
         elif declared.choices and "*" not in choices:

@@ -7,7 +7,6 @@ It opens, aborts and ends requests. Their tokens do not pass this file; the head
 from __future__ import annotations
 
 import asyncio
-import enum
 import importlib.util
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -51,14 +50,6 @@ _CUT_OFF_S = 2.0
 _POLL_S = 0.01
 
 
-class _Intake(enum.Enum):
-    """Whether new requests are taken."""
-
-    OPEN = "open"
-    DRAINING = "draining"
-    CLOSED = "closed"
-
-
 class AsyncLLMEngine:
     """An `LLMEngine` on its own thread, behind `async` methods.
 
@@ -91,7 +82,7 @@ class AsyncLLMEngine:
     ) -> None:
         limits = limits or QueueLimits()
         self._max_step_s = max_step_s
-        self._intake = _Intake.OPEN
+        self._is_draining = self._is_closed = False  # then no new requests are taken
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = EngineThread(build)
         self.llm_engine = self._thread.start(start_timeout_s)
@@ -475,8 +466,7 @@ class AsyncLLMEngine:
             Number of requests that were aborted because they had not finished by then. Their blocks
             are free unless the present step takes longer than two more seconds.
         """
-        if self._intake is _Intake.OPEN:
-            self._intake = _Intake.DRAINING
+        self._is_draining = True
         end = time.monotonic() + timeout_s
         while len(self._requests) and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)
@@ -498,7 +488,7 @@ class AsyncLLMEngine:
         Raises:
             EngineError: the step, or the end of the ranks, took longer; the thread hangs in it.
         """
-        self._intake = _Intake.CLOSED
+        self._is_closed = True
         if self._loop is not None and self._loop.is_closed():
             self._requests.leave_loop()
         self._fail_all()
@@ -537,9 +527,9 @@ class AsyncLLMEngine:
         return need_tokenizer(self.llm_engine.tokenizer, self.model_config)
 
     def _check_open(self) -> None:
-        if self._thread.ended or self._intake is _Intake.CLOSED:
+        if self._thread.ended or self._is_closed:
             raise self._death()
-        if self._intake is _Intake.DRAINING:
+        if self._is_draining:
             text = "the engine is draining: it finishes what it has, and takes no new requests"
             raise errors.EngineDrainingError(f"{text}; ask another one")
 
@@ -562,8 +552,8 @@ class AsyncLLMEngine:
 
     def _state(self, group_state: str) -> str:
         """Returns the state as users see it."""
-        if self._thread.ended or self._intake is _Intake.CLOSED:
+        if self._thread.ended or self._is_closed:
             return "dead"
-        if self._intake is _Intake.DRAINING and group_state != "dead":
+        if self._is_draining and group_state != "dead":
             return "draining"
         return group_state

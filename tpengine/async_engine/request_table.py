@@ -102,6 +102,7 @@ class LiveRequest:
         return "none" if moment is None else f"{moment - self.arrival_time:.3f} s"
 
 
+@dataclass(eq=False, repr=False)
 class AsyncStream:
     """The outputs of a request, for one reader. After the last one, or an error, the iterator ends.
 
@@ -112,12 +113,9 @@ class AsyncStream:
         form: what makes the reader's form of an output; None: it is a `RequestOutput`.
     """
 
-    def __init__(
-        self, live: LiveRequest, form: Callable[[RequestOutput], Any] | None = None
-    ) -> None:
-        self._live = live
-        self._form = form
-        self._ended = False
+    _live: LiveRequest
+    _form: Callable[[RequestOutput], Any] | None = None
+    _ended: bool = False
 
     @property
     def request_id(self) -> str:

@@ -289,11 +289,11 @@ def _to_sampling(original: Sampling) -> pb.SamplingParams:
         if getattr(params, name):
             text = f"= {getattr(params, name)!r} is not in the protocol: it works offline only"
             raise errors.InvalidSamplingParamsError.of_field(name, text)
-    sampling = pb.SamplingParams()
-    put(sampling, errors.InvalidSamplingParamsError, **write_parameters(params))
+    fields = write_parameters(params)
     if isinstance(original, Mapping):
-        for name in sampling.DESCRIPTOR.fields_by_name.keys() - original.keys():
-            sampling.ClearField(name)
+        fields = {name: fields[name] for name in fields.keys() & original.keys()}
+    sampling = pb.SamplingParams()
+    put(sampling, errors.InvalidSamplingParamsError, **fields)
     return sampling
 
 

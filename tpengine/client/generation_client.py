@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -15,20 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tpengine import errors
 from tpengine.client import client_messages as convert
 from tpengine.client import grpc_channel
-from tpengine.client.client_messages import (
-    Message,
-    Prompt,
-    RemoteEmbedding,
-    RemoteOutput,
-    RequestFields,
-    Sampling,
-    put,
-    to_output,
-)
-from tpengine.client.grpc_channel import ClientTLS
-from tpengine.client.resuming import Outage
+from tpengine.client.grpc_channel import ClientTLS, is_answer
 from tpengine.inputs import PoolingParams
-from tpengine.proto import TIMEOUT_KEY, tpengine_pb2_grpc
+from tpengine.proto import RESUME_WINDOW_KEY, TIMEOUT_KEY, tpengine_pb2_grpc
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto.status_details import has_details
 
@@ -88,15 +78,15 @@ class GenerationClient:
 
     async def generate(
         self,
-        prompt: Prompt,
-        params: Sampling | None = None,
+        prompt: convert.Prompt,
+        params: convert.Sampling | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
         max_queue_s: float | None = None,
         resume_window_s: float = RESUME_WINDOW_S,
-    ) -> RemoteOutput:
+    ) -> convert.RemoteOutput:
         """Completes one prompt and returns the whole output. Cancelling it aborts the request.
 
         Args:
@@ -116,23 +106,23 @@ class GenerationClient:
         Raises:
             RequestError, ServerError: see the class.
         """
-        own = RequestFields(request_id, priority, max_queue_s)
+        own = convert.RequestFields(request_id, priority, max_queue_s)
         request = convert.to_request(prompt, params, own)
         responses = self._responses(self._stub.Generate, request, timeout_s, resume_window_s)
         (answer,) = [response async for response in responses]
-        return to_output(answer, prompt)
+        return convert.to_output(answer, prompt)
 
     async def stream(
         self,
-        prompt: Prompt,
-        params: Sampling | None = None,
+        prompt: convert.Prompt,
+        params: convert.Sampling | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
         max_queue_s: float | None = None,
         resume_window_s: float = RESUME_WINDOW_S,
-    ) -> AsyncIterator[RemoteOutput]:
+    ) -> AsyncIterator[convert.RemoteOutput]:
         """Completes one prompt and yields each new part; the last output is `finished` and has
         `usage`. Leaving the iterator aborts the request.
 
@@ -148,16 +138,16 @@ class GenerationClient:
             NotKeptError: the server does not have the rest of the stream any more.
             RequestError, ServerError: see the class.
         """
-        own = RequestFields(request_id, priority, max_queue_s)
+        own = convert.RequestFields(request_id, priority, max_queue_s)
         request = convert.to_request(prompt, params, own)
         responses = self._responses(self._stub.GenerateStream, request, timeout_s, resume_window_s)
         async with aclosing(responses):
             async for response in responses:
-                yield to_output(response, prompt)
+                yield convert.to_output(response, prompt)
 
     async def embed(
         self,
-        prompt: Prompt,
+        prompt: convert.Prompt,
         second: str | None = None,
         pooling_params: PoolingParams | None = None,
         *,
@@ -165,7 +155,7 @@ class GenerationClient:
         priority: int = 0,
         timeout_s: float | None = None,
         max_queue_s: float | None = None,
-    ) -> RemoteEmbedding:
+    ) -> convert.RemoteEmbedding:
         """Gives the embedding of one prompt, its score with a second text, or the probabilities of
         classes, as the server's model does. Cancelling it aborts the request.
 
@@ -177,7 +167,7 @@ class GenerationClient:
         Raises:
             RequestError, ServerError: see the class.
         """
-        own = RequestFields(request_id, priority, max_queue_s)
+        own = convert.RequestFields(request_id, priority, max_queue_s)
         request = convert.to_embed_request(prompt, second, pooling_params, own)
         call = self._stub.Embed(request, **self._until(timeout_s))
         async with typed_errors(call, self.target):
@@ -194,7 +184,7 @@ class GenerationClient:
         """
         if window_s:
             own_id = request.request_id or f"stream-{uuid4().hex}"
-            put(request, errors.RequestError, resume_window_s=window_s, request_id=own_id)
+            convert.put(request, errors.RequestError, resume_window_s=window_s, request_id=own_id)
         left_s = timeout_s = self._timeout_s if timeout_s is None else timeout_s
         begun, outage = time.monotonic(), Outage(window_s)
         async with self._aborting_if_left(request, outage):
@@ -245,17 +235,17 @@ class GenerationClient:
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request; returns whether it existed. Another client's needs the admin token."""
-        request = put(pb.AbortRequest(), errors.InvalidPromptError, request_id=request_id)
+        request = convert.put(pb.AbortRequest(), errors.InvalidPromptError, request_id=request_id)
         answer = await self._call(self._stub.Abort, request)
         return bool(answer.aborted)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
         fields = {"text": text, "add_special_tokens": add_special_tokens}
-        request = put(pb.TokenizeRequest(), errors.InvalidPromptError, **fields)
+        request = convert.put(pb.TokenizeRequest(), errors.InvalidPromptError, **fields)
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
-    async def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
+    async def chat_token_ids(self, messages: Sequence[convert.Message]) -> list[int]:
         """The token ids of a conversation, by the model's chat template."""
         request = pb.TokenizeRequest(messages=convert.to_conversation(messages))
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
@@ -263,7 +253,7 @@ class GenerationClient:
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         fields = {"token_ids": token_ids, "skip_special_tokens": skip_special_tokens}
-        request = put(pb.DetokenizeRequest(), errors.InvalidPromptError, **fields)
+        request = convert.put(pb.DetokenizeRequest(), errors.InvalidPromptError, **fields)
         return str((await self._call(self._stub.Detokenize, request)).text)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
@@ -298,7 +288,7 @@ class GenerationClient:
         Raises:
             RequestError: the server does not know this service.
         """
-        request = put(health_pb2.HealthCheckRequest(), errors.RequestError, service=service)
+        request = convert.put(health_pb2.HealthCheckRequest(), errors.RequestError, service=service)
         answer = await self._call(self._health.Check, request)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
@@ -356,3 +346,69 @@ async def typed_errors(call: Any, target: str) -> AsyncIterator[None]:
         if cancelled and has_details(await call.trailing_metadata()):
             raise errors.RequestAbortedError(f"{target}: {await call.details()}") from None
         raise
+
+
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.1, 2.0
+_NEVER_SENT = "failed to connect"
+"""In gRPC's text for a call of which nothing has left this machine."""
+
+
+class Outage:
+    """The state of a stream's connection, over all its calls.
+
+    Args:
+        window_s: seconds that the client asks for.
+
+    Attributes:
+        call: the newest.
+        granted_s: seconds that the server keeps the stream without a reader, 0: it does not; None:
+            no answer has come.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self.granted_s: float | None = None
+        self._asked_s = window_s
+        self.call: Any = None
+        self._answered: Any = None
+        self._broken_at: float | None = None
+        self._num_failures = 0
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether the server may go on with the stream when its reader is gone."""
+        return bool(self._asked_s) and self.granted_s != 0
+
+    async def note_message(self) -> None:
+        """The connection works: a message of the call has come."""
+        if self._answered is not self.call:
+            self._answered, self._broken_at, self._num_failures = self.call, None, 0
+            await self.read_window()
+
+    async def read_window(self) -> None:
+        """Notes what the server has granted, if its answer to the call has begun. Called when the
+        call has ended, or a message has come."""
+        metadata = dict(await self.call.initial_metadata() or ())
+        if metadata:
+            self.granted_s = float(metadata.get(RESUME_WINDOW_KEY, 0))
+
+    async def pause_s(self, error: BaseException | None) -> float | None:
+        """Seconds after which the failed call is to be repeated; None: it is not.
+
+        A request that may have arrived can be repeated, because its id finds its stream.
+
+        Args:
+            error: gRPC's.
+        """
+        if not isinstance(error, grpc.aio.AioRpcError) or is_answer(error):
+            return None
+        await self.read_window()
+        window_s = self._asked_s if self.granted_s is None else self.granted_s
+        now = time.monotonic()
+        if self._broken_at is None:
+            if self.granted_s is None and _NEVER_SENT in (error.details() or ""):
+                return None
+            self._broken_at = now
+        pause_s = min(_FIRST_PAUSE_S * 2**self._num_failures, _MOST_PAUSE_S)
+        pause_s *= random.uniform(0.5, 1)  # or all clients of a server come back at once
+        self._num_failures += 1
+        return pause_s if now + pause_s < self._broken_at + window_s else None

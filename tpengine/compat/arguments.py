@@ -1,7 +1,8 @@
 """`EngineArgs` with the arguments that vLLM 0.5.4 has besides ours, and in its order.
 
-An argument without a text is hidden in `--help`, since it cannot change anything: it is refused at
-each value but its default, or it has no effect, and a warning names it.
+Some arguments are hidden in `--help`, since they cannot change anything: one is refused at each
+value but its default, and the text below it says why and what to use; or it has no effect, and a
+warning names it.
 """
 
 from __future__ import annotations
@@ -41,23 +42,6 @@ _POSITIONS = """
     disable_logprobs_during_spec_decoding otlp_traces_endpoint
 """
 """The positional arguments of `EngineArgs` in vLLM 0.5.4."""
-# Why an argument is refused, and what to use.
-_NO_OFFLOAD = "weights stay on the device; use tensor_parallel_size or quantization"
-_NO_CODE = "code is taken from the model's own files; use revision"
-_ANY_LENGTH = "decode steps are recorded for any length; use enforce_eager to record none"
-_NO_POOL = "there is no pool of tokenizers; AsyncLLMEngine has a thread of its own for text"
-_NO_SHARDED_LORA = "ranks divide A or B as they divide the layer; one of the two is whole"
-_NO_LONG_LORA = "an adapter makes no context longer; use rope_scaling for all requests"
-_NO_NSIGHT = "ranks are not profiled; start a script with one rank under nsys"
-_NO_LOADER_CONFIG = "loading has no further settings; use load_format"
-_NO_BACKENDS = "llguidance holds every grammar; leave it out"
-_NO_QLORA = "a base of any form takes adapters; use quantization, and a LoRARequest"
-_NO_TRACES = "there are no traces; use metrics_port of the server or metrics_text()"
-_ONE_RULE = (
-    "a draft counts only if it is the token that is sampled without it; outputs never change"
-)
-_NO_BUNDLE = "its fields are arguments here; use speculative_model and num_speculative_tokens"
-_NO_PROMPT_ADAPTERS = "there are no prompt adapters; use prompts of text or ids"
 
 
 @dataclass
@@ -96,25 +80,43 @@ class EngineArgs(engine_args.EngineArgs, _Positions):
     tokenizer_pool_type: str = option("ray", only_for=NOTHING)
     disable_logprobs_during_spec_decoding: bool | None = option(None, only_for=NOTHING)
 
-    cpu_offload_gb: float = option(0, refused=_NO_OFFLOAD)
-    code_revision: str | None = option(None, refused=_NO_CODE)
-    max_context_len_to_capture: int | None = option(None, refused=_ANY_LENGTH)
-    tokenizer_pool_extra_config: str | None = option(None, refused=_NO_POOL)
-    enable_prompt_adapter: bool = option(False, refused=_NO_PROMPT_ADAPTERS)
-    max_prompt_adapters: int = option(1, refused=_NO_PROMPT_ADAPTERS)
-    max_prompt_adapter_token: int = option(0, refused=_NO_PROMPT_ADAPTERS)
-    fully_sharded_loras: bool = option(False, refused=_NO_SHARDED_LORA)
-    long_lora_scaling_factors: str | None = option(None, refused=_NO_LONG_LORA)
-    ray_workers_use_nsight: bool = option(False, refused=_NO_NSIGHT)
-    model_loader_extra_config: str | None = option(None, refused=_NO_LOADER_CONFIG)
-    guided_decoding_backend: str = option("outlines", refused=_NO_BACKENDS)
-    qlora_adapter_name_or_path: str | None = option(None, refused=_NO_QLORA)
-    otlp_traces_endpoint: str | None = option(None, refused=_NO_TRACES)
-    spec_decoding_acceptance_method: str = option("rejection_sampler", refused=_ONE_RULE)
-    typical_acceptance_sampler_posterior_threshold: float | None = option(None, refused=_ONE_RULE)
-    typical_acceptance_sampler_posterior_alpha: float | None = option(None, refused=_ONE_RULE)
+    cpu_offload_gb: float = option(0, refused=True)
+    """Weights stay on the device; use tensor_parallel_size or quantization."""
+    code_revision: str | None = option(None, refused=True)
+    """Code is taken from the model's own files; use revision."""
+    max_context_len_to_capture: int | None = option(None, refused=True)
+    """Decode steps are recorded for any length; use enforce_eager to record none."""
+    tokenizer_pool_extra_config: str | None = option(None, refused=True)
+    """There is no pool of tokenizers; AsyncLLMEngine has a thread of its own for text."""
+    enable_prompt_adapter: bool = option(False, refused=True)
+    """There are no prompt adapters; use prompts of text or ids."""
+    max_prompt_adapters: int = option(1, refused=True)
+    """There are no prompt adapters; use prompts of text or ids."""
+    max_prompt_adapter_token: int = option(0, refused=True)
+    """There are no prompt adapters; use prompts of text or ids."""
+    fully_sharded_loras: bool = option(False, refused=True)
+    """Ranks divide A or B as they divide the layer; one of the two is whole."""
+    long_lora_scaling_factors: str | None = option(None, refused=True)
+    """An adapter makes no context longer; use rope_scaling for all requests."""
+    ray_workers_use_nsight: bool = option(False, refused=True)
+    """Ranks are not profiled; start a script with one rank under nsys."""
+    model_loader_extra_config: str | None = option(None, refused=True)
+    """Loading has no further settings; use load_format."""
+    guided_decoding_backend: str = option("outlines", refused=True)
+    """Llguidance holds every grammar; leave it out."""
+    qlora_adapter_name_or_path: str | None = option(None, refused=True)
+    """A base of any form takes adapters; use quantization, and a LoRARequest."""
+    otlp_traces_endpoint: str | None = option(None, refused=True)
+    """There are no traces; use metrics_port of the server or metrics_text()."""
+    spec_decoding_acceptance_method: str = option("rejection_sampler", refused=True)
+    """A draft counts only if it is the token that is sampled without it; outputs never change."""
+    typical_acceptance_sampler_posterior_threshold: float | None = option(None, refused=True)
+    """A draft counts only if it is the token that is sampled without it; outputs never change."""
+    typical_acceptance_sampler_posterior_alpha: float | None = option(None, refused=True)
+    """A draft counts only if it is the token that is sampled without it; outputs never change."""
     _: KW_ONLY
-    speculative_config: str | None = option(None, refused=_NO_BUNDLE)
+    speculative_config: str | None = option(None, refused=True)
+    """Its fields are arguments here; use speculative_model and num_speculative_tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,10 +164,8 @@ class EngineArgs(engine_args.EngineArgs, _Positions):
 class AsyncEngineArgs(engine_args.AsyncEngineArgs, EngineArgs, _AsyncPositions):
     """Arguments of an `AsyncLLMEngine`, or of a server's engine."""
 
-    engine_use_ray: bool = option(
-        False,
-        refused="the engine runs in a thread of this process; use executor='ray' for ranks on Ray",
-    )
+    engine_use_ray: bool = option(False, refused=True)
+    """The engine runs in a thread of this process; use executor='ray' for ranks on Ray."""
 
     @classmethod
     def add_cli_args(

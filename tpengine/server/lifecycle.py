@@ -113,9 +113,9 @@ class _Server:
         if args.max_message_mib is None and _may_have_pictures(engine_args.model):
             most = limits.max_message_bytes + MAX_URL_BYTES
             limits = dataclasses.replace(limits, max_message_bytes=most)
-        adapters = args.adapters(), args.lora_folder
-        self._state = ServerState(engine_args.served_names, args.drain_timeout, *adapters, limits)
-        self._state.salts_prefixes = args.salts_prefixes(auth)
+        adapters = {adapter.lora_name: adapter for adapter in args.adapters()}
+        own = args.drain_timeout, adapters, args.lora_folder, limits, args.salts_prefixes(auth)
+        self._state = ServerState(engine_args.served_names, *own)
         self._phases = phases
         self._phase = ""
         self._signals: list[str] = []

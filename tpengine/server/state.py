@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class State(enum.Enum):
     """New requests are refused; running ones may finish."""
 
 
+@dataclass(eq=False, repr=False)
 class ServerState:
     """The phase of one server, and access to its engine.
 
@@ -57,34 +58,28 @@ class ServerState:
         salts_prefixes: whether a request finds only prompts of its own client in the prefix cache.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        drain_timeout_s: float,
-        adapters: Iterable[LoRARequest] = (),
-        adapter_folder: str | None = None,
-        limits: Limits | None = None,
-    ) -> None:
-        self.limits = limits or Limits()
+    names: Sequence[str]
+    drain_timeout_s: float
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)
+    adapter_folder: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    salts_prefixes: bool = False
+    engine: AsyncLLMEngine | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    state: State = State.LOADING
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    why: str = ""
+    last_words: str = _LAST_WORDS
+    num_open_calls: int = 0
+    num_batches: int = 0
+    _max_text_bytes: int | None = None
+
+    def __post_init__(self) -> None:
         self.calls = OpenCalls(self.limits)
         self.kept = KeptStreams(self.limits, self.calls)
-        self.names = names
-        self.adapters = {adapter.lora_name: adapter for adapter in adapters}
-        self.adapter_folder = adapter_folder
-        self._adapter_ids = itertools.count(len(self.adapters) + 1)
-        self.drain_timeout_s = drain_timeout_s
-        self.engine: AsyncLLMEngine | None = None
-        self.sampling: Mapping[str, Any] = {}
-        self.state = State.LOADING
-        self.closing = asyncio.Event()
-        self.why = ""
-        self.last_words = _LAST_WORDS
-        self.num_open_calls = self.num_batches = 0
         self.max_message_bytes = self.limits.max_message_bytes
-        self.salts_prefixes = False
-        self._max_text_bytes: int | None = None
-        self.created = int(time.time())
-        self._start = time.monotonic()
+        self._adapter_ids = itertools.count(len(self.adapters) + 1)
+        self.created, self._start = int(time.time()), time.monotonic()
 
     @property
     def model(self) -> str:

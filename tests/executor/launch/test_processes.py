@@ -206,8 +206,8 @@ def test_choice_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpengine.engine_args._is_installed", lambda name: False)
     assert args.chosen_executor == "processes"
     assert EngineArgs("model").chosen_executor == "local"
-    with pytest.raises(ConfigError, match="needs msgpack: install tpengine"):
-        args.check_installed()
+    with pytest.raises(ConfigError, match="needs ray: install tpengine"):
+        EngineArgs("model", executor="ray").check_installed()
 
 
 def test_functions_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class OpenPort:
         app: Callable[..., Any] | None = None,
     ) -> None:
         self.run, self._host = run, host
-        self.state = ServerState(["none"], 1.0, limits=limits)
+        self.state = ServerState(["none"], 1.0, limits=limits or Limits())
 
         async def start() -> tuple[HttpServer, int]:
             own = make_app(self.state, authenticator or Authenticator(), cors, hosts)

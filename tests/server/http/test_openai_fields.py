@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tpengine.outputs import CompletionOutput, RequestOutput
 from tpengine.sampling_params import SamplingParams
 from tpengine.server.auth import Call, Client
 from tpengine.server.http.fields import NO_EFFECT, REFUSED
-from tpengine.server.http.read import READ_BY_BOTH, READ_BY_CHAT, READ_BY_COMPLETION, BodyReader
+from tpengine.server.http.read import BodyReader
 from tpengine.server.state import ServerState
 
 CHAT, TEXT = "chat/completions", "completions"
@@ -38,10 +39,10 @@ BASES: dict[str, dict[str, Any]] = {
 UNKNOWN = "is not a field that this server knows"
 
 
-@pytest.fixture(scope="module")
-def state() -> Iterator[ServerState]:
-    args = AsyncEngineArgs(dtype="float32", num_device_blocks_override=64, max_model_len=128)
-    engine = AsyncLLMEngine.from_engine_args(args)
+@contextmanager
+def loaded(**args: Any) -> Iterator[ServerState]:
+    args |= {"dtype": "float32", "num_device_blocks_override": 64}
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**args))
     state = ServerState(["embedded"], 0.0)
     state.sampling = {"temperature": 0.7, "top_p": 0.9}
     state.serve(engine)
@@ -49,17 +50,22 @@ def state() -> Iterator[ServerState]:
     asyncio.run(engine.shutdown())
 
 
+@pytest.fixture(scope="module")
+def state() -> Iterator[ServerState]:
+    with loaded(max_model_len=128) as state:
+        yield state
+
+
+def reader(state: ServerState, path: str, body: dict[str, Any]) -> BodyReader:
+    return BodyReader(Call("it", Client(Owner("me")), None, body), path == CHAT, state)
+
+
 def read(state: ServerState, path: str, body: dict[str, Any]) -> Any:
     """What the reader makes of a body, after the engine's own checks."""
-    call = Call("it", Client(Owner("me")), None, body)
-
-    async def one() -> Any:
-        asked = await BodyReader(call, path == CHAT, state).read()
-        for request in asked[0]:
-            state.loaded_engine().llm_engine.check_request(request)
-        return asked
-
-    return asyncio.run(one())
+    asked = asyncio.run(reader(state, path, body).read())
+    for request in asked[0]:
+        state.loaded_engine().llm_engine.check_request(request)
+    return asked
 
 
 def refused(state: ServerState, path: str, **body: Any) -> tuple[str | None, str]:
@@ -72,7 +78,12 @@ def names(table: Any) -> list[str]:
     return [name for key in table for name in key.split()]
 
 
-LISTED = names([*NO_EFFECT, *REFUSED, *READ_BY_BOTH, *READ_BY_CHAT, *READ_BY_COMPLETION])
+def listed(state: ServerState) -> list[str]:
+    """All fields that are read, have no effect or are refused by name."""
+    readers = [reader(state, path, base) for path, base in BASES.items()]
+    for each in readers:
+        asyncio.run(each.read())
+    return [*names([*NO_EFFECT, *REFUSED]), *(n for each in readers for n in each._fields.known)]
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -87,9 +98,9 @@ def test_each_field_of_openai_is_decided(state: ServerState, path: str) -> None:
         assert not text.startswith(f"{field} {UNKNOWN}")
 
 
-def test_the_page_lists_all_fields() -> None:
+def test_the_page_lists_all_fields(state: ServerState) -> None:
     page = (Path(__file__).parents[3] / "docs" / "openai.md").read_text()
-    for name in LISTED:
+    for name in listed(state):
         assert f"`{name}`" in page, name
 
 
@@ -280,7 +291,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=5,
 )  # fmt: skip
-FIELDS = sorted({*SamplingParams.__dataclass_fields__, *LISTED})
 MESSAGE = {"role": JSON, "content": JSON | st.text(max_size=3)}
 MESSAGES = st.lists(st.fixed_dictionaries(MESSAGE, optional={"a": JSON}), max_size=2)
 VALUES = {"messages": MESSAGES, "chat_template_kwargs": st.dictionaries(st.text(max_size=4), JSON)}
@@ -288,11 +298,13 @@ VALUES = {"messages": MESSAGES, "chat_template_kwargs": st.dictionaries(st.text(
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.soak)])
 def test_no_body_breaks_the_reader(state: ServerState, count: int) -> None:
+    fields = sorted({*SamplingParams.__dataclass_fields__, *listed(state)})
+
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data(), st.sampled_from([CHAT, TEXT]))
     def read_any(data: Any, path: str) -> None:
         body = dict(BASES[path])
-        for field in data.draw(st.lists(st.sampled_from(FIELDS), max_size=4)):
+        for field in data.draw(st.lists(st.sampled_from(fields), max_size=4)):
             body[field] = data.draw(VALUES.get(field, JSON))
         try:
             asked = read(state, path, body)
@@ -310,26 +322,20 @@ def test_long_lists_are_refused_cheaply(state: ServerState, field: str) -> None:
     value = {str(i): 1 for i in range(100_000)} if field == "logit_bias" else many
     body = {**BASES[path], field: value}
     is_read = field in ("metadata", "user")
-    assert (
-        count_work(lambda: read(state, path, body) if is_read else refused(state, path, **body))
-        < 50_000
-    )
+
+    def ask() -> Any:
+        return read(state, path, body) if is_read else refused(state, path, **body)
+
+    assert count_work(ask) < 50_000
 
 
 def test_echo_of_a_model_with_an_encoder(tmp_path: Path) -> None:
     """Its prompt has no log probabilities."""
-    options: Any = {"skip_tokenizer_init": True, "num_device_blocks_override": 64}
-    args = AsyncEngineArgs(model=str(write_bart(tmp_path)), dtype="float32", **options)
-    engine = AsyncLLMEngine.from_engine_args(args)
-    try:
-        state = ServerState(["bart"], 0.0)
-        state.serve(engine)
+    with loaded(model=str(write_bart(tmp_path)), skip_tokenizer_init=True) as state:
         body = {"prompt": [5], "logprobs": 1, "max_tokens": 1}
         read(state, TEXT, body)
         with pytest.raises(RequestError, match="echo does not fit logprobs"):
             read(state, TEXT, body | {"echo": True})
-    finally:
-        asyncio.run(engine.shutdown())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])

@@ -29,7 +29,7 @@ from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError, QueueFullError
 from tpengine.server import auth
 from tpengine.server.auth import Authenticator, is_own_host
-from tpengine.server.http import calls, http_server, openai_routes, protocol, tls
+from tpengine.server.http import calls, http_server, openai_routes, protocol
 from tpengine.server.http.openai_routes import _EventStream
 from tpengine.server.lifecycle import open_metrics_port
 from tpengine.server.limits import Limits
@@ -384,9 +384,9 @@ def test_a_handshake_that_fails_is_told(
 ) -> None:
     """To the client by an alert, and to the operator by a line, of which there are few."""
     lines: list[str] = []
-    monkeypatch.setattr(tls.logger, "warning", lambda text, *args: lines.append(text % args))
-    monkeypatch.setattr(tls, "_told_at", collections.deque(maxlen=4))
-    monkeypatch.setattr(tls, "_LINES", 4)
+    monkeypatch.setattr(http_server.logger, "warning", lambda text, *a: lines.append(text % a))
+    monkeypatch.setattr(http_server, "_told_at", collections.deque(maxlen=4))
+    monkeypatch.setattr(http_server, "_LINES", 4)
     server = authority.sign("server", tmp_path)
     files = TlsFiles(server.certificate, server.key, str(authority.certificate))
     stranger = Authority.make(tmp_path / "other", "other").sign("bob", tmp_path / "b")

@@ -19,7 +19,7 @@ from tpengine import errors
 from tpengine.proto import TIMEOUT_KEY
 from tpengine.proto.status_details import write_details
 from tpengine.server.auth import Authenticator, Call, Client, name_of
-from tpengine.server.error_texts import log_internal_error, text_for_client
+from tpengine.server.error_texts import text_for_client
 from tpengine.server.grpc.wire import check_fields
 from tpengine.server.limits import MAX_REQUEST_ID, UntrustedCalls, address_key, read_timeout
 from tpengine.server.state import ServerState
@@ -216,8 +216,6 @@ async def _refuse(context: Any, error: Exception, call: Call) -> NoReturn:
         raise asyncio.CancelledError from error
     request_id = getattr(call.message, "request_id", "")[:MAX_REQUEST_ID] or call.request_id
     code = grpc.StatusCode[errors.status_of(type(error)).grpc]
-    if code is grpc.StatusCode.INTERNAL:
-        log_internal_error(error, request_id)
     field = path_at_fault(error, call.message) if code is grpc.StatusCode.INVALID_ARGUMENT else None
     text = text_for_client(error, request_id, field)
     await context.abort(code, text, write_details(error, text, request_id, field))

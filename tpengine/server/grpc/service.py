@@ -29,8 +29,7 @@ On the event loop:
         which uses `ResponseWriter.write`.
     grpc: `context.write` serializes and sends the message. (Of a stream that can be resumed,
         `_produce` adds it to server/kept_streams.py, whose `KeptStream.send` writes it.)
-    (A gateway's stream takes the same way from server/grpc/vllm.py, with `VllmWriter` of
-        server/grpc/vllm_messages.py.)
+    (A gateway's stream takes the same way from server/grpc/vllm.py, with `VllmWriter`.)
 In the client:
     client/generation_client.py: `GenerationClient.stream` yields it.
     client/client_messages.py: `to_output` makes the `RemoteOutput` for that.

@@ -229,7 +229,7 @@ def _text_routes(state: ServerState) -> list[Route]:
     async def detokenize(request: Request) -> Response:
         fields, engine = Fields((await read_call(request)).message), state.loaded_engine()
         state.check_open(fields.take("model", str, state.model))
-        if "tokens" not in fields.left:
+        if not fields.has("tokens"):
             raise FieldError("tokens", "is missing")
         token_ids: list[int] = fields.take("tokens", list, [])
         fields.end()

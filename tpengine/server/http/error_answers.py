@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from tpengine import errors
-from tpengine.server.error_texts import log_internal_error, text_for_client
+from tpengine.server.error_texts import text_for_client
 from tpengine.server.http.json_text import JsonAnswer
 
 
@@ -43,8 +43,6 @@ def refusal(error: Exception, request_id: str) -> JsonAnswer:
         headers["retry-after"] = str(max(1, math.ceil(wait_s)))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    elif status == 500:
-        log_internal_error(error, request_id)
     message = text_for_client(error, request_id)
     if isinstance(error, errors.RequestIgnoredError):  # litellm knows it by these words alone
         message = f"This model's maximum context length is exceeded: {message}"

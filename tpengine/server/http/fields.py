@@ -74,11 +74,23 @@ class Fields:
 
     Attributes:
         left: by name.
+        known: the names that the reader has asked for.
     """
 
     def __init__(self, values: Mapping[str, Any], place: str = "") -> None:
         self.left = {name: value for name, value in values.items() if value is not None}
+        self.known: list[str] = []
         self._place = place
+
+    def has(self, name: str) -> bool:
+        """Whether a field is left."""
+        self.known.append(name)
+        return name in self.left
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        """Reads a field of any type."""
+        self.known.append(name)
+        return self.left.pop(name, default)
 
     def take(self, name: str, kind: type[Value], default: Value) -> Value:
         """Reads a field of one type.
@@ -86,7 +98,7 @@ class Fields:
         Raises:
             FieldError: it has another type.
         """
-        value = self.left.pop(name, default)
+        value: Any = self.pop(name, default)
         if kind is int:
             value = whole(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -97,17 +109,17 @@ class Fields:
         """The error about a field."""
         return FieldError(f"{self._place}{name[:80]}", problem)
 
-    def end(self, known: Sequence[str] = ()) -> None:
+    def end(self, is_call: bool = False) -> None:
         """Refuses what is left.
 
         Args:
-            known: fields of a body that are read; none: it is not a body, and each is refused.
+            is_call: whether it is the body of a call to a model, in which `NO_EFFECT` holds.
 
         Raises:
             FieldError: a field is left, and could have an effect.
         """
         for name, value in self.left.items():
-            harmless = _find(name, NO_EFFECT, ()) if known else ()
+            harmless = _find(name, NO_EFFECT, ()) if is_call else ()
             if harmless is None or value in harmless:
                 continue
             advice = _find(name, REFUSED, None)
@@ -115,7 +127,7 @@ class Fields:
                 works = " or ".join(json.dumps(value) for value in harmless)
                 problem = f"may only be {works}" if works else "is not supported"
                 raise self.error(name, f"{problem}: {advice}")
-            hint = did_you_mean(name[:80], known)
+            hint = did_you_mean(name[:80], self.known if is_call else ())
             raise self.error(name, f"is not a field that this server knows{hint}")
 
 
@@ -184,7 +196,7 @@ def _read_format(form: Fields, kind: str) -> dict[str, Any]:
     form.end()
     for name, value_type in (("name", str), ("description", str), ("strict", bool)):
         inner.take(name, value_type, value_type())  # the schema is always held
-    if "schema" not in inner.left:
+    if not inner.has("schema"):
         raise inner.error("schema", "is missing")
     schema = inner.take("schema", dict, {})
     inner.end()

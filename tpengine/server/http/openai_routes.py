@@ -48,8 +48,8 @@ from tpengine.server.kept_streams import KeptStream
 from tpengine.server.state import ServerState
 from tpengine.server.stream_sender import Write, send_stream, write_within
 
-Boxes = list[Mailbox]
-Writers = list[AnswerWriter]
+Served = list[tuple[Mailbox, AnswerWriter]]
+"""The mailbox of each prompt, and what writes its answer."""
 _STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
 _STREAM_HEADERS = [_STREAM_TYPE, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _COMMENT = b": the answer is not complete yet\n\n"
@@ -203,53 +203,56 @@ class Answer(_EventStream):
                 stream.add(b"id: %d\n%b\n\n" % (number, chunk), number)
 
         async with AsyncExitStack() as stack:
-            boxes, writers = await self._open(stack)
-            await keep(await self._write_stream(boxes, writers, keep))
+            await keep(await self._write_stream(await self._open(stack), keep))
 
-    async def _open(self, stack: AsyncExitStack) -> tuple[Boxes, Writers]:
+    async def _open(self, stack: AsyncExitStack) -> Served:
         """Submits all requests; leaving the stack ends them."""
         tokenizer = self.state.loaded_engine().llm_engine.tokenizer
-        writers, boxes, style = Writers(), Boxes(), self.style
+        served, style = Served(), self.style
         stack.enter_context(naming_field(style.is_chat, style.constraint, style.tools))
         for place, request in enumerate(self.requests):
-            writers.append(AnswerWriter(style, self.head, tokenizer, place * request.params.n))
-            boxes.append(await stack.enter_async_context(self.state.open(request)))
-        return boxes, writers
+            writer = AnswerWriter(style, self.head, tokenizer, place * request.params.n)
+            served.append((await stack.enter_async_context(self.state.open(request)), writer))
+        return served
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
             if self.style.streams:
                 await stack.enter_async_context(self._breaking_silence(send))
-            boxes, writers = await self._open(stack)
+            served = await self._open(stack)
             if self.style.streams:
                 # The head waits for the first part, so that an error before it gets its status.
                 write = partial(self._send_part, send)
-                await self._send_last(await self._write_stream(boxes, writers, write))
+                await self._send_last(await self._write_stream(served, write))
             else:
-                answer = await self._whole(boxes, writers)
+                answer = await self._whole(served)
                 await answer(scope, receive, send)
 
-    async def _write_stream(self, boxes: Boxes, writers: Writers, write: Write[bytes]) -> bytes:
+    async def _write_stream(self, served: Served, write: Write[bytes]) -> bytes:
         """Writes the chunks of all requests as they come; returns what follows them. The first
         error ends all."""
         write_s = self.state.limits.write_s
         try:
             async with asyncio.TaskGroup() as tasks:
-                for box, writer in zip(boxes, writers, strict=True):
+                for box, writer in served:
                     tasks.create_task(send_stream(box, writer, write, write_s))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         end = b"data: [DONE]\n\n"
         if self.style.usage:
-            end = event({**self.head, "choices": [], "usage": usage(writers)}) + end
+            end = event({**self.head, "choices": [], "usage": _usage(served)}) + end
         return end
 
-    async def _whole(self, boxes: Boxes, writers: Writers) -> JsonAnswer:
+    async def _whole(self, served: Served) -> JsonAnswer:
         choices, extra = [], Json()
-        for box, writer in zip(boxes, writers, strict=True):
+        for box, writer in served:
             some, extra = await writer.write_whole(await box.take())
             choices += some
-        return JsonAnswer({**self.head, "choices": choices, **extra, "usage": usage(writers)})
+        return JsonAnswer({**self.head, "choices": choices, **extra, "usage": _usage(served)})
+
+
+def _usage(served: Served) -> Json:
+    return usage([writer for _, writer in served])
 
 
 def _part(body: bytes, more_body: bool = True) -> dict[str, Any]:

@@ -12,21 +12,172 @@ import base64
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tpengine.async_engine.request_table import unique_id
+from tpengine.engine.requests import GenerateRequest
+from tpengine.inputs import PoolingParams
 from tpengine.outputs import RequestOutput, cosine
+from tpengine.sampling_params import SamplingParams
+from tpengine.server.auth import Call
+from tpengine.server.batches import MAX_INPUTS, naming_input, serve_all
 from tpengine.server.http.calls import read_call
 from tpengine.server.http.endpoints import PATHS, check_task
-from tpengine.server.http.fields import FieldError
+from tpengine.server.http.fields import FieldError, Fields, whole
 from tpengine.server.http.json_text import JsonAnswer, json_bytes
-from tpengine.server.http.pooling_bodies import PoolingBody, Text
+from tpengine.server.http.read import read_common, read_prompts
 from tpengine.server.http.write import Json
 from tpengine.server.state import ServerState
+
+_PARAMETERS: dict[str, type] = {
+    "normalize": bool,
+    "activation": bool,
+    "dimensions": int,
+    "prompt_name": str,
+    "truncate_prompt_tokens": int,
+}
+
+
+class Text(NamedTuple):
+    """A text of a body.
+
+    Attributes:
+        name: of its field, for errors.
+        prompt_name: see `PoolingParams`.
+    """
+
+    name: str
+    text: str
+    prompt_name: str | None = None
+
+
+class PoolingBody:
+    """Reads one body, and serves its requests.
+
+    Attributes:
+        call: its `request_id` is that of the body, if that has one.
+        pooling: what the model does.
+        model: its name in the answer.
+        fields: those that have not been read.
+    """
+
+    def __init__(self, call: Call, state: ServerState) -> None:
+        pooling = state.loaded_engine().model_config.pooling
+        assert pooling is not None, "`check_task` refuses the call"
+        self.call, self.pooling = call, pooling
+        self.fields = Fields(call.message)
+        self._state = state
+        self._common = read_common(self.fields, call, state)
+        adapter = self._common["lora_request"]
+        self.model = state.model if adapter is None else adapter.lora_name
+        self._common["params"] = SamplingParams()  # made once: it takes longer than the rest
+        self._params = PoolingParams()
+
+    def end(self, *parameters: str) -> None:
+        """Reads the parameters of all requests, and refuses the fields that are left.
+
+        Args:
+            parameters: those of `PoolingParams` that this kind of call has besides
+                `truncate_prompt_tokens`.
+
+        Raises:
+            RequestError: a parameter has a wrong value, or a field is left.
+        """
+        fields, names = self.fields, (*parameters, "truncate_prompt_tokens")
+        if fields.has("use_activation"):  # vLLM's name of both
+            same = "normalize" if "normalize" in parameters else "activation"
+            fields.left.setdefault(same, fields.pop("use_activation"))
+        present = list(filter(fields.has, names))
+        values: dict[str, Any] = {name: fields.take(name, _PARAMETERS[name], 0) for name in present}
+        self._params = PoolingParams(**values)
+        fields.end(is_call=True)
+
+    async def serve_input(self, *parameters: str) -> list[RequestOutput]:
+        """Serves the texts and lists of ids in `input`.
+
+        Args:
+            parameters: see `end`.
+        """
+        value = self.fields.left.get("input")
+        prompts = read_prompts(self.fields, "input", MAX_INPUTS)
+        names = [f"input[{place}]" for place in range(len(prompts))]
+        if prompts[0] is value:
+            names = ["input"]
+        self.end(*parameters)
+        return await self.serve(map(self.request, names, prompts))
+
+    def read_texts(self, name: str, role: str | None = None) -> list[Text]:
+        """The texts of a field, which is a text or a list of texts, or of objects with a text.
+
+        Args:
+            role: an embedding model's own prompt of this name stands before them, if it has one.
+
+        Raises:
+            FieldError: they are something else, none or too many.
+        """
+        value = self.fields.pop(name)
+        if value is None or value == []:
+            raise FieldError(name, "is missing, or empty")
+        items = value if isinstance(value, list) else [value]
+        if len(items) > MAX_INPUTS:
+            raise FieldError(name, f"holds {len(items)} texts, more than {MAX_INPUTS}; send fewer")
+        is_known = self.pooling.task == "embed" and role in self.pooling.prompts
+        prompt_name = role if is_known else None
+        places = [f"{name}[{place}]" for place in range(len(items))] if items is value else [name]
+        texts = zip(places, items, strict=True)
+        return [Text(place, _text(place, item), prompt_name) for place, item in texts]
+
+    def request(
+        self,
+        name: str,
+        prompt: str | list[int],
+        prompt_name: str | None = None,
+        second: str | None = None,
+    ) -> tuple[str, GenerateRequest]:
+        """Returns a request and its name, for `serve`.
+
+        Args:
+            name: of the field that errors are about.
+            prompt_name: instead of the one in the body.
+            second: see `GenerateRequest`.
+
+        Raises:
+            RequestIgnoredError: the prompt is too long.
+        """
+        params, text, token_ids = self._params, None, None
+        if prompt_name is not None:
+            params = replace(params, prompt_name=prompt_name)
+        if isinstance(prompt, str):
+            text = prompt
+            self._state.check_text(name, [text, second or ""])
+        else:
+            if params.truncate_prompt_tokens is None:
+                with naming_input(name):
+                    self._state.check_num_tokens(len(prompt))
+            token_ids = whole(prompt)
+        own: dict[str, Any] = {"request_id": unique_id(self.call.request_id), "second": second}
+        return name, GenerateRequest(text, token_ids, pooling_params=params, **own, **self._common)
+
+    async def serve(self, requests: Iterable[tuple[str, GenerateRequest]]) -> list[RequestOutput]:
+        """Serves requests; see `serve_all`."""
+        return await serve_all(self._state, requests)
+
+
+def _text(name: str, item: Any) -> str:
+    if isinstance(item, dict):
+        fields = Fields(item, f"{name}.")
+        item = fields.take("text", str, "")
+        fields.end()
+    if not isinstance(item, str):
+        raise FieldError(name, f"must be a text, or an object with text, got {type(item).__name__}")
+    return item
+
 
 Item = TypeVar("Item")
 _ITEMS_A_TURN = 16
@@ -68,7 +219,7 @@ async def _embeddings(body: PoolingBody) -> Response:
     form = body.fields.take("encoding_format", str, "float")
     if form not in ("float", "base64"):
         raise body.fields.error("encoding_format", f"must be float or base64, got {form[:80]!r}")
-    outputs = await body.serve_input("encoding_format", "dimensions", "normalize", "prompt_name")
+    outputs = await body.serve_input("dimensions", "normalize", "prompt_name")
     write = _as_base64 if form == "base64" else array.tolist
     data = (
         {"object": "embedding", "index": place, "embedding": write(_pooled(output))}
@@ -91,13 +242,13 @@ async def _classes(body: PoolingBody) -> Response:
 
 async def _scores(body: PoolingBody) -> Response:
     """vLLM's answer of /score."""
-    names = next((pair for pair in _PAIRS if pair[0] in body.fields.left), _PAIRS[0])
+    names = next((pair for pair in _PAIRS if body.fields.has(pair[0])), _PAIRS[0])
     roles = ("query", "document") if names[0] == "queries" else (None, None)
     firsts, seconds = map(body.read_texts, names, roles)
     if len(firsts) not in (1, len(seconds)):
         problem = f"must be one text, or as many as {names[1]}; got {len(firsts)}"
         raise FieldError(names[0], f"{problem} and {len(seconds)}")
-    body.end(*names, "activation")
+    body.end("activation")
     scores, outputs = await _serve_pairs(body, firsts, seconds)
     data = (
         {"index": place, "object": "score", "score": score} for place, score in enumerate(scores)
@@ -115,7 +266,7 @@ async def _ranks(body: PoolingBody, is_cohere: bool) -> Response:
     if top_n < 0:
         raise FieldError("top_n", f"must be at least 1, got {top_n}; leave it out for all")
     shows = body.fields.take("return_documents", bool, True)
-    body.end("query", "documents", "top_n", "return_documents", "activation")
+    body.end("activation")
     scores, outputs = await _serve_pairs(body, queries, documents)
     order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
     results: list[Json] = []

@@ -26,16 +26,6 @@ from tpengine.server.state import ServerState
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat completion may fill the model's length."""
 _PARAMETERS = [name for name, spec in PARAMETERS.items() if "http" in spec.doors]
-READ_BY_COMPLETION = ("prompt", "echo")
-READ_BY_CHAT = (
-    "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
-    "continue_final_message", "chat_template_kwargs", "tools", "tool_choice",
-    "parallel_tool_calls", "reasoning_effort",
-)  # fmt: skip
-READ_BY_BOTH = (
-    "model", "stream", "stream_options", "request_id", "priority", "add_special_tokens",
-    "return_token_ids", "response_format", *_PARAMETERS,
-)  # fmt: skip
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SWITCHES = ("enable_thinking", "thinking")
 """Names that templates have for whether the model is to reason."""
@@ -115,8 +105,12 @@ class BodyReader:
         if tools is not None:
             form = "tools"
         style = dataclasses.replace(style, logprobs=params.logprobs, tools=tools, constraint=form)
-        prompts: Any = [self._read_chat(special, tools)] if self._is_chat else self._read_prompts()
-        fields.end((*READ_BY_BOTH, *(READ_BY_CHAT if self._is_chat else READ_BY_COMPLETION)))
+        prompts: Any
+        if self._is_chat:
+            prompts = [self._read_chat(special, tools)]
+        else:
+            prompts = read_prompts(fields, "prompt", self._limits.queue.max_requests)
+        fields.end(is_call=True)
         with naming_field(self._is_chat, form, tools):
             limits.check_sampling(params, self._limits, self._max_model_len, prompts)
         if not self._is_chat:
@@ -135,12 +129,12 @@ class BodyReader:
         special = fields.take("add_special_tokens", bool, not self._is_chat)
         if self._is_chat:
             chat = self._read_chat(special, read_tools(fields, self._tokenizer))
-            fields.end(READ_BY_CHAT)
+            fields.end(is_call=True)
             return await self._engine.chat_token_ids(chat["messages"], **chat["chat_options"])
-        if "prompt" not in fields.left:
+        if not fields.has("prompt"):
             raise FieldError("prompt", "is missing, and so is messages")
         text = fields.take("prompt", str, "")
-        fields.end(READ_BY_COMPLETION)
+        fields.end(is_call=True)
         self._state.check_text("prompt", [text])
         return await self._engine.tokenize(text, special)
 
@@ -177,7 +171,7 @@ class BodyReader:
         if self._is_chat:
             self._read_chat_fields()
         constraint = read_constraint(fields)
-        values = {name: fields.left.pop(name) for name in _PARAMETERS if name in fields.left}
+        values = {name: fields.pop(name) for name in _PARAMETERS if fields.has(name)}
         values["structured_outputs"] = constraint
         for name, bound in self._limits.max_entries().items():
             if isinstance(values.get(name), (list, dict)):
@@ -203,7 +197,7 @@ class BodyReader:
     def _read_chat_fields(self) -> None:
         """Brings fields that only chat completions have into the form of completions."""
         fields = self._fields
-        if "max_completion_tokens" in fields.left:
+        if fields.has("max_completion_tokens"):
             fields.left["max_tokens"] = fields.take("max_completion_tokens", int, 0)
         asks = fields.take("logprobs", bool, False)
         likeliest = fields.take("top_logprobs", int, 0)
@@ -213,9 +207,6 @@ class BodyReader:
             raise fields.error("top_logprobs", "needs logprobs = true")
         if asks:
             fields.left["logprobs"] = likeliest
-
-    def _read_prompts(self) -> list[str | list[int]]:
-        return read_prompts(self._fields, "prompt", self._limits.queue.max_requests)
 
     async def _prompt(
         self, prompt: str | list[int], params: SamplingParams, special: bool, echo: bool
@@ -293,7 +284,7 @@ def read_common(fields: Fields, call: Call, state: ServerState) -> dict[str, Any
         RequestError, EngineError: a field cannot be used, or the server takes no requests.
     """
     adapter = state.check_open(fields.take("model", str, state.model))
-    if "request_id" in fields.left:
+    if fields.has("request_id"):
         call.request_id = fields.take("request_id", str, "")
         limits.check_request_id(call.request_id)
     common = {"priority": fields.take("priority", int, 0), "lora_request": adapter}
@@ -309,7 +300,7 @@ def read_prompts(fields: Fields, name: str, most: int) -> list[str | list[int]]:
     Raises:
         FieldError: it holds something else, nothing or too many.
     """
-    value = fields.left.pop(name, None)
+    value = fields.pop(name)
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -336,17 +327,17 @@ def _read_message(place: str, value: object) -> dict[str, Any]:
         raise fields.error("role", "is missing")
     if message["role"] in ("assistant", "tool"):
         message["content"] = ""  # a tool may have nothing to say
-    if message["role"] == "assistant" and "tool_calls" in fields.left:
+    if message["role"] == "assistant" and fields.has("tool_calls"):
         message["tool_calls"] = read_calls(fields, place)
     if message["role"] == "tool":
-        if "tool_call_id" not in fields.left:
+        if not fields.has("tool_call_id"):
             raise fields.error("tool_call_id", "is missing")
         message["tool_call_id"] = fields.take("tool_call_id", str, "")
-    if "name" in fields.left:
+    if fields.has("name"):
         message["name"] = fields.take("name", str, "")
-    thoughts = [fields.take(name, str, "") for name in THOUGHT_FIELDS if name in fields.left]
-    if "content" in fields.left:
-        content = fields.left.pop("content")
+    thoughts = [fields.take(name, str, "") for name in THOUGHT_FIELDS if fields.has(name)]
+    if fields.has("content"):
+        content = fields.pop("content")
         message["content"], thought = _without_thoughts(content, f"{place}.content")
         thoughts += [thought] if thought else []
     if thoughts:

@@ -36,10 +36,6 @@ from tpengine.server.state import ServerState
 
 _TASKS = {"transcriptions": "transcribe", "translations": "translate"}
 _FORMS = ("json", "text", "verbose_json")
-_READ = (
-    "file", "model", "language", "prompt", "response_format", "temperature", "seed", "priority",
-    "request_id", "stream",
-)  # fmt: skip
 _NUMBERS: dict[str, Callable[[str], float]] = {"temperature": float, "seed": int, "priority": int}
 _MOST_S = 1500.0
 """Of a sound; OpenAI's limit."""
@@ -123,17 +119,17 @@ async def _read(call: Call, state: ServerState, task: str) -> _Speech:
         raise FieldError("response_format", problem)
     if fields.take("stream", str, "false").lower() not in ("false", "0"):
         raise FieldError("stream", "must be false: the answer comes whole")
-    language, text = fields.left.pop("language", None), fields.take("prompt", str, "").strip()
+    language, text = fields.pop("language"), fields.take("prompt", str, "").strip()
     params = SamplingParams(
-        temperature=fields.left.pop("temperature", 0.0),
-        seed=fields.left.pop("seed", None),
+        temperature=fields.pop("temperature", 0.0),
+        seed=fields.pop("seed"),
         max_tokens=None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    file = fields.left.pop("file", None)
+    file = fields.pop("file")
     if not isinstance(file, bytes):
         raise FieldError("file", "is missing, or has no filename; send the sound as a file")
-    fields.end(_READ)
+    fields.end(is_call=True)
     begin(encoder, language, task)  # refuses a language before the sound is decoded
     before = await _ids_before(text, state) if text else []
     try:

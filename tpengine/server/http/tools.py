@@ -93,7 +93,7 @@ def read_tools(fields: Fields, tokenizer: Tokenizer | None) -> Tools | None:
         if name in names[:place]:
             raise FieldError(f"tools[{place}].function.name", f"is {name!r}, as an earlier one is")
     is_parallel = fields.take("parallel_tool_calls", bool, True)
-    must, allowed = _read_choice(fields.left.pop("tool_choice", "auto"), names)
+    must, allowed = _read_choice(fields.pop("tool_choice", "auto"), names)
     if not allowed:
         return None
     form = find_form(template_text(tokenizer, True))
@@ -240,7 +240,7 @@ def read_calls(fields: Fields, place: str) -> list[dict[str, Any]]:
             raise FieldError(where, f"must be an object, got {type(item).__name__}")
         call = Fields(item, f"{where}.")
         head = {"id": call.take("id", str, ""), "type": call.take("type", str, "function")}
-        if "custom" in call.left:
+        if call.has("custom"):
             raise call.error("custom", "is no call of a function; give function")
         function = Fields(call.take("function", dict, {}), f"{where}.function.")
         name, text = function.take("name", str, ""), function.take("arguments", str, "")
