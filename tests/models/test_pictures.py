@@ -104,8 +104,8 @@ def test_a_spare_imports_what_sees(tmp_path: Path) -> None:
     args = EngineArgs(str(tmp_path))
     code = args.create_engine_config().model_code
     script = f"""import sys
-from tpengine.worker.worker import Worker
-Worker.import_model_code(*{code})
+from tpengine.worker.model_code import import_model_code
+import_model_code(*{code})
 print('transformers.models.llava.modeling_llava' in sys.modules)"""
     assert python("-c", script).stdout == "True\n"
     args.limit_mm_per_prompt = {"image": 0}

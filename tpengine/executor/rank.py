@@ -218,7 +218,10 @@ def import_all(model_code: Sequence[Any]) -> None:
     """Imports all that a rank of a model with such code needs, for a spare or a template."""
     import numpy.ma  # noqa: F401 (`numpy.unique` imports it at its first call: half a second)
 
-    _import_worker().import_model_code(*model_code)
+    _import_worker()
+    from tpengine.worker.model_code import import_model_code
+
+    import_model_code(*model_code)
 
 
 def _import_worker() -> type[Worker]:

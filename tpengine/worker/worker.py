@@ -23,7 +23,7 @@ from tpengine.layers.lora import AdapterLayers
 from tpengine.layers.weights import Weights
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
-from tpengine.models.registry import CausalLM, import_fallback, import_vision_tower
+from tpengine.models.registry import CausalLM
 from tpengine.models.stages import layers_of_stages
 from tpengine.ops.library import cpu_isa
 from tpengine.structured.grammars import Vocabulary
@@ -100,18 +100,6 @@ class Worker:
         self._vocabulary: Vocabulary | None = None
         self._runner: ModelRunner | None = None
 
-    @staticmethod
-    def import_model_code(model_impl: str, picture_class: str | None) -> None:
-        """Imports what a model needs beside this module, for a spare or a template.
-
-        Args:
-            model_impl, picture_class: see `EngineConfig.model_code`.
-        """
-        if model_impl == "transformers":
-            import_fallback()
-        if picture_class is not None:
-            import_vision_tower().import_class(picture_class)
-
     def open_rendezvous(self, address: str) -> int:
         """Starts the store at which the ranks meet, on rank 0; returns its port.
 
@@ -135,7 +123,8 @@ class Worker:
         rank, config = self._rank, self._config
         dtype = device.resolve_dtype(config.model.dtype, self._device.type)
         row_bytes = config.model.hidden_size * dtype.itemsize
-        stages = self._num_stages, config.scheduler.max_num_batched_tokens * row_bytes
+        num_stages, scheduler = config.parallel.pipeline_parallel_size, config.scheduler
+        stages = num_stages, scheduler.max_num_batched_tokens * row_bytes
         self._parallel, how = connect_ranks(rank, rendezvous, self._device, self._store, *stages)
         if self._waits_can_end:
             self._store = None  # no longer needed, so that nothing listens
@@ -233,14 +222,11 @@ class Worker:
     def _choose_layers(self) -> None:
         """Finds which layers this rank's stage has."""
         parallel = self._config.parallel
-        layers = layers_of_stages(self._config.model, self._num_stages, parallel.layer_partition)
+        count, partition = parallel.pipeline_parallel_size, parallel.layer_partition
+        layers = layers_of_stages(self._config.model, count, partition)
         stage = replace(self._parallel.stage, layers=layers[self._parallel.stage.index])
         self._parallel = replace(self._parallel, stage=stage)
         self._ends = StageEnds(stage, self._config, self._dtype, self._device)
-
-    @property
-    def _num_stages(self) -> int:
-        return self._config.parallel.pipeline_parallel_size
 
     def _load_draft_model(self, config: EngineConfig) -> Weights:
         """Loads the model that makes drafts; returns its weights."""
@@ -367,7 +353,6 @@ class Worker:
 
     def compile_grammars(self, grammars: list[str], dropped: list[str], wait_s: float) -> int:
         """Compiles grammars on a thread of the rank that samples; see `Vocabulary.compile`."""
-        assert self._runner is not None, "grammars before init_cache_engine"
         vocabulary = self._vocabulary
         return 0 if vocabulary is None else vocabulary.compile(grammars, dropped, wait_s)
 
@@ -393,8 +378,7 @@ class Worker:
                 self._pictures.close()
             self._parallel.close()
         self._store = self._model = self._gpu = self._runner = self._adapters = None
-        self._pictures = None
-        self._draft_model = None
+        self._pictures = self._draft_model = None
         self._release()
 
     def _open_cache(self, num_blocks: int, num_host_blocks: int) -> ModelRunner:
