@@ -104,7 +104,7 @@ def test_a_spare_imports_what_sees(tmp_path: Path) -> None:
     args = EngineArgs(str(tmp_path))
     code = args.create_engine_config().model_code
     script = f"""import sys
-from tpengine.worker.model_code import import_model_code
+from tpengine.worker.spare_imports import import_model_code
 import_model_code(*{code})
 print('transformers.models.llava.modeling_llava' in sys.modules)"""
     assert python("-c", script).stdout == "True\n"

@@ -219,7 +219,7 @@ def import_all(model_code: Sequence[Any]) -> None:
     import numpy.ma  # noqa: F401 (`numpy.unique` imports it at its first call: half a second)
 
     _import_worker()
-    from tpengine.worker.model_code import import_model_code
+    from tpengine.worker.spare_imports import import_model_code
 
     import_model_code(*model_code)
 
