@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import secrets
 import statistics
 import time
@@ -124,8 +123,7 @@ def _processes(options: TransportOptions, stack: contextlib.ExitStack) -> Iterat
     starter = Starter()
     stack.callback(starter.stop)
     start = partial(starter.start_process, "benchmarks.echo_rank")
-    memory = os.memfd_create("of a rank")
-    processes = [RankProcess(f"rank {rank}", start, memory) for rank in range(options.ranks)]
+    processes = [RankProcess(f"rank {rank}", start) for rank in range(options.ranks)]
     exchange = Exchange([process.channels[0] for process in processes])
     exchange.call({rank: bytes([rank]) for rank in range(options.ranks)}, TIMEOUT_S)
     pids = [process.pid for process in processes]
