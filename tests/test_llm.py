@@ -347,6 +347,20 @@ def test_an_engine_in_a_cycle_is_collected(models: ModelShop) -> None:
     assert executor() is None
 
 
+def test_an_engine_is_freed_at_once(models: ModelShop) -> None:
+    """In a notebook that makes a second engine under the first one's name."""
+    llm = open_llm(models.folder(PLAIN))
+    generate(llm, [[5, 6]], greedy(2))
+    executor = weakref.ref(llm.llm_engine._executor)
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert executor() is None
+    finally:
+        gc.enable()
+
+
 def test_engines_side_by_side(models: ModelShop, embedded_oracle: Oracle) -> None:
     folder = models.folder(PLAIN)
     oracle = models.oracle(folder)

@@ -208,8 +208,9 @@ class EngineArgs(Options):
 
     _: KW_ONLY
     calibrate: bool = option(True)
-    """On CPU, choose the scales of int4 by texts that the model writes at the start: about half of
-    the loss. Weights are read twice. Not of models that do not generate or have two halves."""
+    """Measure inputs of layers while the model writes short texts, and choose the scales of int4 by
+    them, so that it loses about half as much. Weights are read twice. Has an effect on int4 alone,
+    on CPU, for models that generate, without an encoder."""
     task: str = option("auto", cfg.TASKS)
     """What the model is for: generate text, or embed, score or classify it; auto is what its files
     say. A model that generates can embed too, by its last token. See docs/embeddings.md."""

@@ -32,8 +32,6 @@ from tpengine.executor.group_executor import GroupExecutor
 from tpengine.messages import StepInput, StepOutput
 from tpengine.scheduling.drafter import RowPrices
 
-"""A module of the driver's that the ranks do not have."""
-
 LENGTHS = (90, 61, 17, 1)
 NUM_TOKENS = 40
 BLOCK_SIZE = 16

@@ -338,7 +338,7 @@ def test_refusals(whisper: Path, tmp_path: Path) -> None:
             ((good[:0], RATE), "no samples"),
             (b"no sound at all", "is no WAV file with integers .* soundfile"),
             (wav(good)[:30], "is no WAV file"),
-            (b"", r"is no WAV file with integers \(it is cut off or damaged\)"),
+            (b"", "is an empty file"),
             (tmp_path / "absent.wav", "cannot be read"),
         ):
             with pytest.raises(InvalidPromptError, match=words):

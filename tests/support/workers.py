@@ -24,4 +24,5 @@ def loaded_worker(
     worker = Worker(model, parallel)
     worker.init_device()
     worker.load_model()
+    worker.calibrate()
     return worker

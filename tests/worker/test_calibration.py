@@ -81,9 +81,9 @@ def test_half_of_the_loss_is_saved() -> None:
 @pytest.mark.parametrize(
     "args", [FEW_STEPS, {"pipeline_parallel_size": 2}, {"seed": 5}], ids=["steps", "stages", "seed"]
 )
-def test_it_depends_on_the_model_and_the_seed(folder: Path, args: dict[str, Any]) -> None:
+def test_it_depends_on_the_model_alone(folder: Path, args: dict[str, Any]) -> None:
     plain, _ = logprobs(folder, quantization="int4-g128")
-    assert (logprobs(folder, quantization="int4-g128", **args)[0] == plain) == ("seed" not in args)
+    assert logprobs(folder, quantization="int4-g128", **args)[0] == plain
 
 
 def test_each_rank_measures_its_inputs(folder: Path) -> None:

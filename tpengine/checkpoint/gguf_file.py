@@ -67,10 +67,9 @@ class TensorEntry:
     row_bytes: int
 
     def rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Maps the tensor's bytes as `[num_rows, row_bytes]`, uint8; nothing is read yet. Torch
-        warns of memory that cannot be written, so this one can be, and the file stays as it is."""
+        """Maps the tensor's bytes as `[num_rows, row_bytes]`, uint8; nothing is read yet."""
         shape = (math.prod(self.shape[:-1]), self.row_bytes)
-        return np.memmap(self.file, np.uint8, "c", self.offset, shape)
+        return np.memmap(self.file, np.uint8, "r", self.offset, shape)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -173,4 +174,7 @@ class QuantizedTensor(GGUFTensor):
         if self._type.name not in EXACT_TYPES:
             return None
         blocks, part = self._blocks(rows, columns)
-        return unpack(self._type.name, torch.from_numpy(blocks), part)
+        with warnings.catch_warnings():  # of memory that cannot be written, which is only read here
+            warnings.simplefilter("ignore", UserWarning)
+            mapped = torch.from_numpy(blocks)
+        return unpack(self._type.name, mapped, part)

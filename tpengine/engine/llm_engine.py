@@ -78,7 +78,7 @@ class LLMEngine:
             finalizer()
             raise
         self.log_stats = log_stats
-        self._loggers = figures.StepLoggers(config, log_stats, self.stats)
+        self._loggers = figures.StepLoggers(config, log_stats)
         self.stat_loggers: dict[str, StatLoggerBase] = self._loggers.of_users
         self._num_requests = self._num_sequences = 0
         self._unreported: list[RequestOutput] = []
@@ -404,7 +404,7 @@ class LLMEngine:
         marks = (start, sent, answered, processed, updated, time.perf_counter())
         self.last_step = StepStats.of(scheduled, answer, decisions, marks)
         self.counters.record_step(self.last_step)
-        self._loggers.record(self.last_step, decisions, self._scheduler, self.counters)
+        self._loggers.record(self.last_step, decisions, self._scheduler, self.counters, self.stats)
 
     @property
     def _max_steps_in_flight(self) -> int:
@@ -446,7 +446,7 @@ class LLMEngine:
 
     def do_log_stats(self) -> None:
         """Logs the line of statistics now, and calls the added loggers."""
-        self._loggers.log_now(self._scheduler)
+        self._loggers.log_now(self._scheduler, self.stats)
 
     def _report(self, requests: Iterable[Request]) -> None:
         """Builds the outputs of these requests; `step` returns them."""

@@ -90,7 +90,7 @@ class Recovery:
         self._num_recoveries = 0
         self._failure: BaseException | None = None
         self._poison = PoisonSearch()
-        self._size = GroupSize(config, self._look_for_room)
+        self._size = GroupSize(config, partial(_look_for_room, executor))
         self._loss: errors.RankLoss | None = None  # the latest
         # What is recovered from; None: the group was ended to get all ranks again.
         self._cause: errors.RankLoss | None = None
@@ -104,9 +104,6 @@ class Recovery:
         self._attempt_at = self._lost_at  # the next attempt begins then
         # Requests without a token since the loss, with the time of their last one.
         self._gaps: dict[str, tuple[Request, float]] = {}
-
-    def _look_for_room(self, num_more: int) -> Future[bool]:
-        return host.run_in_thread(partial(self._executor.has_room, num_more), _THREAD)
 
     def check_alive(self) -> None:
         """Makes sure that the engine can still be used.
@@ -481,6 +478,10 @@ class Recovery:
         except Exception:  # the user is to see the error that ended the engine, not this one
             logger.exception("the ranks could not be ended in order")
         raise error
+
+
+def _look_for_room(executor: Executor, num_more: int) -> Future[bool]:
+    return host.run_in_thread(partial(executor.has_room, num_more), _THREAD)
 
 
 def _describe(error: Exception) -> str:

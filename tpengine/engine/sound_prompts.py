@@ -138,7 +138,7 @@ def _convert(samples: _Samples, rate: int) -> Floats:
         return samples.astype(np.float32)
     # By its spectrum, of which the part above half the new rate is lost.
     count = max(1, round(len(samples) * SAMPLING_RATE / rate))
-    spectrum = np.fft.rfft(samples)[: count // 2 + 1]
+    spectrum = np.fft.rfft(samples.astype(np.float64))[: count // 2 + 1]
     return (np.fft.irfft(spectrum, count) * (count / len(samples))).astype(np.float32)
 
 
@@ -174,6 +174,8 @@ def _check_length(num_samples: int, rate: int, most_s: float) -> None:
 
 def _open(content: bytes, most_s: float) -> tuple[_Reader, int]:
     """Returns what reads a file, and its sampling rate."""
+    if not content:
+        raise _wrong("is an empty file; send a sound")
     try:
         file = wave.open(io.BytesIO(content))  # noqa: SIM115, as it stays open for the reader
         width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
@@ -210,7 +212,8 @@ def _open_other(content: bytes, most_s: float, why_no_wave: Exception) -> tuple[
         try:
             return call()
         except RuntimeError as error:
-            text = f"is no sound that can be decoded: {error}; send WAV or FLAC"
+            why = getattr(error, "error_string", error)
+            text = f"is no sound that can be decoded: {why}; send WAV, FLAC, MP3 or OGG"
             raise _wrong(text) from error
 
     file = checked(lambda: soundfile.SoundFile(io.BytesIO(content)))

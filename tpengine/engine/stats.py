@@ -536,21 +536,15 @@ class StatLoggerBase(ABC):
 class StepLoggers:
     """What tells of each step: the log, and loggers of users.
 
-    Args:
-        stats: returns those of this moment.
-
     Attributes:
         of_users: by name.
         failed: names of those that raised an error. It is logged, once: the user's code must not
             end the engine, nor fill its log.
     """
 
-    def __init__(
-        self, config: EngineConfig, log_stats: bool, stats: Callable[[], EngineStats]
-    ) -> None:
+    def __init__(self, config: EngineConfig, log_stats: bool) -> None:
         self.of_users: dict[str, StatLoggerBase] = {}
         self.failed: set[str] = set()
-        self._stats = stats
         self._line = StatLogger() if log_stats else None
         self._preemptions = PreemptionLog(config)
 
@@ -560,27 +554,35 @@ class StepLoggers:
         decisions: StepDecisions,
         scheduler: Scheduler,
         counters: EngineCounters,
+        stats: Callable[[], EngineStats],
     ) -> None:
-        """Tells of a step that is counted."""
+        """Tells of a step that is counted.
+
+        Args:
+            stats: returns those of this moment. It is not kept: with its own method in it an engine
+                would be freed only by a collection of cycles, and its ranks with it.
+        """
         if step.num_preempted:
             self._preemptions.record(counters.num_preemptions)
         if self._line is not None:
             self._line.record(step, scheduler)
-        self._call(step, decisions)
+        self._call(step, decisions, stats)
 
-    def log_now(self, scheduler: Scheduler) -> None:
+    def log_now(self, scheduler: Scheduler, stats: Callable[[], EngineStats]) -> None:
         """Logs the line of statistics, and calls the loggers of users, without a step."""
         if self._line is not None:
             self._line.log(scheduler)
-        self._call(None, StepDecisions())
+        self._call(None, StepDecisions(), stats)
 
-    def _call(self, step: StepStats | None, decisions: StepDecisions) -> None:
+    def _call(
+        self, step: StepStats | None, decisions: StepDecisions, stats: Callable[[], EngineStats]
+    ) -> None:
         if not self.of_users:
             return
-        stats = Stats(self._stats(), step, decisions)
+        present = Stats(stats(), step, decisions)
         for name, stat_logger in tuple(self.of_users.items()):
             try:
-                stat_logger.log(stats)
+                stat_logger.log(present)
             except Exception:
                 if name not in self.failed:
                     self.failed.add(name)

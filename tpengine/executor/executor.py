@@ -58,6 +58,7 @@ class Executor(ABC):
         """Initialises the devices and loads the model; returns a line about each rank's device."""
         devices: list[str] = self._run_workers("init_device")
         self._run_workers("load_model")
+        self._run_workers("calibrate")
         self.devices = devices
         return devices
 

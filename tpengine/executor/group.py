@@ -177,6 +177,8 @@ class Group:
             ModelLoadError: they are other weights, with which no request can go on.
         """
         digests = self.call("load_model")
+        if self._config.model.calibrates:
+            digests = self.call("calibrate")
         if known is not None and digests != known:
             raise ModelLoadError(
                 f"the weights in {self._config.model.model} are no longer those that the engine "

@@ -134,12 +134,12 @@ def can_join(first: QuantizedForm | None, second: QuantizedForm | None) -> bool:
 
 
 def join(forms: Sequence[QuantizedForm], arena: HugePageArena) -> QuantizedForm:
-    """Returns neighbouring parts as one weight; in memory from `arena`, unless each part lies
-    behind the one before."""
+    """Returns neighbouring parts as one weight; in memory from `arena`, unless there are several
+    and each lies behind the one before."""
     weights = [form.weight for form in forms]
     vectors = [weight.packed for weight in weights]
     num_bytes = sum(vector.nbytes for vector in vectors)
-    if all(map(_is_behind, vectors, vectors[1:])):
+    if len(vectors) > 1 and all(map(_is_behind, vectors, vectors[1:])):
         packed = vectors[0].as_strided((num_bytes,), (1,))
     else:
         packed = torch.cat(vectors, out=arena.empty(num_bytes, torch.uint8))

@@ -107,6 +107,8 @@ def check_scales(scales: torch.Tensor) -> None:
         )
 
 
+Importance = Mapping[int, torch.Tensor]
+"""By place in `Weights.linears`: see `ops.quantized_ops.quantize_weight_into`."""
 CheckpointTensor = tuple[str, str, TensorSource]
 """File, name and source."""
 KVScaleTensors = dict[tuple[int, str], CheckpointTensor]
@@ -234,8 +236,7 @@ class Weights:
     parallel: ParallelState
     quantization: str | None = None
     as_stored: bool = False
-    importance: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """By place in `linears`: see `ops.quantized_ops.quantize_weight_into`."""
+    importance: Importance = field(default_factory=dict)
     arena: HugePageArena = field(default_factory=HugePageArena)
     """Memory for packed weights, which a CPU reads in every step."""
     shards: dict[str, list[WeightShard]] = field(default_factory=dict)

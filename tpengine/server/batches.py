@@ -55,15 +55,13 @@ async def serve_all(
         RequestError, EngineError: see `ServerState.open`; or what `requests` raises.
     """
     batch = _Batch(state, enumerate(requests))
-    state.num_batches += 1
     try:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(max(1, state.limits.queue.max_requests // 2)):
-                tasks.create_task(batch.work())
+        with state.begun():
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(max(1, state.limits.queue.max_requests // 2)):
+                    tasks.create_task(batch.work())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    finally:
-        state.num_batches -= 1
     return [batch.outputs[place] for place in range(len(batch.outputs))]
 
 

@@ -324,7 +324,7 @@ class _Server:
             calls, left_s = counted(state.num_open_calls, "open call"), state.drain_timeout_s
             logger.info("%s: no new requests; %s, %.1f s to finish", state.why, calls, left_s)
             # The doors take no new calls; those that have begun may begin with all their prompts.
-            while state.num_batches and time.monotonic() < end and engine.health().alive:
+            while state.num_begun and time.monotonic() < end and engine.health().alive:
                 await asyncio.sleep(_WAIT_S)
             num_cut = await engine.drain(max(0.0, end - time.monotonic()))
             if num_cut:

@@ -6,8 +6,8 @@ import asyncio
 import enum
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class ServerState:
         last_words: error text for clients whose requests have not finished by then.
         created: time in seconds since 1970 at which the server began to load.
         num_open_calls: calls that generate and have not ended.
-        num_batches: calls with many prompts, some of which may still wait for places.
+        num_begun: calls whose prompts may not all have reached the engine; see `begun`.
         limits: bounds of requests, calls and connections, for all doors.
         max_message_bytes: of a request; by default the model's length decides it.
         salts_prefixes: whether a request finds only prompts of its own client in the prefix cache.
@@ -71,7 +71,7 @@ class ServerState:
     why: str = ""
     last_words: str = _LAST_WORDS
     num_open_calls: int = 0
-    num_batches: int = 0
+    num_begun: int = 0
     _max_text_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -135,6 +135,16 @@ class ServerState:
             hint = "watch /ready, or grpc.health.v1 under 'readiness'"
             raise errors.EngineLoadingError(f"the server loads its model; {hint}")
         return self.engine
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """In the context a call has begun: a server that is told to end waits until it has handed
+        all its prompts in."""
+        self.num_begun += 1
+        try:
+            yield
+        finally:
+            self.num_begun -= 1
 
     def check_open(self, model: str | None) -> LoRARequest | None:
         """Checks that requests for a model are taken; returns the adapter of that name, if it is

@@ -1,9 +1,9 @@
-"""What the inputs of each layer count when weights are rounded to int4.
+"""Calibration: weights of large inputs are rounded to int4 with less error than others.
 
-The scale of a group is the one whose error is least, and an error weighs as much as the input that
-it is multiplied with. How large inputs are is measured while the model, first rounded without this,
-writes texts: all texts begin with a random token, and go on as the model samples. So nothing but
-the model is needed. (llama.cpp measures the same for a given text: its importance matrix.)
+An error of a weight matters as much as the input that it is multiplied with. The inputs of each
+layer are measured while the model writes texts: each begins with a random token, and goes on as the
+model samples. For that it is rounded once without calibration. So no other text is needed.
+(llama.cpp's importance matrix is the same measure for a given text.)
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from tpengine.checkpoint.loader import load_model
 from tpengine.config import EngineConfig
 from tpengine.layers.linear import Linear
+from tpengine.layers.weights import Importance, Weights
+from tpengine.logger import init_logger
 from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.worker.model_runner import ModelRunner
+
+logger = init_logger(__name__)
 
 _NUM_TEXTS = _NUM_TOKENS = 32
 """At most; the first token of a text is one of them."""
 _LEAST_SHARE = 0.01
-"""Of the layer's mean, that an input counts which was always zero."""
+"""The importance of an input that was always zero, as a share of its layer's mean."""
 
 
 class InputMeter:
-    """Adds up the squares of a layer's inputs, in the place of what adds to its outputs."""
+    """Adds up the squares of a layer's inputs. A layer calls it as it calls adapters."""
 
     def __init__(self) -> None:
         self._squares: torch.Tensor | None = None
@@ -38,8 +43,8 @@ class InputMeter:
 
     @property
     def importance(self) -> torch.Tensor | None:
-        """What each input counts, float32 `[in_features]`, 1 on average; None: there were none, or
-        not all are finite."""
+        """The mean square of each input, float32 `[in_features]`, scaled to 1 on average; None:
+        there were no inputs, or not all are finite."""
         if self._squares is None:
             return None
         mean = self._squares.mean()
@@ -79,7 +84,7 @@ class _Texts:
     def _blocks_of_text(self) -> int:
         return -(-self.length // self.block_size)
 
-    def steps(self, vocab_size: int, seed: int) -> Iterator[StepInput]:
+    def steps(self, vocab_size: int) -> Iterator[StepInput]:
         """Yields the steps in which the texts are written, for an empty batch of `count` slots."""
         first_ids = np.random.default_rng(0).integers(vocab_size, size=self.count).tolist()
         slots, per_text = list(range(self.count)), self._blocks_of_text
@@ -91,7 +96,7 @@ class _Texts:
                 num_computed_tokens=0,
                 block_ids=list(range(slot * per_text, (slot + 1) * per_text)),
                 rules=SamplingRules(),
-                seed=seed,
+                seed=0,  # not the engine's: replicas have the same weights
                 index=slot,
                 end_token_ids=[],
             )
@@ -105,31 +110,40 @@ class _Texts:
 
 
 class Calibration:
-    """Measures the inputs of the layers of a model.
+    """A model whose layers measure their inputs.
+
+    Args:
+        weights: where the model is loaded.
 
     Attributes:
         config: of the runner that writes the texts.
+        digest: see `Weights.digest`.
+
+    Raises:
+        ConfigError, ModelLoadError: see `load_model`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, weights: Weights) -> None:
+        if weights.parallel.rank == 0:
+            logger.info("calibration of int4: the model writes texts; its weights are read twice")
         self._texts, self._meters = _Texts.of(config), dict[int, InputMeter]()
         scheduler = replace(config.scheduler, max_num_seqs=self._texts.count)
         self.config = replace(config, scheduler=scheduler)
+        self.model = load_model(config.model, weights, lambda _: self._attach(weights.linears))
+        self.digest = weights.digest
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the KV cache that the texts fill."""
         return self._texts.num_blocks
 
-    def attach(self, linears: Sequence[Linear]) -> None:
-        """Has each layer measure its inputs."""
+    def _attach(self, linears: Sequence[Linear]) -> None:
         for place, linear in enumerate(linears):
             linear.adapters = self._meters[place] = InputMeter()
 
-    def run(self, runner: ModelRunner) -> dict[int, torch.Tensor]:
-        """Writes the texts; returns what `Weights.importance` is."""
-        model = self.config.model
-        for step in self._texts.steps(model.vocab_size, model.seed):
+    def run(self, runner: ModelRunner) -> Importance:
+        """Writes the texts; returns how important the inputs of the layers are."""
+        for step in self._texts.steps(self.config.model.vocab_size):
             runner.execute(step)
             runner.finish()
         counts = {place: meter.importance for place, meter in self._meters.items()}

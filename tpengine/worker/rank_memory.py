@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from tpengine.config import EngineConfig
+from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import TemporaryError
 from tpengine.logger import init_logger
 from tpengine.ops import huge_pages
@@ -42,6 +43,11 @@ _POPULATE_S = 30.0
 _STATE, _WEIGHTS, _BLOCKS = "state", "weights", "blocks"
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Allocates a tensor of this shape and dtype."""
+
+
+def shared_objects(config: EngineConfig, parallel: ParallelState) -> dict[str, Any]:
+    """Objects of a rank that are made anew in each epoch, which what it keeps refers to."""
+    return {"config": config, "parallel": parallel, "stage": parallel.stage}
 
 
 class RankMemory:

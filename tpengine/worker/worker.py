@@ -20,7 +20,7 @@ from tpengine.distributed.shared_memory import SharedMemoryCollectives
 from tpengine.errors import CacheSizeError, TemporaryError, counted, is_device_fault
 from tpengine.layers.adapter_parts import Targets
 from tpengine.layers.lora import AdapterLayers
-from tpengine.layers.weights import Weights
+from tpengine.layers.weights import Importance, Weights
 from tpengine.logger import init_logger
 from tpengine.messages import MemoryLedger, Rendezvous, StepInput, StepOutput
 from tpengine.models.registry import CausalLM
@@ -32,6 +32,7 @@ from tpengine.worker.adapter_store import AdapterStore
 from tpengine.worker.cache_engine import CacheEngine, CacheShape
 from tpengine.worker.calibration import Calibration
 from tpengine.worker.draft_model import DraftModel
+from tpengine.worker.gpu.activations import claim_activations
 from tpengine.worker.gpu.attention_plans import (
     GpuAttention,
     attention_layers,
@@ -42,7 +43,7 @@ from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.gpu.pooled_blocks import staged_blocks
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.picture_store import PictureStore
-from tpengine.worker.rank_memory import RankMemory
+from tpengine.worker.rank_memory import RankMemory, shared_objects
 from tpengine.worker.recorder import Recorder
 from tpengine.worker.stage_ends import StageEnds
 
@@ -89,6 +90,7 @@ class Worker:
         self._device = torch.device("cuda:0" if config.device == "cuda" else config.device)
         self._dtype = self._cache_dtype = torch.float32
         self._model: CausalLM | None = None
+        self._calibration: Calibration | None = None  # between `load_model` and `calibrate`
         self._weights_bytes = self._looked_up_bytes = self._features_bytes = 0
         self._weights_form = self._digest = ""
         self._gpu: GpuAttention | None = None
@@ -165,28 +167,50 @@ class Worker:
             ConfigError, NativeLibraryError: see `GpuAttention`.
         """
         self._choose_layers()
-        parallel = self._parallel
-        shared = {"config": self._config, "parallel": parallel, "stage": parallel.stage}
+        model = self._config.model
         with torch.inference_mode():
+            shared = shared_objects(self._config, self._parallel)
             kept = None if self._memory is None else self._memory.load(shared)
             if kept is not None:
                 vars(self).update(kept)
                 gc.collect()  # the objects of the epoch before hold its links and memory
+            elif model.calibrates and self._device.type == "cpu":
+                self._calibration = Calibration(self._config, self._make_weights(model))
+                return self._calibration.digest
             else:
                 self._load_model()
-                if self._memory is not None and self._pictures is None:
-                    state = {name: getattr(self, name) for name in _KEPT}
-                    self._outlives = self._memory.save(state, shared)
-        layers = None if self._adapters is None else self._adapters.layers
-        where = self._device, parallel, self._gpu
-        self._recorder = Recorder(self._config, *where, layers, self._ends.entering)
+        self._make_recorder()
         return self._digest
 
-    def _load_model(self) -> None:
+    def calibrate(self) -> str:
+        """Measures the inputs of layers if `load_model` has loaded the model for that, and loads it
+        anew with the scales that fit; returns `Weights.digest`.
+
+        A call of its own, which begins when all ranks have loaded the model: else a rank that loads
+        slowly would be lost, since ranks wait for each other no longer than in a step.
+
+        Raises:
+            CollectiveError: another rank failed.
+            ConfigError, ModelLoadError: see `load_model`.
+        """
+        if (calibration := self._calibration) is not None:
+            self._model, self._calibration = calibration.model, None
+            cache = self._make_cache(calibration.model, calibration.num_blocks)
+            with self._forward():
+                importance = calibration.run(self._make_runner(cache, calibration.config))
+                self._model = calibration = None  # free before the weights are read again
+                self._load_model(importance)
+            self._make_recorder()
+        return self._digest
+
+    def _make_recorder(self) -> None:
+        layers = None if self._adapters is None else self._adapters.layers
+        where = self._device, self._parallel, self._gpu
+        self._recorder = Recorder(self._config, *where, layers, self._ends.entering)
+
+    def _load_model(self, importance: Importance | None = None) -> None:
         model = self._config.model
-        weights = self._make_weights(model)
-        if model.calibrates and self._device.type == "cpu":
-            weights.importance = self._calibrate(model)
+        weights = self._make_weights(model, importance)
         self._model = load_model(model, weights, lambda made: self._check(made, weights))
         self._weights_bytes, self._digest = weights.num_bytes, weights.digest
         if self._config.scheduler.pictures is not None:
@@ -202,22 +226,15 @@ class Worker:
         if self._cache_dtype == torch.float8_e4m3fn:
             set_kv_scales(self._model, weights, self._config, self._parallel)
         self._gpu = self._make_gpu_attention(self._model)
+        if self._memory is not None and self._pictures is None:
+            state = {name: getattr(self, name) for name in _KEPT}
+            shared = shared_objects(self._config, self._parallel)
+            self._outlives = self._memory.save(state, shared)
 
-    def _make_weights(self, model: ModelConfig) -> Weights:
+    def _make_weights(self, model: ModelConfig, importance: Importance | None = None) -> Weights:
         as_stored = device.keeps_stored(model.dtype, model.quantization, self._device.type)
         sharding = self._dtype, self._device, self._parallel
-        return Weights(*sharding, model.quantization, as_stored)
-
-    def _calibrate(self, model: ModelConfig) -> dict[int, torch.Tensor]:
-        """Loads the model to measure what the inputs of its layers count; returns what
-        `Weights.importance` is."""
-        weights, calibration = self._make_weights(model), Calibration(self._config)
-        self._model = load_model(model, weights, lambda _: calibration.attach(weights.linears))
-        cache = self._make_cache(self._model, calibration.num_blocks)
-        with self._forward():
-            importance = calibration.run(self._make_runner(cache, calibration.config))
-        self._model = None  # its memory is free before the weights are read again
-        return importance
+        return Weights(*sharding, model.quantization, as_stored, importance or {})
 
     def _choose_layers(self) -> None:
         """Finds which layers this rank's stage has."""
@@ -412,7 +429,7 @@ class Worker:
             if isinstance(recorded.steps, DecodeGraphs):
                 recorded.steps.record()
             if self._gpu is not None:
-                self._claim_activations(runner)
+                claim_activations(runner.run_worst_case, self._config, self._device)
         return runner
 
     def _try_recording(self) -> int:
@@ -421,18 +438,6 @@ class Worker:
         tried = [(m, self._make_cache(m, 1).kv_caches) for m in models if m is not None]
         with self._forward():
             return self._recorder.record(*tried).take_bytes()
-
-    def _claim_activations(self, runner: ModelRunner) -> None:
-        """Runs the worst step once more, on a GPU: torch keeps the memory that it takes, so that no
-        other process can take it before a request needs it."""
-        try:
-            runner.run_worst_case()
-        except torch.OutOfMemoryError as error:
-            raise CacheSizeError(
-                f"the activations of a step of {self._config.scheduler.max_num_batched_tokens} "
-                f"tokens do not fit next to the KV cache on {self._device} ({error}); lower "
-                "gpu_memory_utilization or max_num_batched_tokens"
-            ) from error
 
     def _drop_runner(self) -> None:
         if self._runner is not None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from starlette.requests import Request
@@ -39,6 +40,8 @@ _FORMS = ("json", "text", "verbose_json")
 _NUMBERS: dict[str, Callable[[str], float]] = {"temperature": float, "seed": int, "priority": int}
 _MOST_S = 1500.0
 """Of a sound; OpenAI's limit."""
+_LONG_AT_ONCE = 4
+"""Sounds of many parts that are in memory at a time: one has 96 MB at most."""
 _BEFORE = "<|startofprev|>"
 """The token in front of what was said before."""
 
@@ -50,12 +53,19 @@ def sound_routes(state: ServerState) -> list[Route]:
         state: of the server; has the engine once it is loaded, and the limits.
     """
 
+    turns = asyncio.Semaphore(_LONG_AT_ONCE)
+
     async def answer(request: Request, kind: str) -> Response:
         call = await read_form(request)
         check_task(state, kind, request.url.path)
-        speech = await _read(call, state, _TASKS[kind])
-        request.state.request_id = call.request_id
-        return await _write(speech, state)
+        with state.begun():
+            speech = await _read(call, state, _TASKS[kind])
+            request.state.request_id = call.request_id
+            if len(speech.parts) == 1:
+                return await _write(speech, state)
+            async with turns:
+                speech.parts += await _decode(speech.later)
+                return await _write(speech, state)
 
     return [Route(PATHS[kind][0], partial(answer, kind=kind), methods=["POST"]) for kind in _TASKS]
 
@@ -65,7 +75,8 @@ class _Speech:
     """What a call asks for.
 
     Attributes:
-        parts: of the sound, see `read_parts`.
+        parts: of the sound, see `read_parts`; at first two at most.
+        later: decodes the other parts.
         language: a key of `SoundConfig.languages`; None: the model is to say it.
         before: ids of what was said before.
         form: of the answer, one of `_FORMS`.
@@ -75,6 +86,7 @@ class _Speech:
     encoder: EncoderConfig
     task: str
     parts: list[Floats]
+    later: Iterator[Floats]
     language: str | None
     before: list[int]
     form: str
@@ -132,13 +144,18 @@ async def _read(call: Call, state: ServerState, task: str) -> _Speech:
     fields.end(is_call=True)
     begin(encoder, language, task)  # refuses a language before the sound is decoded
     before = await _ids_before(text, state) if text else []
+    reading = read_parts(file, encoder.sound.longest_s, _MOST_S)
+    parts = await _decode(islice(reading, 2))
+    own = language, before, form, params, common, call.request_id
+    return _Speech(encoder, task, parts, reading, *own)
+
+
+async def _decode(parts: Iterator[Floats]) -> list[Floats]:
+    """Decodes parts of a sound, in a thread."""
     try:
-        reading = read_parts(file, encoder.sound.longest_s, _MOST_S)
-        parts = await asyncio.to_thread(list, reading)
+        return await asyncio.to_thread(list, parts)
     except InvalidPromptError as error:
         raise FieldError("file", str(error).removeprefix("audio ")) from None
-    own = language, before, form, params, common, call.request_id
-    return _Speech(encoder, task, parts, *own)
 
 
 async def _ids_before(text: str, state: ServerState) -> list[int]:
