@@ -39,8 +39,8 @@ void take_format(const char* op, QuantizedLinearArgs& args, const Tensor& packed
   args.packed = packed.data<uint8_t>();
 }
 
-void quantize_weight(const Tensor& packed, const Tensor& weight,
-                     const Optional<Tensor>& importance, int64_t bits, int64_t group_size) {
+void quantize_weight(const Tensor& packed, const Tensor& weight, const Optional<Tensor>& importance,
+                     int64_t bits, int64_t group_size) {
   const char* op = "quantize_weight";
   QuantizedLinearArgs args = {};
   args.dtype = element_type(op, "weight", weight);
