@@ -123,11 +123,13 @@ def read_parts(content: bytes, part_s: float, most_s: float) -> Iterator[Floats]
 
 
 def _quietest_place(samples: _Samples) -> int:
-    """Returns the middle of the quietest of 50 windows at the end of a part; each is one 300th."""
+    """Returns the middle of the quietest of 50 windows at the end of a part, each one 300th of it;
+    of a part of few samples there are fewer windows. At least 1."""
     window = max(1, len(samples) // 300)
-    start = len(samples) - 50 * window
-    powers = np.square(samples[start:]).reshape(50, window).sum(axis=1)
-    return start + int(powers.argmin()) * window + window // 2
+    num_windows = min(50, len(samples) // window)
+    start = len(samples) - num_windows * window
+    powers = np.square(samples[start:]).reshape(num_windows, window).sum(axis=1)
+    return max(1, start + int(powers.argmin()) * window + window // 2)
 
 
 def _convert(samples: _Samples, rate: int) -> Floats:
@@ -193,8 +195,7 @@ def _open(content: bytes, most_s: float) -> tuple[_Reader, int]:
             raw = np.bitwise_xor(raw, np.uint8(0x80))  # they alone are unsigned
         wide = np.zeros((len(raw) // width, _MOST_BYTES_OF_A_SAMPLE), np.uint8)
         wide[:, -width:] = raw.reshape(-1, width)
-        means: _Samples = wide.view("<i4").reshape(-1, channels).mean(axis=1)
-        return means / 2**31
+        return np.asarray(wide.view("<i4").reshape(-1, channels).mean(axis=1) / 2**31)
 
     return read, rate
 
@@ -221,8 +222,7 @@ def _open_other(content: bytes, most_s: float, why_no_wave: Exception) -> tuple[
 
     def read(num_frames: int) -> _Samples:
         frames = checked(lambda: file.read(num_frames, dtype="float32", always_2d=True))
-        means: _Samples = frames.mean(axis=1)
-        return means
+        return np.asarray(frames.mean(axis=1))
 
     return read, file.samplerate
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,12 @@ def test_a_long_sound(whisper: Path, client: openai.OpenAI) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=None)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     expected = "".join(output.outputs[0].text for output in outputs).strip()
-    create = client.audio.transcriptions.create
-    answer: Any = create(
-        model="none", file=("a.wav", file), language="de", response_format="verbose_json"
-    )
+    common = {"model": "none", "response_format": "verbose_json"}
+    create: Any = partial(client.audio.transcriptions.create, **common)
+    answer = create(file=("a.wav", file), language="de")
     assert (answer.text, answer.duration) == (expected, 2.5)
-    heard = create(model="none", file=("a.wav", file), response_format="verbose_json")
-    alone = create(model="none", file=("a.wav", wav(parts[0])), response_format="verbose_json")
-    assert heard.language == alone.language
+    alone = create(file=("a.wav", wav(parts[0])))
+    assert create(file=("a.wav", file)).language == alone.language
 
 
 def test_a_large_file(client: openai.OpenAI) -> None:
