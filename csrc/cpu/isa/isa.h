@@ -34,7 +34,8 @@ namespace {
 
 // Rows of a block of a quantised product: integer and float sums of a pair of vectors are 4
 // registers a row. With one group per output there are no float sums while inputs are read.
-constexpr int kQuantizedRows = kLanes == 16 ? 6 : 2, kWholeRows = 2 * kQuantizedRows;
+constexpr int kQuantizedRows = kLanes == 16 ? 6 : kLanes == 8 ? 4 : 2;
+constexpr int kWholeRows = kLanes == 16 ? 12 : 4;
 #if defined(TPENGINE_HAS_TILES)
 constexpr int kLeastTileRows = 16;
 #else

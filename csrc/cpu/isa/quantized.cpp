@@ -229,10 +229,68 @@ inline void add_outliers(const QuantizedLinearArgs& a, int64_t row, const uint8_
   }
 }
 
+// What a kernel knows of its weights when it is compiled. kIsWhole: one group per output.
+template <int kBits_, bool kHasOffsets_, bool kIsWhole_>
+struct GroupFormat {
+  static constexpr int kBits = kBits_;
+  static constexpr bool kHasOffsets = kHasOffsets_, kIsWhole = kIsWhole_;
+};
+
+// Two vectors of weights of a step, and what products of them with four inputs of a row add to a sum.
+template <class Format>
+struct Weights {
+  // Steps whose sums are apart, in pairs of 16 bits, until they are added to those of a group.
+  static constexpr int kStepsApart = 0;
+  static constexpr bool kAreCentred = false;  // as signed numbers, so that sums start from 0
+  Raw columns[2];
+
+  explicit Weights(const uint8_t* w) {
+    columns[0] = load_raw(w);
+    if constexpr (Format::kBits == 4) {
+      columns[1] = high_nibbles(columns[0]);
+      columns[0] = low_nibbles(columns[0]);
+    } else {
+      columns[1] = load_raw(w + 64);
+    }
+  }
+  inline Raw add(Raw sum, int c, Raw four) const {
+    return Format::kBits == 4 ? add_nibble_products(sum, columns[c], four)
+                              : add_byte_products(sum, columns[c], four);
+  }
+};
+
+#if defined(TPENGINE_BYTES_IN_PAIRS)
+// Eight steps of nibbles fit into 16 bits: 8 * 2 * 15 * 127 is less than 2^15.
+template <bool kHasOffsets>
+struct Weights<GroupFormat<4, kHasOffsets, false>> {
+  static constexpr int kStepsApart = 8;
+  static constexpr bool kAreCentred = false;
+  Raw columns[2];
+
+  explicit Weights(const uint8_t* w)
+      : columns{low_nibbles(load_raw(w)), high_nibbles(load_raw(w))} {}
+  inline Raw add(Raw sum, int c, Raw four) const { return add_pairs(sum, columns[c], four); }
+};
+// A pair of products fits into 16 bits where the weights' signs are given to the inputs.
+template <bool kIsWhole>
+struct Weights<GroupFormat<8, false, kIsWhole>> {
+  static constexpr int kStepsApart = 0;
+  static constexpr bool kAreCentred = true;
+  CentredBytes columns[2];
+
+  explicit Weights(const uint8_t* w) : columns{centred(load_raw(w)), centred(load_raw(w + 64))} {}
+  inline Raw add(Raw sum, int c, Raw four) const {
+    return add_centred_products(sum, columns[c], four);
+  }
+};
+#endif
+
 // R rows times a panel.
 template <class Format, int R, class Fetch>
 void quantized_block(const QuantizedLinearArgs& a, int64_t row, int64_t panel, Fetch fetch) {
-  constexpr int kBits = Format::kBits, kStepBytes = kBits * 16, kUnroll = 4;
+  using Columns = Weights<Format>;
+  constexpr int kStepBytes = Format::kBits * 16;
+  constexpr int kSteps = Columns::kStepsApart > 0 ? Columns::kStepsApart : 4;
   const int64_t groups = Format::kIsWhole ? 1 : a.num_groups;
   for (int pair = 0; pair < kPairs; ++pair) {
     const uint8_t* w = a.packed + panel * a.panel_bytes + pair * sizeof(Raw);
@@ -247,33 +305,34 @@ void quantized_block(const QuantizedLinearArgs& a, int64_t row, int64_t panel, F
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
         for (int c = 0; c < 2; ++c)
-          sum[r][c] = Format::kHasOffsets ? zero_apart() : repeat_apart(start + r);
+          sum[r][c] = Format::kHasOffsets || Columns::kAreCentred ? zero_apart()
+                                                                  : repeat_apart(start + r);
       int64_t left = a.group_size / 4;
       do {
-#pragma GCC unroll 4
-        for (int i = 0; i < kUnroll; ++i) {
+        Raw apart[R][2];
+        auto& own = Columns::kStepsApart > 0 ? apart : sum;
+        if constexpr (Columns::kStepsApart > 0)
+#pragma GCC unroll 12
+          for (int r = 0; r < R; ++r)
+            for (int c = 0; c < 2; ++c) apart[r][c] = zero_apart();
+#pragma GCC unroll 8
+        for (int i = 0; i < kSteps; ++i) {
           fetch.at_step();
-          const Raw line = load_raw(w);
-          Raw column[2];
-          if constexpr (kBits == 4) {
-            column[0] = low_nibbles(line);
-            column[1] = high_nibbles(line);
-          } else {
-            column[0] = line;
-            column[1] = load_raw(w + 64);
-          }
+          const Columns columns(w);
           w += kStepBytes;
 #pragma GCC unroll 12
           for (int r = 0; r < R; ++r) {
             const Raw four = repeat(x[r]);
 #pragma GCC unroll 2
-            for (int c = 0; c < 2; ++c)
-              sum[r][c] = kBits == 4 ? add_nibble_products(sum[r][c], column[c], four)
-                                     : add_byte_products(sum[r][c], column[c], four);
+            for (int c = 0; c < 2; ++c) own[r][c] = columns.add(own[r][c], c, four);
           }
           x += R;
         }
-      } while ((left -= kUnroll) > 0);
+        if constexpr (Columns::kStepsApart > 0)
+#pragma GCC unroll 12
+          for (int r = 0; r < R; ++r)
+            for (int c = 0; c < 2; ++c) sum[r][c] = join_pairs(sum[r][c], apart[r][c]);
+      } while ((left -= kSteps) > 0);
       const uint16_t* scales = (const uint16_t*)(w - pair * sizeof(Raw)) + pair * kLanes;
 #pragma GCC unroll 2
       for (int c = 0; c < 2; ++c) {
@@ -350,13 +409,6 @@ void quantized_by_vectors(const QuantizedLinearArgs& a, PanelRange now, PanelRan
 #if defined(TPENGINE_HAS_TILES)
 #include "quantized_tiles.inc"
 #endif
-
-// What a kernel knows of its weights when it is compiled. kIsWhole: one group per output.
-template <int kBits_, bool kHasOffsets_, bool kIsWhole_>
-struct GroupFormat {
-  static constexpr int kBits = kBits_;
-  static constexpr bool kHasOffsets = kHasOffsets_, kIsWhole = kIsWhole_;
-};
 
 template <class Format>
 inline void quantized_panels(const QuantizedLinearArgs& a, PanelRange now, PanelRange next) {
