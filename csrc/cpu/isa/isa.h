@@ -13,6 +13,9 @@
 #include <immintrin.h>
 #endif
 
+#define TPENGINE_TEXT_OF(name) #name
+#define TPENGINE_TEXT(name) TPENGINE_TEXT_OF(name)
+
 namespace tpengine::cpu::TPENGINE_ISA {
 
 void attention(const AttentionArgs&, const AttentionItem&, const AttentionItem* next);
@@ -34,8 +37,12 @@ namespace {
 
 // Rows of a block of a quantised product: integer and float sums of a pair of vectors are 4
 // registers a row. With one group per output there are no float sums while inputs are read.
+#if defined(__AVXVNNI__)
+constexpr int kQuantizedRows = 6, kWholeRows = 6;
+#else
 constexpr int kQuantizedRows = kLanes == 16 ? 6 : kLanes == 8 ? 4 : 2;
 constexpr int kWholeRows = kLanes == 16 ? 12 : 4;
+#endif
 #if defined(TPENGINE_HAS_TILES)
 constexpr int kLeastTileRows = 16;
 #else

@@ -1,9 +1,6 @@
 // The kernels that compile fast, and the table of all kernels of this instruction set.
 #include "isa.h"
 
-#define TPENGINE_TEXT_OF(name) #name
-#define TPENGINE_TEXT(name) TPENGINE_TEXT_OF(name)
-
 namespace tpengine::cpu::TPENGINE_ISA {
 namespace {
 // clang-format off: the order matters
