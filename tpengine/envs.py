@@ -18,7 +18,8 @@ def log_level() -> str:
 
 
 def cpu_isa() -> str | None:
-    """`TPENGINE_CPU_ISA`: generic, avx2, avx512, avx512bf16 or amx; default: the best that runs."""
+    """`TPENGINE_CPU_ISA`: generic, avx2, avxvnni, avx512, avx512vnni, avx512bf16 or amx; default:
+    the best that runs."""
     return os.environ.get("TPENGINE_CPU_ISA") or None
 
 

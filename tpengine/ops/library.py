@@ -200,8 +200,7 @@ def supported_cpu_isas() -> tuple[str, ...]:
 
 
 def cpu_isa() -> str:
-    """Returns the instruction set in use: generic, avx2, avx512, avx512bf16, amx, or reference
-    (no library)."""
+    """Returns the instruction set in use, a name as in `envs.cpu_isa`, or reference: no library."""
     return _cpu.tpengine_cpu_isa().decode() if _cpu is not None else "reference"
 
 

@@ -1,5 +1,5 @@
-// The table of an instruction set that multiplies quantised weights in a way of its own, and has all
-// other kernels of another set.
+// The table of an instruction set that multiplies quantised weights in a way of its own, and has
+// all other kernels of another set.
 #include "isa.h"
 
 namespace tpengine::cpu {

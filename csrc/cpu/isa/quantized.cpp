@@ -236,7 +236,8 @@ struct GroupFormat {
   static constexpr bool kHasOffsets = kHasOffsets_, kIsWhole = kIsWhole_;
 };
 
-// Two vectors of weights of a step, and what products of them with four inputs of a row add to a sum.
+// Two vectors of weights of a step, and what products of them with four inputs of a row add to a
+// sum.
 template <class Format>
 struct Weights {
   // Steps whose sums are apart, in pairs of 16 bits, until they are added to those of a group.
@@ -305,8 +306,8 @@ void quantized_block(const QuantizedLinearArgs& a, int64_t row, int64_t panel, F
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
         for (int c = 0; c < 2; ++c)
-          sum[r][c] = Format::kHasOffsets || Columns::kAreCentred ? zero_apart()
-                                                                  : repeat_apart(start + r);
+          sum[r][c] =
+              Format::kHasOffsets || Columns::kAreCentred ? zero_apart() : repeat_apart(start + r);
       int64_t left = a.group_size / 4;
       do {
         Raw apart[R][2];
