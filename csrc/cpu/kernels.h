@@ -125,8 +125,9 @@ struct SamplingArgs {
 
 // Rows up to which a kernel of 16 lanes reads each panel once, for all of them.
 constexpr int64_t kFewRowsOf16Lanes = 10;
-constexpr int64_t kLinearPanel = 32;    // outputs side by side in a packed weight
-constexpr int64_t kTileBlockRows = 32;  // most rows of a block that tiles multiply with a panel
+constexpr int64_t kLinearPanel = 32;     // outputs side by side in a packed weight
+constexpr int64_t kTileBlockRows = 32;   // most rows of a block that tiles multiply with a panel
+constexpr int64_t kTileRoundedRows = 8;  // of such a block, that a thread rounds at once
 
 struct PanelRange {
   int64_t begin, end;
@@ -193,6 +194,10 @@ struct QuantizedLinearArgs {
   int64_t first_row(int64_t block) const {
     if (tile_inputs == 0) return num_rows * block / num_blocks;
     return block < num_blocks ? block * kTileBlockRows : num_rows;
+  }
+  // Parts of rows that threads round: blocks, or pieces of those of tiles.
+  int64_t num_parts() const {
+    return tile_inputs == 0 ? num_blocks : (num_rows + kTileRoundedRows - 1) / kTileRoundedRows;
   }
 };
 

@@ -176,7 +176,7 @@ class RowScratch {
 class SharedRounding {
  public:
   void run(const QuantizedLinearArgs& args) {
-    const int64_t parts = args.num_blocks;
+    const int64_t parts = args.num_parts();
     for (int64_t i; (i = next_.fetch_add(1)) < parts;) {
       kernels().quantize_rows(args, i, i + 1);
       done_.fetch_add(1, std::memory_order_release);
@@ -209,7 +209,7 @@ void multiply_set(QuantizedLinearArgs args) {
     if (is_alone) mine.rows = own_memory.take(mine);
     mine.rows.maxima = maxima.take(mine.row_bytes() / 4 + kMostVectorBytes);
     if (is_alone) {
-      kernels().quantize_rows(mine, 0, mine.num_blocks);
+      kernels().quantize_rows(mine, 0, mine.num_parts());
     } else {
       rounding.run(mine);
     }

@@ -149,10 +149,11 @@ inline void put_starts(const QuantizedLinearArgs& a, int64_t R, const int32_t* f
   }
 }
 
-// Adds the high parts of outliers to the sums of inputs that stand in `starts`, which offsets need.
-inline void add_high_inputs(const QuantizedLinearArgs& a, int64_t R, const OutlierFour* outlier,
-                            int32_t* starts) {
-  for (int64_t r = 0; r < R; ++r)
+// Adds the high parts of outliers of some of R rows to the sums of inputs that stand in `starts`,
+// which offsets need.
+inline void add_high_inputs(const QuantizedLinearArgs& a, int64_t rows, int64_t R,
+                            const OutlierFour* outlier, int32_t* starts) {
+  for (int64_t r = 0; r < rows; ++r)
     for (int64_t i = 0; i < a.num_outliers; ++i, ++outlier) {
       float sum;
       int32_t* start = starts + outlier->line / a.group_bytes * R + r;
@@ -536,29 +537,34 @@ void quantize_panel(const QuantizedLinearArgs& a, int64_t panel) {
 
 }  // namespace
 
-// Blocks [begin, end) of rows.
+// Parts [begin, end) of rows.
 void quantize_rows(const QuantizedLinearArgs& a, int64_t begin, int64_t end) {
-  for (int64_t block = begin; block < end; ++block) {
-    const int64_t first = a.first_row(block), R = a.first_row(block + 1) - first;
-    int32_t* fours = (int32_t*)(a.rows.bytes + first * a.row_bytes());
-    const int64_t row_fours = a.tile_inputs > 0 ? 16 : 1;  // to the next row
-    for (int64_t i = 0; i < R; ++i) {
-      const int64_t at = (first + i) * a.x_stride;
+  constexpr int64_t kPieces = kTileBlockRows / kTileRoundedRows;
+  const bool is_by_tiles = a.tile_inputs > 0;
+  for (int64_t part = begin; part < end; ++part) {
+    const int64_t block = is_by_tiles ? part / kPieces : part;
+    const int64_t block_first = a.first_row(block), R = a.first_row(block + 1) - block_first;
+    const int64_t at = is_by_tiles ? part % kPieces * kTileRoundedRows : 0;  // in the block
+    const int64_t first = block_first + at,
+                  rows = is_by_tiles ? min64(R - at, kTileRoundedRows) : R;
+    int32_t* fours = (int32_t*)(a.rows.bytes + block_first * a.row_bytes()) + at * 16;
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t x = (first + i) * a.x_stride;
       OutlierFour* outliers = a.rows.outliers + (first + i) * a.num_outliers;
-      a.rows.scales[first + i] =
-          a.dtype == DType::kFloat32
-              ? quantize_row(a, (const float*)a.x + at, R, fours + i * row_fours, outliers)
-              : quantize_row(a, (const uint16_t*)a.x + at, R, fours + i * row_fours, outliers);
+      int32_t* to = fours + (is_by_tiles ? i * 16 : i);
+      a.rows.scales[first + i] = a.dtype == DType::kFloat32
+                                     ? quantize_row(a, (const float*)a.x + x, R, to, outliers)
+                                     : quantize_row(a, (const uint16_t*)a.x + x, R, to, outliers);
     }
-    int32_t* starts = a.rows.starts + first * a.num_groups;
+    int32_t* starts = a.rows.starts + block_first * a.num_groups + at;
 #if defined(TPENGINE_HAS_TILES)
-    if (a.tile_inputs > 0)
-      put_starts_by_tiles(a, TileBlock(first, R), starts);
+    if (is_by_tiles)
+      put_starts_by_tiles(a, (const int8_t*)fours, rows, R, starts);
     else
 #endif
       put_starts(a, R, fours, starts);
     if (a.offsets != Offsets::kNone)
-      add_high_inputs(a, R, a.rows.outliers + first * a.num_outliers, starts);
+      add_high_inputs(a, rows, R, a.rows.outliers + first * a.num_outliers, starts);
   }
 }
 
