@@ -94,7 +94,8 @@ std::vector<Run> sort_by_expert(const char* op, const Tensor& expert_ids, int64_
 // groups of them, as if they were those of one weight.
 //
 // all: the arguments of a product whose rows are all rows, and whose weight is that of expert 0.
-void multiply_runs(const std::vector<Run>& runs, const LinearArgs& all) {
+void multiply_runs(const std::vector<Run>& runs, LinearArgs all) {
+  widen_inputs(all);
   const int64_t size = bytes_of(all.dtype), panels = num_panels(all.out_features);
   const int64_t panel_bytes = kLinearPanel * all.in_features * size;
   const int64_t num_runs = static_cast<int64_t>(runs.size());
@@ -102,7 +103,7 @@ void multiply_runs(const std::vector<Run>& runs, const LinearArgs& all) {
     LinearArgs args = all;
     args.num_rows = run.end - run.begin;
     args.packed = static_cast<const char*>(all.packed) + run.expert * panels * panel_bytes;
-    args.x = static_cast<const char*>(all.x) + run.begin * all.x_stride * size;
+    args.x = static_cast<const char*>(all.x) + run.begin * all.x_stride * bytes_of_input(all.dtype);
     args.out = static_cast<char*>(all.out) + run.begin * all.out_stride * size;
     return args;
   };

@@ -268,6 +268,7 @@ struct Kernels {
   const char* name;
   int64_t vector_lanes;
   int64_t quantized_rows, whole_rows;  // at most, of a block: with groups, with one per output
+  bool takes_floats;                   // for inputs of linear layers in bfloat16
   int64_t tile_rows;  // fewest rows for which tiles multiply quantised weights; 0: no tiles
   // next: the item that this thread will probably take after this one; null: none
   void (*attention)(const AttentionArgs&, const AttentionItem&, const AttentionItem* next);

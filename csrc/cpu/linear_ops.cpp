@@ -61,6 +61,7 @@ void packed_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
   check_tensor(op, "packed", packed, x.dtype(), {panels * kLinearPanel * args.in_features});
   args.packed = packed.raw();
   if (args.num_rows == 0) return;
+  widen_inputs(args);
 
   const auto kernel = kernels().linear;
   const int64_t element = bytes_of(args.dtype), rows = args.num_rows;
@@ -70,7 +71,7 @@ void packed_linear(const Tensor& out, const Tensor& x, const Tensor& packed,
   for (int64_t first = 0; first < rows; first += most) {
     args.num_rows = std::min(rows - first, most);
     args.out = all_out + first * args.out_stride * element;
-    args.x = all_x + first * args.x_stride * element;
+    args.x = all_x + first * args.x_stride * bytes_of_input(args.dtype);
     for_each_panel_group(args.num_rows, args.in_features, panels,
                          kLinearPanel * args.in_features * element,
                          [&](PanelRange now, PanelRange next) { kernel(args, now, next); });

@@ -32,6 +32,26 @@ void take_rows(const char* op, Args& args, const Tensor& out, const Tensor& x,
 // Neighbours of the summed dimension in a lane.
 inline int64_t pack_of(DType dtype) { return dtype == DType::kBFloat16 ? 2 : 1; }
 
+inline int64_t bytes_of_input(DType dtype) { return kernels().takes_floats ? 4 : bytes_of(dtype); }
+
+// Inputs in bfloat16 become floats where the kernels have no products of bfloat16: once, and not
+// again for each block of outputs.
+inline void widen_inputs(LinearArgs& args) {
+  if (args.dtype == DType::kFloat32 || !kernels().takes_floats) return;
+  static thread_local Scratch<float> scratch;
+  float* const floats = scratch.take(args.num_rows * args.in_features);
+  const uint16_t* const x = static_cast<const uint16_t*>(args.x);
+  parallel_for(args.num_rows, row_grain(args.in_features), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      for (int64_t k = 0; k < args.in_features; ++k) {
+        const uint32_t bits = static_cast<uint32_t>(x[r * args.x_stride + k]) << 16;
+        std::memcpy(floats + r * args.in_features + k, &bits, sizeof bits);
+      }
+  });
+  args.x = floats;
+  args.x_stride = args.in_features;
+}
+
 inline void check_in_features(const char* op, int64_t in_features, DType dtype) {
   if (in_features % pack_of(dtype) != 0) {
     fail(op, "the weight has " + std::to_string(in_features) +

@@ -49,7 +49,7 @@ constexpr int kUnaidedRows = kIsLineAtOnce<E> ? 4 : 0;
 template <class E>
 struct FloatLinear {
   using Args = LinearArgs;
-  using Input = typename E::Storage;
+  using Input = typename E::Factor;
   using Weight = typename E::Storage;
   using Output = typename E::Storage;
   using Sum = Vec;
@@ -59,16 +59,7 @@ struct FloatLinear {
   static inline const Input* inputs(const Args& a) { return (const Input*)a.x; }
   static inline int64_t input_stride(const Args& a) { return a.x_stride; }
   static inline Operand operand(const Weight* p) { return E::operand(p); }
-  static inline typename E::Broadcast broadcast(const Input* p) {
-    if constexpr (sizeof(Input) == sizeof(typename E::Factor)) {
-      return E::broadcast(p);
-    } else {
-      int32_t pair;
-      memcpy(&pair, p, sizeof pair);
-      const Raw raw = repeat(pair);
-      return {low_half(raw), high_half(raw)};
-    }
-  }
+  static inline typename E::Broadcast broadcast(const Input* p) { return E::broadcast(p); }
   static inline Sum multiply_add(Sum total, const typename E::Broadcast& x, const Operand& w) {
     return E::multiply_add(total, x, w);
   }
