@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,10 +20,6 @@ from tpengine.layers.weights import Weights, tensor_shape
 from tpengine.models.registry import build_model
 
 SHAPE = "llama-124m"
-EVENT_LOOP = "event loop"
-ENGINE = "engine"
-_ENGINE_THREADS = "tpengine-engine"
-"""Name of the engine's thread, which the threads of its kernels inherit."""
 _WEIGHTS_STD = 0.02
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -92,20 +87,3 @@ def cpu_s(pid: int) -> float:
     """User and system time of a process."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
-
-
-def thread_times(pid: int) -> dict[str, float]:
-    """CPU seconds of a process since its start, by thread name; threads of one name are added up.
-
-    The first thread of a Python process, which runs a server's event loop, is `EVENT_LOOP`. A
-    thread without a name, such as gRPC's poller, has the program's name.
-    """
-    times: defaultdict[str, float] = defaultdict(float)
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # the thread has ended
-            ran_ns = int((task / "schedstat").read_text().split()[0])
-            name = (task / "comm").read_text().strip()
-            if task.name == str(pid):
-                name = EVENT_LOOP
-            times[ENGINE if name == _ENGINE_THREADS else name] += ran_ns / 1e9
-    return times

@@ -28,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         waiting=(10_000, "requests that wait"),
         steps=(500, "decode steps to measure"),
     )
-    parser.add_argument("--no-chunked-prefill", action="store_true", help="schedule prompts whole")
-    parser.add_argument("--no-prefix-caching", action="store_true", help="engines have it on")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,11 +49,7 @@ def run(args: argparse.Namespace) -> int:
         scheduler.abort_request(f"r{index}")
     abort_s = time.perf_counter() - start
 
-    print(
-        f"scheduler: {args.running} running, {args.waiting} waiting, {args.steps} decode steps, "
-        f"chunked prefill {'off' if args.no_chunked_prefill else 'on'}, "
-        f"prefix caching {'off' if args.no_prefix_caching else 'on'}"
-    )
+    print(f"scheduler: {args.running} running, {args.waiting} waiting, {args.steps} decode steps")
     print(report_head(None))
     p99_ms = steps_ms[min(len(steps_ms) - 1, int(0.99 * len(steps_ms)))]
     print(
@@ -74,17 +68,13 @@ def _build(args: argparse.Namespace) -> Scheduler:
         max_num_batched_tokens=max(2048, args.running),
         max_num_seqs=args.running,
         max_model_len=num_tokens,
-        enable_chunked_prefill=not args.no_chunked_prefill,
+        enable_chunked_prefill=True,
         policy="fcfs",
         preemption_mode="swap",
     )
     # Twice what the running ones need, so that neither watermark nor preemption joins in.
-    blocks = BlockManager(
-        2 * blocks_each * args.running,
-        BLOCK_SIZE,
-        enable_prefix_caching=not args.no_prefix_caching,
-    )
-    return Scheduler(config, blocks)
+    num_blocks = 2 * blocks_each * args.running
+    return Scheduler(config, BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=True))
 
 
 def _step(scheduler: Scheduler) -> float:

@@ -10,7 +10,6 @@ from support.models import ModelShop
 from support.zoo import PLAIN
 
 from benchmarks.__main__ import main
-from tpengine.config import EMBEDDED_MODEL
 
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
@@ -18,17 +17,6 @@ ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02
 def test_the_scheduler_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scheduler", "--running", "8", "--waiting", "20", "--steps", "12"]) == 0
     assert re.search(r"median 0\.\d+ ms, p99 [\d.]+ ms a step", capsys.readouterr().out)
-
-
-@pytest.mark.soak
-def test_both_doors_serve_the_same_load(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--streams", "4", "--output-tokens", "8", "--rounds", "1"]
-    server = "--dtype float32 --num-device-blocks-override 64 --max-model-len 256"
-    assert main(["doors", "--model", EMBEDDED_MODEL, "--server", server, *sizes]) == 0
-    shown = capsys.readouterr().out
-    for door in ("gRPC", "HTTP"):
-        cost = r"[\d.]+ tokens/s; server's CPU, µs per token: [\d.]+, without the engine [\d.]+"
-        assert re.search(rf"(?m)^{door}: {cost}; ", shown), shown
 
 
 @pytest.mark.soak

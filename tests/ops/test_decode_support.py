@@ -8,7 +8,6 @@ from support.messages import said
 
 from tpengine.errors import ConfigError, NativeLibraryError
 from tpengine.ops import attention_ops as attention
-from tpengine.ops import cache_ops as cache
 from tpengine.ops import library, reference
 
 from .cases import dense_attention, generator, make_case, nan_like, relative_error
@@ -88,23 +87,3 @@ def test_reference_attends_to_an_fp8_cache(with_plan: bool) -> None:
         0.5, 3.0, *(plan or ()),
     )  # fmt: skip
     assert relative_error(out, dense_attention(case, q, [1, 1, 1])) < 4e-3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
-def test_blocks_go_to_the_host_and_back(dtype: torch.dtype) -> None:
-    pool = torch.randn(4, 12, 8, 16, generator=generator(1)).to(dtype)
-    bits, before = pool.view(torch.uint8), pool.view(torch.uint8).clone()
-    host = torch.zeros(9, 4, 8, 16).to(dtype)
-    staging = torch.zeros(2, 4, 8, 16).to(dtype)
-    pairs = [(3, 7), (11, 6), (0, 2), (5, 8), (1, 0)]
-    cache.swap_out(host, pool, pairs, staging)
-    for block, target in pairs:
-        assert torch.equal(host.view(torch.uint8)[target], before[:, block])
-    assert not host.view(torch.uint8)[[1, 3, 4, 5]].any()
-    bits.zero_()
-    cache.swap_in(pool, host, [(target, block) for block, target in pairs], staging)
-    moved = [block for block, _ in pairs]
-    assert torch.equal(bits[:, moved], before[:, moved])
-    assert not bits[:, [2, 4, 6, 7, 8, 9, 10]].any()
-    cache.copy_cache_blocks(pool, torch.tensor([(3, 2), (3, 4)]))
-    assert torch.equal(bits[:, [2, 4]], before[:, [3, 3]])

@@ -141,15 +141,11 @@ def test_accumulate(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(x, before)
 
 
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
 ACTIVATIONS = {
     "relu": torch.relu,
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
 }
 
 

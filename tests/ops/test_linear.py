@@ -23,7 +23,7 @@ BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 # rows around the blocks of 3, 4, 6, 10 and 12, outputs around the panels of 32, halves and pairs
 SHAPES = [
     (1, 64, 32), (2, 2, 1), (3, 96, 31), (8, 40, 65), (9, 34, 97), (12, 34, 33), (13, 128, 64),
-    (5, 34, 49), (7, 66, 40), (18, 2, 65), (25, 66, 70), (40, 256, 100),
+    (5, 34, 49), (7, 66, 40), (18, 2, 65), (25, 66, 70), (40, 256, 100), (0, 64, 32),
 ]  # fmt: skip
 
 
@@ -100,15 +100,6 @@ def test_tiles_add_in_their_documented_order(name: str) -> None:
     with backend(name) as op:
         op("packed_linear")(out, x, pack_linear_weight(weight), bias)
     assert torch.equal(out, total.bfloat16())
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_no_rows(name: str) -> None:
-    x, weight, _ = _case((1, 64, 32), torch.float32)
-    out = x.new_empty(0, 32)
-    with backend(name) as op:
-        op("packed_linear")(out, x[:0], pack_linear_weight(weight), None)
-    assert out.shape == (0, 32)
 
 
 @pytest.mark.parametrize("name", ISAS)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from support.engines import open_engine, open_llm
 from support.gpu_walk import walk_the_gpus_way
 from support.pooling_models import POOLINGS, embed_ids, hidden_states, normalized, write_modules
@@ -20,8 +23,11 @@ from support.small_encoders import (
     write_encoder,
     write_pair_tokenizer,
 )
+from support.tiny_llama import edit_json
 
+from tpengine.checkpoint import model_files
 from tpengine.cli.main import main
+from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, RequestError
 from tpengine.layers import gpu_attention
 
@@ -31,15 +37,29 @@ CLOSE = 1e-5
 LENGTHS = (1, 40, 2, MAX_POSITIONS, 17, 1, 33, 50, 3, 23)
 STEP = {"max_num_batched_tokens": 100}
 """So that prompts need several steps, and some steps have prompts of one token beside others."""
+CLEAR = 0.05
+"""Least effect of what a test looks at, on the largest element of hidden states."""
 PAIRS = [("cat", "dog cat"), ("cat", "a dog"), ("a dog cat a", "b")]
-
-
 PROMPTS = random_prompts(LENGTHS)
 
 
-def pooled(model: Any, pooling: str) -> torch.Tensor:
-    states = (hidden_states(model, prompt) for prompt in PROMPTS)
-    return torch.stack([normalized(POOLINGS[pooling](each)) for each in states])
+def states(model: Any, prompts: Sequence[list[int]] = PROMPTS) -> list[torch.Tensor]:
+    """What transformers computes of each."""
+    return [hidden_states(model, prompt) for prompt in prompts]
+
+
+def distance(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    pairs = zip(actual, expected, strict=True)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+
+def pooled(model: Any, pooling: str = "mean") -> torch.Tensor:
+    return torch.stack([normalized(POOLINGS[pooling](each)) for each in states(model)])
+
+
+def embed(folder: Path, ranks: int = 1, **options: Any) -> torch.Tensor:
+    with open_engine(folder, ranks, pooling_type="mean", **STEP, **options) as engine:
+        return embed_ids(engine, PROMPTS)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -51,17 +71,15 @@ def test_embeddings(name: str, tmp_path: Path) -> None:
         vectors = embed_ids(engine, PROMPTS)
         alone = [embed_ids(engine, [prompt])[0] for prompt in PROMPTS]
     assert torch.equal(torch.stack(alone), vectors)
-    assert (vectors - pooled(model, pooling)).abs().max() < CLOSE
+    assert distance(vectors, pooled(model, pooling)) < CLOSE
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 1), (1, 3), (2, 2)])
-@pytest.mark.parametrize("name", ["roberta", "modernbert", "gemma3_text"])
+@pytest.mark.parametrize("name", ENCODERS)
 def test_ranks(name: str, ranks: int, stages: int, tmp_path: Path) -> None:
     model = write_encoder(tmp_path, name)
-    options = {"pipeline_parallel_size": stages, "pooling_type": "mean", **STEP}
-    with open_engine(tmp_path, ranks, **options) as engine:
-        vectors = embed_ids(engine, PROMPTS)
-    assert (vectors - pooled(model, "mean")).abs().max() < CLOSE
+    vectors = embed(tmp_path, ranks, pipeline_parallel_size=stages)
+    assert distance(vectors, pooled(model)) < CLOSE
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "gemma3_text"])
@@ -69,11 +87,91 @@ def test_on_a_gpus_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Long prompts in slices."""
     model, walk = write_encoder(tmp_path, name), walk_the_gpus_way(monkeypatch)
     monkeypatch.setattr(gpu_attention, "MASK_ELEMENTS", 400)
-    with open_engine(tmp_path, pooling_type="mean", **STEP) as engine:
-        vectors = embed_ids(engine, PROMPTS)
-    assert (vectors - pooled(model, "mean")).abs().max() < CLOSE
+    assert distance(embed(tmp_path), pooled(model)) < CLOSE
     assert walk.prefills > 0
     assert walk.gathers == 0
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_oracle_could_tell(name: str, tmp_path: Path) -> None:
+    """A wrong model cannot pass: the oracle's states depend on later tokens, on positions and on
+    each token at the border of a window."""
+    model = write_encoder(tmp_path / "model", name)
+    long = [prompt for prompt in PROMPTS if len(prompt) > 1]
+    changed = states(model, [[*prompt[:-1], 6 + (prompt[-1] - 5) % 313] for prompt in long])
+    firsts = [[each[0] for each in lists] for lists in (changed, states(model, long))]
+    assert distance(*firsts) > CLEAR
+    same = hidden_states(model, [7] * 17)
+    if not any(word in name for word in ("modernbert", "gemma")):  # rotary positions are relative
+        assert distance(same[1:], same[:-1]) > CLEAR
+    for field in ("local_attention", "sliding_window"):
+        if field in ENCODERS[name]:
+            other = write_encoder(tmp_path / field, name, **{field: ENCODERS[name][field] + 2})
+            assert distance(states(other), states(model)) > CLEAR
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "gemma3_text"])
+@pytest.mark.parametrize(("form", "loss"), [("int8", 0.15), ("int4", 0.7)])
+def test_quantized(name: str, form: str, loss: float, tmp_path: Path) -> None:
+    expected = pooled(write_encoder(tmp_path, name))
+    error = float((embed(tmp_path, quantization=form) - expected).norm() / expected.norm())
+    assert loss / 20 < error < loss
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])
+def test_checkpoints_of_pretraining(name: str, tmp_path: Path) -> None:
+    """Models with a head that predicts tokens, and names and buffers of early files."""
+    model = write_encoder(tmp_path, name, transformers.AutoModelForMaskedLM)
+    expected = pooled(model.base_model)
+    assert distance(embed(tmp_path), expected) < CLOSE
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = ("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")
+    old = {key.replace(*names[0]).replace(*names[1]): x for key, x in tensors.items()}
+    if name != "modernbert":
+        old[f"{name}.embeddings.position_ids"] = torch.arange(8)[None]
+        old[f"{name}.pooler.dense.weight"] = torch.zeros(64, 64)
+        old[f"{name}.pooler.dense.bias"] = torch.zeros(64)
+    torch.save(old, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert distance(embed(tmp_path), expected) < CLOSE
+
+
+def test_modernbert_in_fields_of_transformers_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_encoder(tmp_path, "modernbert")
+    old = model_files.read_hf_config(str(tmp_path), trust_remote_code=False)
+    for field, kind in (("global", "full"), ("local", "sliding")):
+        theta = old["rope_parameters"][f"{kind}_attention"]["rope_theta"]
+        old[f"{field}_rope_theta"] = theta
+    old["global_attn_every_n_layers"] = 2
+    del old["rope_parameters"], old["layer_types"]
+    monkeypatch.setattr(model_files, "read_hf_config", lambda *args: old)
+    assert distance(embed(tmp_path), pooled(model)) < CLOSE
+
+
+def test_positions_after_padding(tmp_path: Path) -> None:
+    write_encoder(tmp_path, "xlm-roberta")
+    args = EngineArgs(str(tmp_path), device="cpu")
+    assert args.create_engine_config("cpu").model.max_model_len == MAX_POSITIONS
+    with pytest.raises(ConfigError, match=f"the {MAX_POSITIONS} positions"):
+        replace(args, max_model_len=MAX_POSITIONS + 1).create_engine_config("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("bert", "is_decoder", True),
+        ("bert", "position_embedding_type", "relative_key"),
+        ("roberta", "pad_token_id", None),
+        ("modernbert", "local_attention", 0),
+    ],
+)
+def test_refused(name: str, field: str, value: object, tmp_path: Path) -> None:
+    write_encoder(tmp_path, name)
+    edit_json(tmp_path / "config.json", lambda config: config.update({field: value}))
+    with pytest.raises(ConfigError, match=field):
+        embed(tmp_path)
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)

@@ -36,26 +36,14 @@ def test_worked_example() -> None:
     assert len(loop.endings) == 300
 
 
-def test_steps_are_counted_from_one_and_empty_ones_are_not() -> None:
-    loop = Loop()
-    assert loop.step().is_empty
-    loop.add_plain(3)
-    assert loop.step().step_input.step == 1
-    assert loop.step().step_input.step == 2
-    loop.run()
-    assert loop.step().is_empty
-    loop.add_plain(3, first=1)
-    assert loop.step().step_input.step == loop.worker.last_step == 17
-
-
 def test_chunks_fill_the_budget_after_the_decodes() -> None:
     loop = Loop(Limits(tokens=10))
-    first, second, third = loop.add_plain(7, 15, 4)
+    first, second, third = loop.add_plain(7, 17, 2)
     output = loop.step()
     assert (sizes(output), output.sampled) == ([1, 7, 2], first.sequences)
     assert output.num_prefill_tokens == 10
     output = loop.step()
-    assert sizes(output) == [1, 6, 3]
+    assert sizes(output) == [1, 1, 8]
     assert output.sampled == [*first.sequences, *third.sequences]
     assert output.num_prefill_tokens == 9
     output = loop.step()
@@ -64,15 +52,6 @@ def test_chunks_fill_the_budget_after_the_decodes() -> None:
     assert output.sampled == output.rows
     assert output.num_prefill_tokens == 7
     assert sizes(loop.step()) == [1, 1, 1]
-
-
-def test_prefill_tokens_count_a_chunk_of_one() -> None:
-    loop = Loop(Limits(tokens=4))
-    loop.add_plain(5)
-    assert loop.step().num_prefill_tokens == 4
-    output = loop.step()
-    assert (sizes(output), output.num_prefill_tokens) == ([1], 1)
-    assert loop.step().num_prefill_tokens == 0
 
 
 def test_more_running_than_budget_serves_the_oldest() -> None:

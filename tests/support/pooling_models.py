@@ -73,13 +73,10 @@ def _write(path: Path, content: object) -> None:
     path.write_text(json.dumps(content))
 
 
-def hidden_states(
-    model: Any, prompt: Sequence[int], token_types: Sequence[int] | None = None
-) -> torch.Tensor:
+def hidden_states(model: Any, prompt: Sequence[int]) -> torch.Tensor:
     """Of each token after the last layer, `[num_tokens, hidden_size]`."""
-    types = {} if token_types is None else {"token_type_ids": torch.tensor([token_types])}
     with torch.inference_mode():
-        return model(torch.tensor([list(prompt)]), **types).last_hidden_state[0]
+        return model(torch.tensor([list(prompt)])).last_hidden_state[0]
 
 
 def embed_ids(

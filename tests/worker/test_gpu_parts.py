@@ -58,16 +58,18 @@ def test_pooled_blocks_move(
     monkeypatch.setattr("tpengine.worker.gpu.pooled_blocks._PIECE_BYTES", piece_bytes)
     pool = torch.randn(6, 10, 8, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     before, bits = pool.view(torch.uint8).clone(), pool.view(torch.uint8)
-    blocks = PooledBlocks(pool, 4)
+    blocks = PooledBlocks(pool, 5)
     assert len(blocks.caches) == 3
     assert all(k.shape == v.shape == (10, 8, 2, 16) for k, v in blocks.caches)
-    blocks.swap(BlockMoves(swap_outs=[(7, 3), (2, 0)]))
-    bits[:, [2, 7]] = 0
-    blocks.swap(BlockMoves(swap_ins=[(3, 1), (0, 7)]))
+    blocks.swap(BlockMoves(swap_outs=[(9, 1)]))
+    blocks.swap(BlockMoves(swap_outs=[(7, 3), (8, 4), (2, 0)]))
+    bits[:, [2, 7, 8, 9]] = 0
+    blocks.swap(BlockMoves(swap_ins=[(3, 1), (4, 2), (0, 7), (1, 8)]))
     blocks.copy([(1, 5), (7, 6)])
-    assert torch.equal(bits[:, [1, 7, 5, 6]], before[:, [7, 2, 7, 2]])
-    untouched = [0, 3, 4, 8, 9]
+    assert torch.equal(bits[:, [1, 2, 7, 8, 5, 6]], before[:, [7, 8, 2, 9, 7, 2]])
+    untouched = [0, 3, 4]
     assert torch.equal(bits[:, untouched], before[:, untouched])
+    assert not bits[:, 9].any()
 
 
 def test_layers_wait_once_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:

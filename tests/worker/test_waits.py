@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,13 +57,11 @@ def test_uploads(hung: ParallelState) -> None:
 
 
 def test_whether_all_can(hung: ParallelState, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Device:
-        type = "cuda"
-
+    cuda: Any = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch, "tensor", lambda values, device: torch.zeros(1))
     monkeypatch.setattr(ParallelState, "all_reduce", lambda self, x: x)
     with pytest.raises(CollectiveError, match="has not finished an exchange with all ranks"):
-        hung.all_can(True, Device())  # type: ignore[arg-type]
+        hung.all_can(True, cuda)
 
 
 def test_functions_of_users(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:

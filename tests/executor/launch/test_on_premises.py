@@ -33,10 +33,3 @@ def test_every_machine_is_used_and_guarded(config: dict[str, Any]) -> None:
         assert "RAY_AUTH_MODE=token" in start
         assert start.index("RAY_AUTH_MODE=token") < start.index("ray start")
     assert "RAY_enable_autoscaler_v2=0" in config["head_start_ray_commands"][-1]
-
-
-def test_readme_names_files_that_exist() -> None:
-    text = (ROOT / "cluster" / "README.md").read_text()
-    for name in ("cluster/on_premises.yaml", "examples/ray_driver.py"):
-        assert name in text
-        assert (ROOT / name).is_file()

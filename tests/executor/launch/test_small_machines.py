@@ -11,17 +11,15 @@ import json
 import re
 import runpy
 import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.common import write_weights
 from support.machines import Machines
+from support.tiny_llama import TinyLlama, write_word_tokenizer
 from support.waiting import wait_until
 
-from tpengine import LLM, EngineArgs, SamplingParams
-from tpengine.config import EMBEDDED_MODEL
+from tpengine import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[3]
 DRIVER = ROOT / "examples" / "ray_driver.py"
@@ -29,13 +27,9 @@ HEAD = "10.77.0.254"
 RAY = "ray start {} --object-store-memory=80000000 --disable-usage-stats > ~/ray.log 2>&1"
 MACHINE_BYTES = 2500 << 20
 """Ray and the libraries of a rank take about 0.8 GiB of it."""
-SHAPE = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 12,
-}
+MODEL = TinyLlama(
+    num_heads=32, num_kv_heads=8, hidden_size=2048, intermediate_size=8192, num_layers=12
+)
 """730 million parameters: 2.7 GiB in float32."""
 MAX_TOKENS = 8
 SIZES = {"max_model_len": 256, "max_num_batched_tokens": 256, "cpu_kv_cache_space": 0.05}
@@ -51,10 +45,9 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
     """The folder of a new control group, of version 1 or 2, with a limit of memory."""
     own = Path("/proc/self/cgroup").read_text()
     version_1 = re.search(r"^\d+:memory:/(.*)$", own, re.MULTILINE)
-    files = {Path("/sys/fs/cgroup"): "memory.max"}
+    parent, file = Path("/sys/fs/cgroup"), "memory.max"
     if version_1 is not None:
-        files = {Path("/sys/fs/cgroup/memory") / version_1[1]: "memory.limit_in_bytes"}
-    [(parent, file)] = files.items()
+        parent, file = parent / "memory" / version_1[1], "memory.limit_in_bytes"
     group = parent / f"tpengine-{secrets.token_hex(4)}"
     try:
         group.mkdir()
@@ -88,17 +81,6 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         yield cluster
 
 
-def write_model(folder: Path) -> Path:
-    """A random checkpoint of `SHAPE`, with the tokenizer of the carried model."""
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(EMBEDDED_MODEL) / name, folder)
-    config = json.loads((Path(EMBEDDED_MODEL) / "config.json").read_text()) | SHAPE
-    (folder / "config.json").write_text(json.dumps(config))
-    write_weights(EngineArgs(str(folder), device="cpu"), folder)
-    return folder
-
-
 def generate_here(folder: Path) -> list[list[int]]:
     """What one process without a limit generates for the prompts of the driver."""
     prompts = runpy.run_path(str(DRIVER))["PROMPTS"]
@@ -110,7 +92,9 @@ def generate_here(folder: Path) -> list[list[int]]:
 
 @pytest.mark.soak  # a minute
 def test_two_stages_where_one_machine_is_too_small(machines: Machines, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model")
+    folder = tmp_path / "model"
+    MODEL.write(folder)
+    write_word_tokenizer(folder, MODEL.vocab_size)
     command = f"python {DRIVER} --model {folder} {OPTIONS}"
     alone = machines.run(None, command, LIMIT_S)
     print(alone.stdout)

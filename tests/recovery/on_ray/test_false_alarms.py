@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 from executor.ray_engines import ray_engine
+from support.programs import running
 
 from tpengine import RequestOutputKind, SamplingParams
 from tpengine.bench.harness import shape_folder
@@ -22,17 +21,6 @@ from tpengine.bench.harness import shape_folder
 DURATION_S = float(os.environ.get("TPENGINE_TEST_FALSE_ALARMS_S", "600"))
 NUM_PREFILL, NUM_IN_FLIGHT, NUM_BUSY = 2048, 8, 2
 BUSY = "while True: sum(range(10_000))"
-
-
-@contextmanager
-def busy_processes() -> Iterator[None]:
-    """As many as the machine has cores, at the ranks' priority."""
-    with ExitStack() as stack:
-        for _ in range(NUM_BUSY):
-            process = subprocess.Popen([sys.executable, "-c", BUSY])
-            stack.callback(process.wait, 10.0)
-            stack.callback(process.kill)
-        yield
 
 
 @pytest.mark.soak
@@ -46,7 +34,9 @@ def test_a_saturated_engine_on_a_loaded_machine(ray_address: str) -> None:
     args |= {"num_device_blocks_override": 1200, "swap_space": 0.0}
     with shape_folder("llama-124m") as folder, ray_engine(folder, 2, **args) as engine:
         num_started = num_finished = num_full = 0
-        with busy_processes():
+        with ExitStack() as busy:
+            for _ in range(NUM_BUSY):
+                busy.enter_context(running(sys.executable, "-c", BUSY))
             deadline = time.monotonic() + DURATION_S
             while time.monotonic() < deadline:
                 while engine.get_num_unfinished_requests() < NUM_IN_FLIGHT:
