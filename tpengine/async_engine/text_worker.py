@@ -7,11 +7,11 @@ The text of a request's output is not made here, but by `engine/output_processor
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ _NUM_SLOW = 2
 _CALLS = "calls of no request"
 """In the place of an owner's account."""
 Answer = TypeVar("Answer")
-_Work = tuple[Callable[[], Any], asyncio.Future[Any]]
+_Work = tuple[Callable[[], Any], Future[Any]]
 _Turn = tuple[ThreadPoolExecutor, str]
 """(threads, account)"""
 
@@ -55,7 +55,6 @@ class TextWorker:
         self._slow_pool = ThreadPoolExecutor(_NUM_SLOW, thread_name_prefix="tpengine-slow")
         self._waiting: dict[_Turn, deque[_Work]] = {}
         self._turns = threading.Lock()
-        self._open: set[asyncio.Future[Any]] = set()
 
     def check(self, request: GenerateRequest) -> CheckedRequest | asyncio.Future[CheckedRequest]:
         """Checks a request; returns a future if that takes a while.
@@ -97,14 +96,14 @@ class TextWorker:
         return await self._begin((self._choose_pool(text), _CALLS), work)
 
     def close(self) -> None:
-        """Takes no more work, and fails what waits. The threads finish their present work in the
-        background."""
+        """Takes no more work, and fails what waits. The threads finish their present work."""
         for pool in (self._pool, self._slow_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         with self._turns:
+            queues = list(self._waiting.values())
             self._waiting.clear()
-        for answer in tuple(self._open):
-            if not answer.done() and not answer.get_loop().is_closed():
+        for _, answer in itertools.chain(*queues):
+            if answer.set_running_or_notify_cancel():
                 answer.set_exception(_death())
 
     def _choose_pool(self, text: object, has_grammar: bool = False) -> ThreadPoolExecutor:
@@ -126,14 +125,12 @@ class TextWorker:
         return self._slow_pool if size > _LONG_SIZE else self._pool
 
     def _begin(self, turn: _Turn, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
-        answer = asyncio.get_running_loop().create_future()
+        answer: Future[Answer] = Future()
         with self._turns:
             if turn not in self._waiting:
                 self._submit(turn)
             self._waiting.setdefault(turn, deque()).append((work, answer))
-        self._open.add(answer)
-        answer.add_done_callback(self._open.discard)
-        return answer
+        return asyncio.wrap_future(answer)
 
     def _submit(self, turn: _Turn) -> None:
         try:
@@ -148,28 +145,16 @@ class TextWorker:
             if queue is None:  # `close` has failed what waits
                 return
             work, answer = queue.popleft()
-        _do(work, answer)
+        if answer.set_running_or_notify_cancel():  # else its caller has left
+            try:
+                answer.set_result(work())
+            except Exception as error:
+                answer.set_exception(error)
         with self._turns:
             if queue and turn in self._waiting:
                 self._submit(turn)
             else:
                 self._waiting.pop(turn, None)
-
-
-def _do(work: Callable[[], Any], answer: asyncio.Future[Any]) -> None:
-    if answer.done():  # its caller has left
-        return
-    try:
-        resolve = partial(answer.set_result, work())
-    except Exception as error:
-        resolve = partial(answer.set_exception, error)
-    with contextlib.suppress(RuntimeError):  # the loop was closed
-        answer.get_loop().call_soon_threadsafe(_unless_done, answer, resolve)
-
-
-def _unless_done(answer: asyncio.Future[Any], resolve: Callable[[], None]) -> None:
-    if not answer.done():  # else its caller has left, or the engine was shut down
-        resolve()
 
 
 def _death() -> EngineDeadError:
