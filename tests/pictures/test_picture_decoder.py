@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,12 @@ def decoder() -> Iterator[PictureDecoder]:
 
 
 def child(decoder: PictureDecoder) -> psutil.Process:
-    return psutil.Process(decoder._process._started.result().pid)
+    return psutil.Process(decoder._process.pid)
+
+
+def is_asked() -> bool:
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    return any(not timer.finished.is_set() for timer in timers)
 
 
 def expected(data: bytes) -> np.ndarray:
@@ -178,13 +183,12 @@ def test_too_little_memory_or_time_is_one_pictures_loss(limit: dict[str, Any]) -
 def test_a_process_that_dies_in_a_picture_costs_that_picture(number: signal.Signals) -> None:
     with closing(PictureDecoder(PATIENT)) as decoder, ThreadPoolExecutor(1) as pool:
         good = decoder.decode(MODES["PNG"])
-        process, ours = child(decoder), decoder._process
+        process = child(decoder)
         if number == signal.SIGSTOP:
-            ours._limits = replace(PATIENT, timeout_s=0.5)
-        before = ours._deadline
+            decoder.limits = replace(PATIENT, timeout_s=0.5)
         process.suspend()  # so that it is in the middle, however fast it is
         slow = pool.submit(decoder.decode, SLOW)
-        wait_until(lambda: ours._deadline != before)
+        wait_until(is_asked)
         process.send_signal(number)
         if number == signal.SIGSEGV:
             process.resume()
@@ -197,11 +201,10 @@ def test_a_process_that_dies_in_a_picture_costs_that_picture(number: signal.Sign
 def test_a_close_ends_what_is_decoded() -> None:
     with closing(PictureDecoder(PATIENT)) as decoder, ThreadPoolExecutor(1) as pool:
         decoder.decode(MODES["PNG"])
-        process, ours = child(decoder), decoder._process
-        before = ours._deadline
+        process = child(decoder)
         process.suspend()
         slow = pool.submit(decoder.decode, SLOW)
-        wait_until(lambda: ours._deadline != before)
+        wait_until(is_asked)
         decoder.close()
         assert host.living_fields(process.pid) is None
         with pytest.raises(RequestFailedError, match="closed"):
@@ -212,15 +215,15 @@ def test_a_close_ends_what_is_decoded() -> None:
 def test_false_answers_are_not_followed(decoder: PictureDecoder, size: tuple[int, int]) -> None:
     for is_early in (True, False):
         good = decoder.decode(MODES["PNG"])
-        decoder._process._socket, theirs = socket.socketpair()
+        decoder._process._connection, theirs = Pipe()
         with theirs, ThreadPoolExecutor(1) as pool:
             if is_early:  # before the order
-                theirs.sendall(ANSWER.pack(Outcome.DECODED, *size))
+                theirs.send_bytes(ANSWER.pack(Outcome.DECODED, *size))
                 assert decoder.decode(MODES["PNG"]) == good
                 continue
             picture = pool.submit(decoder.decode, MODES["PNG"])
-            theirs.recv(1)
-            theirs.sendall(ANSWER.pack(Outcome.DECODED, *size))
+            theirs.recv_bytes()
+            theirs.send_bytes(ANSWER.pack(Outcome.DECODED, *size))
             with pytest.raises(InvalidPictureError, match=BEYOND):
                 picture.result(PATIENCE_S)
 
@@ -277,11 +280,12 @@ def test_the_process_has_nothing_but_its_socket(monkeypatch: pytest.MonkeyPatch)
 
 
 PARENT = f"""
+import os
 from tpengine.pictures.picture_decoder import PictureDecoder
 decoder = PictureDecoder()
 decoder.decode(bytes.fromhex("{MODES["GIF"].hex()}"))
-process = decoder._process._started.result()
-process.send_signal(19)
+process = decoder._process
+os.kill(process.pid, 19)
 print(process.pid, flush=True)
 decoder.decode(bytes.fromhex("{MODES["GIF"].hex()}"))
 """
