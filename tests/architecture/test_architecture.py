@@ -76,6 +76,7 @@ HOMES = {
     "transformers": {
         "config",
         "checkpoint",
+        "engine/log_mel",
         "engine/tokenizer",
         "models/fallback",
         "models/vision_tower",
