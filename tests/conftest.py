@@ -24,7 +24,7 @@ from support.hub import hub, opt  # noqa: F401  # fixtures
 from support.models import ModelShop
 from support.oracle import Oracle
 from support.ray_cluster import ray_address  # noqa: F401  # a fixture
-from support.servers import llm, server, tight  # noqa: F401  # fixtures of server and client
+from support.servers import llm, seeing, server, tight  # noqa: F401  # fixtures
 from support.small_llamas import folders, make_engine, oracles  # noqa: F401  # fixtures
 from support.subjects import Subjects
 

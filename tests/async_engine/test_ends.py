@@ -11,13 +11,9 @@ from support.engines import greedy
 
 from async_engine.conftest import MakeHeld
 from async_engine.tools import (
-    FINAL,
     TIMEOUT_S,
     MakeGate,
-    TokenizerGate,
-    collect,
     hold_timers,
-    last_output,
     read_ids,
     read_mailbox,
     stream,
@@ -175,35 +171,6 @@ async def test_max_queue_s_ends_no_request_that_started(make_held: MakeHeld) -> 
     assert caught.value.where == "queued"
     held.open()
     assert len(await first) == 6, "a request that has started goes on"
-
-
-async def test_a_reader_that_is_cancelled_while_its_prompt_is_tokenized(
-    engine: AsyncLLMEngine, tokenizer_gate: TokenizerGate
-) -> None:
-    steps = engine.stats().num_steps
-    reader = asyncio.create_task(last_output(engine, "hello", greedy(3, output_kind=FINAL)))
-    await until(tokenizer_gate.inside.is_set)
-    assert engine.stats().queues.num_queued == 1
-    reader.cancel()
-    await asyncio.wait({reader}, timeout=TIMEOUT_S / 2)
-    assert reader.cancelled()
-    assert engine.stats().queues.num_queued == 0
-    tokenizer_gate.go_on.set()
-    assert await engine.tokenize("hello"), "the thread goes on"
-    assert engine.stats().num_steps == steps
-
-
-async def test_aborts_at_once_all_return(
-    engine: AsyncLLMEngine, tokenizer_gate: TokenizerGate
-) -> None:
-    """While the prompt is tokenized the engine has nothing to free."""
-    reader = asyncio.create_task(collect(engine.generate("a long text", greedy(4), "it")))
-    await until(tokenizer_gate.inside.is_set)
-    aborting = [asyncio.create_task(engine.abort("it")) for _ in range(3)]
-    _, waiting = await asyncio.wait(aborting, timeout=TIMEOUT_S / 2)
-    assert not waiting, "an abort waits for what has come already"
-    assert await reader == []
-    assert engine.get_num_unfinished_requests() == 0
 
 
 @pytest.mark.parametrize(

@@ -85,12 +85,6 @@ async def test_a_refused_prompt_frees_its_place(make: MakeEngine) -> None:
     assert len(await read_ids(engine, [7], stream(4))) == 4
 
 
-@pytest.mark.parametrize("name", ["max_requests", "max_tokens"])
-def test_limits_are_positive(name: str) -> None:
-    with pytest.raises(errors.ConfigError, match=f"{name} must be at least 1, got 0"):
-        QueueLimits(**{name: 0})
-
-
 async def test_texts_wait_in_a_bounded_queue_behind_requests(
     make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +109,8 @@ async def test_texts_wait_in_a_bounded_queue_behind_requests(
 async def test_the_end_of_a_request_does_not_wait_for_the_tokenizer(
     engine: AsyncLLMEngine, tokenizer_gate: TokenizerGate
 ) -> None:
-    """One prompt is being tokenized, the others wait for the tokenizer."""
+    """One prompt is being tokenized, the others wait for the tokenizer. An abort waits for no step,
+    as the engine has nothing to free."""
 
     def begin(request_id: str, **limits: float) -> asyncio.Task[object]:
         outputs = engine.generate("hello", greedy(3, output_kind=FINAL), request_id, **limits)
@@ -126,10 +121,15 @@ async def test_the_end_of_a_request_does_not_wait_for_the_tokenizer(
     await until(tokenizer_gate.inside.is_set)
     patient = begin("patient", max_queue_s=0.01)
     late = begin("late", deadline=time.monotonic() + 0.01)
+    left = begin("left")
     for task in (patient, late):
         await asyncio.wait({task}, timeout=TIMEOUT_S)
         assert isinstance(task.exception(), errors.DeadlineExceededError)
-    assert await engine.abort("aborted")
+    assert engine.stats().queues.num_queued == 2
+    left.cancel()
+    aborting = [asyncio.create_task(engine.abort("aborted")) for _ in range(3)]
+    _, waiting = await asyncio.wait([left, *aborting], timeout=TIMEOUT_S)
+    assert (waiting, left.cancelled(), aborting[0].result()) == (set(), True, True)
     assert await asyncio.wait_for(aborted, TIMEOUT_S) == [], "it has no last output"
     assert engine.stats().queues.num_queued == 0
     assert not tokenizer_gate.go_on.is_set()
@@ -223,3 +223,17 @@ async def test_owners_take_turns_in_slow_work(make: MakeEngine) -> None:
     go_on.set()
     await asyncio.gather(slow[0], slow[2])
     assert begun[5:] == ["a2"]
+
+
+async def test_text_and_ids(engine: AsyncLLMEngine) -> None:
+    token_ids = await engine.tokenize("hello there")
+    assert token_ids == engine.llm_engine.tokenizer.encode("hello there")
+    assert await engine.detokenize(token_ids) == "hello there"
+    for wrong in (-1, 512, True, 1.5):
+        with pytest.raises(errors.InvalidPromptError, match="no id of the vocabulary"):
+            await engine.detokenize([5, wrong])  # type: ignore[list-item]
+    with pytest.raises(errors.InvalidPromptError):
+        await engine.tokenize("\ud800")
+    request = GenerateRequest(prompt="a", messages=[{"role": "user", "content": "b"}])
+    with pytest.raises(errors.InvalidPromptError, match="give one of them"):
+        await anext(engine.serve(request))

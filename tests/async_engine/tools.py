@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+from client.talks import collect
 from support.engines import greedy
 from support.patches import on_call
 
@@ -50,11 +51,6 @@ async def read_mailbox(
             token_ids += output.outputs[0].token_ids
             if output.finished:
                 return token_ids
-
-
-async def collect(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
-    """Returns all outputs of a request."""
-    return [output async for output in outputs]
 
 
 async def last_output(engine: AsyncLLMEngine, *args: Any, **kwargs: Any) -> RequestOutput:

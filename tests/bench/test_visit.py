@@ -100,7 +100,8 @@ def test_a_visit_goes_on_after_failures(tmp_path: Path) -> None:
         Part(2, "never ends", 1.5, ("sh", "-c", deaf)),
         Part(3, "absent", 5.0, ("no-such-profiler", "--all")),
         python(4, "skips", "print('3 skipped')", proof=" passed"),
-        python(5, "ends", "print('done')"),
+        python(5, "floods", "print('first'); print('x' * (3 << 20)); print('last')"),
+        python(6, "ends", "print('done')"),
     ]
     results = run_parts(parts, tmp_path, budget_s=300.0)
     assert [re.sub(r" \d+ s$", "", result.outcome) for result in results] == [
@@ -109,10 +110,14 @@ def test_a_visit_goes_on_after_failures(tmp_path: Path) -> None:
         "not here",
         "failed: nothing ran",
         "passed",
+        "passed",
     ]
     assert results[1].seconds >= 3.0, "twice its limit, as there was time"
     assert (results[0].lines, results[1].lines) == (["seen"], ["2 failed so far"])
-    assert (tmp_path / "all.txt").read_text().endswith("=== ends\ndone\n")
+    text = (tmp_path / "all.txt").read_text()
+    assert text.endswith("\nlast\n\n=== ends\ndone\n"), "of a flood the ends are kept"
+    assert all(words in text for words in ("first\nxxx", "bytes are left out"))
+    assert len(text) < 1 << 20
     assert_ended(pid_file)
     assert run_parts([python(1, "late", "pass")], tmp_path, 0.0)[0].outcome == "no time left"
 
@@ -153,16 +158,6 @@ def test_a_cut_leaves_what_was_found_and_no_process(tmp_path: Path) -> None:
     assert_ended(pid_file)
     assert re.search(r"^second +[\d.]+ s  was running$", all_text.read_text(), re.MULTILINE)
     assert "=== first\n1.7\n" in all_text.read_text()
-
-
-def test_a_flood_of_output_keeps_its_ends(tmp_path: Path) -> None:
-    code = "print('first'); print('x' * (3 << 20)); print('last')"
-    (result,) = run_parts([python(1, "floods", code)], tmp_path, 300.0)
-    text = (tmp_path / "all.txt").read_text()
-    assert "first\nxxx" in text
-    assert "bytes are left out" in text
-    assert result.lines[-1] == "last"
-    assert len(text) < 1 << 20
 
 
 def test_lines_that_matter_are_shown_wherever_they_stand(tmp_path: Path) -> None:

@@ -204,19 +204,6 @@ def test_pictures_of_a_chat(
     assert shown.out == "".join(f"{answer.outputs[0].text}\n" for answer in answers)
 
 
-def test_a_picture_at_a_terminal(llava: Path) -> None:
-    with Terminal("chat", "--model", str(llava), *GREEDY, "--max-model-len", "128") as terminal:
-        terminal.read_until("> ")
-        terminal.type("/image missing.png\n")
-        assert "No such file or directory: 'missing.png'" in terminal.read_until("\r\n> ")
-        terminal.type(f"/image {llava / 'cat.png'}\n")
-        assert "the next message has 1 picture" in terminal.read_until("\r\n> ")
-        terminal.type("What?\n")
-        assert "tokens/s" in terminal.read_until("\r\n> ")
-        terminal.type("\x04")
-        assert terminal.process.wait(END_S) == 1, "something was refused"
-
-
 def test_keys_at_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(PNG)
     with Terminal("chat", *ENDLESS, "--temperature", "0") as terminal:

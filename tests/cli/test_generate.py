@@ -65,15 +65,6 @@ def test_without_a_prompt_there_is_an_example(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith("Hello, my name is")
 
 
-def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
-    question = "What is two plus three?"
-    assert main(["generate", "--chat", question, *GREEDY]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"> {question}\n")
-    assert len(shown) > len(question) + 10
-    assert "<|" not in shown
-
-
 def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
     def show(*options: str) -> str:
         assert main(["generate", PROMPT, "--max-tokens", "24", *options, *SMALL]) == 0

@@ -6,8 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ import pytest
 from grpc import StatusCode
 from server.guarded import guarded_server
 from support.engines import greedy
+from support.programs import python
 from support.server_process import ServerProcess, wait_until
 from support.servers import LASTING, MODEL_LENGTH
 
@@ -202,9 +201,7 @@ async def test_leaving_a_stream_frees_its_blocks(server: ServerProcess) -> None:
             await stream.athrow(ZeroDivisionError())
         await has_aborted(3)
         assert held.tb is not None
-    wait_until(lambda: server.loads().num_open_calls == 0, PATIENCE_S)
-    wait_until(lambda: server.loads().num_running == 0, PATIENCE_S)
-    assert server.loads().num_free_blocks == server.loads().num_total_blocks
+    wait_until(server.is_at_rest, PATIENCE_S)
 
 
 async def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
@@ -282,10 +279,7 @@ def test_a_missing_token_says_where_one_is_given(
 
 @pytest.mark.parametrize("name", ["grpc_client.py", "grpc_stock_client.py"])
 def test_the_examples(server: ServerProcess, name: str) -> None:
-    command = [sys.executable, str(EXAMPLES / name), server.target]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "tokens" in done.stdout
+    assert "tokens" in python(EXAMPLES / name, server.target).stdout
 
 
 def test_bench_serve(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from scheduling.loop import make_request
 from support.costs import cost_ratio
+from support.engines import preemptions
 from support.engines import run as run_engine
 from support.small_llamas import SHAPES, VOCAB_SIZE, Job, MakeEngine, run
 from support.step_log import log_steps
@@ -26,7 +27,6 @@ from tpengine.scheduling.step import StepDecisions
 
 MAX_TOKENS = 14
 WIDTHS, PENALTIES = (2, 4, 8), (0.5, 1.0, 2.0)
-TOLERANCE = 1e-4
 Beams = list[tuple[list[int], float]]
 """(output ids, score), best first"""
 Expected = Callable[["Case"], Beams]
@@ -109,28 +109,18 @@ def expected(oracles: dict[str, Any]) -> Expected:
     return functools.cache(lambda case: oracle_beams(oracles[case.model], case))
 
 
-def beams_of(output: RequestOutput, length_penalty: float) -> Beams:
-    assert output.error is None
-    beams = []
-    for index, completion in enumerate(output.outputs):
-        assert completion.index == index
-        score = completion.cumulative_logprob / len(completion.token_ids) ** length_penalty
-        beams.append((list(completion.token_ids), score))
-    return beams
-
-
 def check(outputs: dict[str, RequestOutput], expected: Expected) -> None:
     for number, case in enumerate(CASES):
         if f"beams-{number}" not in outputs:
             continue
-        beams = beams_of(outputs[f"beams-{number}"], case.length_penalty)
-        wanted = expected(case)
-        assert [ids for ids, _ in beams] == [ids for ids, _ in wanted], case
-        for (_, score), (_, oracle_score) in zip(beams, wanted, strict=True):
-            assert abs(score - oracle_score) < TOLERANCE, case
-        for completion in outputs[f"beams-{number}"].outputs:
-            stopped = completion.token_ids[-1] in case.end_token_ids
-            assert completion.finish_reason == ("stop" if stopped else "length")
+        output = outputs[f"beams-{number}"]
+        assert output.error is None
+        assert [beam.index for beam in output.outputs] == list(range(case.width))
+        for beam, (ids, score) in zip(output.outputs, expected(case), strict=True):
+            assert list(beam.token_ids) == ids, case
+            assert abs(beam.cumulative_logprob / len(ids) ** case.length_penalty - score) < 1e-4
+            stopped = ids[-1] in case.end_token_ids
+            assert beam.finish_reason == ("stop" if stopped else "length")
 
 
 def jobs_of(model: str, crowd: bool = False, cases: list[Case] = DIAGONAL) -> list[Job]:
@@ -145,11 +135,6 @@ def jobs_of(model: str, crowd: bool = False, cases: list[Case] = DIAGONAL) -> li
             params = SamplingParams(n=1 + number % 3, temperature=1.0, max_tokens=20)
             jobs.append((f"other-{number}", prompt, params))
     return jobs
-
-
-def preemptions(outputs: dict[str, RequestOutput]) -> int:
-    metrics = [o.metrics for key, o in outputs.items() if key.startswith("beams")]
-    return sum(m.num_preemptions for m in metrics if m is not None)
 
 
 def test_the_cases_can_tell_a_wrong_search(expected: Expected) -> None:
@@ -199,24 +184,22 @@ def test_in_a_crowd_and_preempted(
     with log_steps() as log:
         outputs = run(engine, jobs_of("grouped", crowd=True))
     check(outputs, expected)
-    assert preemptions(outputs) >= 4
+    assert preemptions([out for key, out in outputs.items() if key.startswith("beams")]) >= 4
     assert (log.num_swapped > 0) == (mode == "swap")
 
 
-@pytest.fixture
-def case() -> Case:
-    return next(case for case in CASES if case.width == 4 and case.model == "grouped")
+CASE = next(case for case in CASES if case.width == 4 and case.model == "grouped")
 
 
-def test_n_of_best_of(make_engine: MakeEngine, expected: Expected, case: Case) -> None:
+def test_n_of_best_of(make_engine: MakeEngine, expected: Expected) -> None:
     """Fewer are returned than are kept, in the only report, and logprobs are those of the returned
     tokens."""
     engine = make_engine("grouped")
-    params = replace(case.params, n=2, best_of=4, logprobs=3)
-    engine.add_request("one", None, params, prompt_token_ids=list(case.prompt))
+    params = replace(CASE.params, n=2, best_of=4, logprobs=3)
+    engine.add_request("one", None, params, prompt_token_ids=list(CASE.prompt))
     (output,) = run_engine(engine)
     assert output.finished
-    assert [list(o.token_ids) for o in output.outputs] == [ids for ids, _ in expected(case)[:2]]
+    assert [list(o.token_ids) for o in output.outputs] == [ids for ids, _ in expected(CASE)[:2]]
     for beam in output.outputs:
         pairs = zip(beam.logprobs or [], beam.token_ids, strict=True)
         own = [entry[token].logprob for entry, token in pairs]
@@ -224,12 +207,12 @@ def test_n_of_best_of(make_engine: MakeEngine, expected: Expected, case: Case) -
         assert all(len(entry) in (3, 4) for entry in beam.logprobs or [])
 
 
-def test_end_tokens_are_kept_out_before_min_tokens(make_engine: MakeEngine, case: Case) -> None:
-    params = replace(case.params, min_tokens=9)
-    output = run(make_engine("grouped"), [("one", list(case.prompt), params)])["one"]
+def test_end_tokens_are_kept_out_before_min_tokens(make_engine: MakeEngine) -> None:
+    params = replace(CASE.params, min_tokens=9)
+    output = run(make_engine("grouped"), [("one", list(CASE.prompt), params)])["one"]
     for beam in output.outputs:
         assert len(beam.token_ids) >= 9
-        assert not set(beam.token_ids[:8]) & set(case.end_token_ids)
+        assert not set(beam.token_ids[:8]) & set(CASE.end_token_ids)
 
 
 def test_end_ids_cost_little() -> None:

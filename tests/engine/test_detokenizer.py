@@ -93,15 +93,15 @@ def test_streams_are_chosen_by_the_decoder() -> None:
         assert isinstance(open_stream(tokenizer, [], SamplingParams()), WindowStream)
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE])
 @settings(max_examples=150, deadline=None)
-@given(ids_of(BYTE_LEVEL), ids_of(BYTE_LEVEL), st.booleans())
-def test_byte_level_equals_whole_decode(prompt: list[int], output: list[int], skip: bool) -> None:
-    if oracle(BYTE_LEVEL, [], prompt, skip).endswith(FFFD):
+@given(data=st.data(), skip=st.booleans())
+def test_text_equals_whole_decode(tokenizer: Tokenizer, data: Any, skip: bool) -> None:
+    prompt, output = data.draw(ids_of(tokenizer)), data.draw(ids_of(tokenizer, 30))
+    if oracle(tokenizer, [], prompt, skip).endswith(FFFD):
         prompt = []  # half characters in the prompt have their own test
-    text, _, _ = stream_all(
-        Detokenizer(BYTE_LEVEL, prompt, SamplingParams(skip_special_tokens=skip)), output
-    )
-    assert text == oracle(BYTE_LEVEL, prompt, output, skip)
+    detokenizer = Detokenizer(tokenizer, prompt, SamplingParams(skip_special_tokens=skip))
+    assert stream_all(detokenizer, output)[0] == oracle(tokenizer, prompt, output, skip)
 
 
 @pytest.mark.parametrize("tokenizer", [STRIPPING, UNSTRIPPING])
@@ -131,13 +131,6 @@ def test_invalid_byte_fallback_runs_keep_their_valid_characters(output: list[int
     expected = bytes(token_id - 3 for token_id in output).decode("utf-8", "replace")
     text, _, _ = stream_all(Detokenizer(UNSTRIPPING, [], SamplingParams()), output)
     assert text == expected
-
-
-@settings(max_examples=100, deadline=None)
-@given(ids_of(METASPACE), ids_of(METASPACE, 30), st.booleans())
-def test_window_equals_whole_decode(prompt: list[int], output: list[int], skip: bool) -> None:
-    detokenizer = Detokenizer(METASPACE, prompt, SamplingParams(skip_special_tokens=skip))
-    assert stream_all(detokenizer, output)[0] == oracle(METASPACE, prompt, output, skip)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE, SLOW])

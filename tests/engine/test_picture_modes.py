@@ -200,13 +200,6 @@ def test_a_picture_without_features_ends_its_request_alone(
     assert serve_prompts(engine, prompts)[1].error is None
 
 
-def test_without_what_sees(llava: Path) -> None:
-    with open_engine(llava, limit_mm_per_prompt={"image": 0}) as engine:
-        with refused(InvalidPromptError, "this engine reads text alone"):
-            serve_prompts(engine, PROMPTS[:1])
-        assert serve_prompts(engine, PROMPTS[2:3])[0].error is None
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -22,7 +22,6 @@ from tpengine.engine.tokenizer import Tokenizer
 from tpengine.errors import InvalidSamplingParamsError
 from tpengine.executor import codec
 from tpengine.messages import SamplingRules
-from tpengine.sampling_params import load_logits_processor
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +211,6 @@ def test_params_survive_pickling_and_their_makers_changes() -> None:
     bias[3] = 9.0
     assert params.logit_bias == {3: 1.5}
     assert pickle.loads(pickle.dumps(params)) == params
-
-
-def test_form_of_a_processor_is_found_by_its_parameters() -> None:
-    assert not load_logits_processor("support.logits_processors:forbid_last").wants_prompt
-    assert load_logits_processor("support.logits_processors:forbid_prompt").wants_prompt
 
 
 @pytest.mark.parametrize("error", [TypeError("no plain data"), OverflowError("too large")], ids=str)

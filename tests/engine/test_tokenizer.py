@@ -241,5 +241,21 @@ def test_malformed_messages_are_refused(messages: Any, words: str) -> None:
         tokenizer.apply_chat_template(messages)
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "''.__class__.__mro__[1].__subclasses__()",
+        "cycler.__init__.__globals__.os.system('true')",
+        "messages.append(1)",
+        "range(10 ** 9) | list",
+    ],
+)
+def test_a_chat_template_runs_in_a_sandbox(expression: str) -> None:
+    """A template comes with the model: it may format messages, and reach nothing else."""
+    tokenizer = Tokenizer(make_hf(chat_template="{{ " + expression + " }}"))
+    with pytest.raises(InvalidPromptError, match="template refuses"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
 def test_importing_the_module_does_not_import_transformers() -> None:
     assert not {"transformers", "torch"} & imported("import tpengine.engine.detokenizer")

@@ -155,24 +155,3 @@ def running(stub: Any, request: pb.GenerateRequest) -> Iterator[Any]:
         yield stream
     finally:
         stream.cancel()
-
-
-@contextmanager
-def waiting(stub: Any, request: pb.GenerateRequest) -> Iterator[dict[str, Any]]:
-    """A unary call in the background; once `done` is set, the dict has its `outcome`."""
-    state: dict[str, Any] = {"done": threading.Event()}
-    future = stub.Generate.future(request, timeout=TIMEOUT_S)
-
-    def note(call: Any) -> None:
-        if call.cancelled():
-            state["outcome"] = "cancelled"
-        else:
-            error = call.exception()
-            state["outcome"] = call.result() if error is None else Refusal(error)
-        state["done"].set()
-
-    future.add_done_callback(note)
-    try:
-        yield state
-    finally:
-        future.cancel()

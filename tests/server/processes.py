@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
-import pytest
+from support.programs import running
 from support.waiting import wait_until
 
 from tpengine.proto import tpengine_pb2 as pb
@@ -44,20 +42,6 @@ def rank_pid(rank: pb.RankInfo) -> int:
 
 
 @contextmanager
-def own_ray() -> Iterator[None]:
-    """Servers that start meanwhile have a Ray of their own."""
-    # Ray's sockets are in its folder, and paths of sockets must be short.
-    folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_TMPDIR", folder)
-        environment.setenv("RAY_ADDRESS", "local")
-        environment.setenv("RAY_AUTH_MODE", "disabled")
-        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        yield
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
 def dying_server(
     log: Path, when: str, *options: str, stderr: int = subprocess.STDOUT
 ) -> Iterator[tuple[subprocess.Popen[bytes], GenerationServiceStub, grpc.Channel]]:
@@ -66,16 +50,10 @@ def dying_server(
     Args:
         stderr: see `Popen`; by default the log.
     """
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(DYING), when, "--port", "0", *options],
-            stdout=out,
-            stderr=stderr,
-            start_new_session=True,
-        )
-    try:
-        with grpc.insecure_channel(f"127.0.0.1:{wait_for(log, 'the port is ')}") as channel:
-            yield process, GenerationServiceStub(channel), channel
-    finally:
-        process.kill()
-        process.wait(END_S)
+    command = (sys.executable, "-P", DYING, when, "--port", "0", *options)
+    with (
+        log.open("wb") as out,
+        running(*command, stdout=out, stderr=stderr, start_new_session=True) as process,
+        grpc.insecure_channel(f"127.0.0.1:{wait_for(log, 'the port is ')}") as channel,
+    ):
+        yield process, GenerationServiceStub(channel), channel

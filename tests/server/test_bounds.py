@@ -30,14 +30,13 @@ from server.guarded import guarded_server
 from server.http.open_port import open_port, posted, read_answer, request
 from server.processes import rank_pid
 from tpengine.async_engine.admission import QueueLimits
-from tpengine.errors import MalformedRequestError, QueueFullError
+from tpengine.errors import QueueFullError
 from tpengine.proto import tpengine_pb2 as pb
 from tpengine.proto import tpengine_pb2_grpc
 from tpengine.server.auth import Authenticator
 from tpengine.server.grpc import server
 from tpengine.server.grpc.guard import address_of
 from tpengine.server.grpc.server import MAX_WATCHERS, HealthServicer
-from tpengine.server.grpc.wire import check_fields
 from tpengine.server.limits import Limits, UntrustedCalls
 from tpengine.server.state import State
 
@@ -72,16 +71,6 @@ def _connect(address: str, source: str = "", buffer: int = 0) -> socket.socket:
     connection.bind((source, 0))
     connection.connect((host, int(port)))
     return connection
-
-
-def _frames(client: socket.socket) -> Iterator[tuple[int, int, bytes]]:
-    """(kind, flags, payload) of each frame that the server sends; what wants an answer gets one."""
-    with client.makefile("rb") as stream:
-        while True:
-            length, kind, flags = http2.read_head(stream.read(http2.HEAD_BYTES))
-            payload = stream.read(length)
-            client.sendall(http2.reply(kind, flags, payload))
-            yield kind, flags, payload
 
 
 def _sampling(**fields: Any) -> pb.GenerateRequest:
@@ -160,7 +149,7 @@ def test_probes_are_answered_beside_calls_without_a_message() -> None:
         numbers, empty = range(1, 1200, 2), bytes(5)
         heads = [http2.head(target, path, number) for number in numbers]
         flood.sendall(http2.greeting() + b"".join(heads))
-        num_left, frames = len(numbers), _frames(flood)
+        num_left, frames = len(numbers), http2.frames(flood)
         while num_left > limits.max_host_health_calls:
             assert check(channel, "liveness") == SERVING
             for kind, flags, _ in itertools.islice(frames, 40):
@@ -206,7 +195,7 @@ def test_calls_wait_while_the_loop_is_busy() -> None:
         # gRPC answers the ping when it has read the calls before it.
         flood.sendall(http2.greeting() + b"".join(calls) + http2.frame(http2.PING, 0, 0, bytes(8)))
         ends: list[int | None] = []
-        for kind, flags, payload in _frames(flood):
+        for kind, flags, payload in http2.frames(flood):
             if kind == http2.PING and flags & http2.ACK:
                 is_free.set()
             if http2.ends_stream(kind, flags):
@@ -243,7 +232,7 @@ def test_a_connection_gets_its_limit_of_calls() -> None:
     limits = Limits(max_connection_calls=7, queue=QueueLimits(max_requests=2))
     with guarded_server(limits=limits) as target, _connect(target) as connection:
         connection.sendall(http2.greeting())
-        kind, _, payload = next(_frames(connection))
+        kind, _, payload = next(http2.frames(connection))
     assert kind == http2.SETTINGS
     assert dict(struct.iter_unpack(">HL", payload))[http2.MAX_CONCURRENT_STREAMS] == 9
 
@@ -260,7 +249,7 @@ def test_connections_of_an_address_are_bounded_over_grpc(monkeypatch: pytest.Mon
     looks = on_call(monkeypatch, server, "end_excess", look)
     with guarded_server(limits=Limits(max_host_connections=3)) as target, ExitStack() as stack:
         held = [stack.enter_context(_connect(target, OTHER)) for _ in range(3)]
-        frames = [_frames(client) for client in held]
+        frames = [http2.frames(client) for client in held]
         for client, its in zip(held, frames, strict=True):
             client.sendall(http2.greeting())
             next(its)  # the server has accepted it
@@ -283,32 +272,26 @@ def test_an_open_call_is_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     with guarded_server() as target, _connect(target) as client:
         watch = http2.call(target, HEALTH + "Watch", b"")
         client.sendall(http2.greeting() + watch)
-        assert any(kind == http2.PING and not flags for kind, flags, _ in _frames(client))
+        assert any(kind == http2.PING and not flags for kind, flags, _ in http2.frames(client))
 
 
 @pytest.mark.parametrize(
-    ("request_", "name"),
+    ("sent", "name"),
     [
+        (b"\xf8\x07\x01" * 70_000, "unknown fields"),
         (pb.GenerateRequest(messages=pb.Conversation(messages=[pb.Message()] * 4097)), "messages"),
         (_sampling(bad_words_token_ids=[pb.TokenIds()] * 1025), "bad_words_token_ids"),
         (_sampling(stop=[""] * 2000), "stop"),
         (_sampling(logit_bias=dict.fromkeys(range(16385), 1.0)), "logit_bias"),
     ],
 )
-async def test_entries_are_counted_before_a_parse(request_: pb.GenerateRequest, name: str) -> None:
+async def test_entries_are_counted_before_a_parse(sent: Any, name: str) -> None:
     """The server still loads: a message that was parsed is answered with UNAVAILABLE."""
-    data = request_.SerializeToString()
+    data = sent if isinstance(sent, bytes) else sent.SerializeToString()
     async with channel_to() as channel:
         call = channel.unary_unary(SERVICE + "Generate")(data)
         assert await code(call) is Code.INVALID_ARGUMENT
         assert f"entries of {name}" in await call.details()
-
-
-def test_messages_that_are_none_are_left_to_the_parser() -> None:
-    for data in (b"\x22\xff" * 2000, bytes(5000), b"\xff" * (4 << 20), b"\x0b" * 5000):
-        check_fields(data, pb.GenerateRequest.DESCRIPTOR, Limits())
-    with pytest.raises(MalformedRequestError, match="entries of unknown fields"):
-        check_fields(b"\xf8\x07\x01" * 70_000, pb.GenerateRequest.DESCRIPTOR, Limits())
 
 
 async def test_watchers_are_bounded_by_host_and_in_total() -> None:
@@ -378,7 +361,8 @@ def test_readiness_counts_places() -> None:
                 answer = port.send(request("/ready"))
                 assert answer.status == 503
                 assert b"all 2 places for calls are taken, by 1 client;" in answer.body
-                assert port.send(request("/health")).status == 200
+                statuses = [port.send(request(path)).status for path in ("/health", "/v1/models")]
+                assert statuses == [200, 429], "the doors share the places"
         assert port.send(request("/ready")).status == 200
 
 

@@ -160,13 +160,7 @@ def test_abort_deadline_and_cancellation(embedder: Both) -> None:
     num_steps = server.loads().num_steps
     for call in crowd:
         call.cancel()
-
-    def is_idle() -> bool:
-        loads = server.loads()
-        is_free = loads.num_free_blocks == loads.num_total_blocks
-        return is_free and loads.num_running == loads.num_waiting == 0
-
-    wait_until(is_idle, TIMEOUT_S)
+    wait_until(server.is_at_rest, TIMEOUT_S)
     assert server.loads().num_steps < num_steps + 1000, "cancelled prompts are not computed"
 
 

@@ -9,8 +9,6 @@ import shutil
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from http.client import HTTPResponse
 from pathlib import Path
@@ -19,7 +17,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.server_process import START_TIMEOUT_S, ServerProcess, wait_until
+from support.programs import python
+from support.server_process import ServerProcess, wait_until
 
 from server.calls import (
     NOT_SERVING,
@@ -33,7 +32,6 @@ from server.calls import (
     refused,
     running,
     token_files,
-    waiting,
 )
 from server.guarded import Authority
 from server.http.openai_door import Door
@@ -196,7 +194,8 @@ def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> Non
         door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")
         http_stream = door.open("completions", {**LONG, "stream": True})
         http_stream.readline()
-        with waiting(stub, long_request(2000)) as call, running(stub, long_request(2000)) as stream:
+        call = stub.Generate.future(long_request(2000))
+        with running(stub, long_request(2000)) as stream:
             wait_until(lambda: stub.GetLoads(pb.GetLoadsRequest()).num_running == 3, TIMEOUT_S)
             if both_at_once:
                 process.send_signal(signal.SIGSTOP)
@@ -206,8 +205,7 @@ def test_a_second_signal_ends_at_once(both_at_once: bool, tmp_path: Path) -> Non
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGCONT)
             assert process.wait(END_S) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-            assert call["done"].wait(TIMEOUT_S)
-            for outcome in (call["outcome"], refused(lambda **_: stream)):
+            for outcome in (refused(call.result), refused(lambda **_: stream)):
                 assert outcome.code is Code.UNAVAILABLE
                 assert outcome.text == "the server was told to stop at once; ask another"
         assert "told to stop at once" in last_event(http_stream)["error"]["message"]
@@ -244,14 +242,13 @@ def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
     with dying_server(log, "300", *SMALL, "--http-port", "0") as (process, stub, _):
         wait_for(log, "tpengine is ready")
         door = Door(f"http://127.0.0.1:{wait_for(log, 'the HTTP port is ')}")
-        with waiting(stub, long_request(500)) as call:
-            whole = door.begin("completions", LONG)
-            end = last_event(door.open("completions", {**LONG, "stream": True}))
-            assert end["error"]["code"] == "engine_dead"
-            assert http_refused(whole.getresponse()) == (503, "engine_dead")
-            assert call["done"].wait(TIMEOUT_S)
-            outcome = call["outcome"]
-            assert outcome.code is Code.UNAVAILABLE
+        call = stub.Generate.future(long_request(500))
+        whole = door.begin("completions", LONG)
+        end = last_event(door.open("completions", {**LONG, "stream": True}))
+        assert end["error"]["code"] == "engine_dead"
+        assert http_refused(whole.getresponse()) == (503, "engine_dead")
+        outcome = refused(call.result)
+        assert outcome.code is Code.UNAVAILABLE
         assert "SECRET" not in f"{outcome.text}{end}"
         assert process.wait(END_S) == 1
         assert "the engine is dead" in log.read_text()
@@ -270,15 +267,15 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(
     log = tmp_path / "log"
     with dying_server(log, "hang", *SMALL, "--drain-timeout", drain_s) as (process, stub, _):
         wait_for(log, "tpengine is ready")
-        with waiting(stub, long_request(500)) as call:
-            assert int(wait_for(log, "the step hangs; objects frozen: ")) > 10_000
-            for _ in range(num_signals):
-                process.send_signal(signal.SIGTERM)
-                wait_for(log, "no new requests")
-            assert process.wait(END_S) == code
-            assert call["done"].wait(TIMEOUT_S)
-            assert call["outcome"].code is Code.UNAVAILABLE
-            assert ("told to stop at once" in call["outcome"].text) == (num_signals == 2)
+        call = stub.Generate.future(long_request(500))
+        assert int(wait_for(log, "the step hangs; objects frozen: ")) > 10_000
+        for _ in range(num_signals):
+            process.send_signal(signal.SIGTERM)
+            wait_for(log, "no new requests")
+        assert process.wait(END_S) == code
+        outcome = refused(call.result)
+        assert outcome.code is Code.UNAVAILABLE
+        assert ("told to stop at once" in outcome.text) == (num_signals == 2)
         assert words in log.read_text()
 
 
@@ -311,9 +308,7 @@ def test_wrong_sampling_of_a_model_ends_the_start(tmp_path: Path) -> None:
     """Before the weights are looked for, which the folder does not have."""
     shutil.copy(Path(EMBEDDED_MODEL, "config.json"), tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
-    command = [sys.executable, "-m", "tpengine", "serve", "--port", "0", "--model", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
-    assert ended.returncode == 1
+    ended = python("-m", "tpengine", "serve", "--port", "0", "--model", tmp_path, code=1)
     assert re.search(r"generation_config\.json of .*temperature.*'hot'", ended.stderr)
 
 
@@ -331,6 +326,7 @@ def test_what_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
             (["--token-file", "/nowhere"], ("/nowhere",)),
             (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], ("/nowhere",)),
             (["--max-queued-requests", "0"], ("max_requests", "at least 1")),
+            (["--max-queued-tokens", "0"], ("max_tokens", "at least 1")),
             (["--port", "0", "--metrics-port", port], ("already in use", "--metrics-port", port)),
         ):
             assert main(["serve", *options]) == 1

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from support import http2
 from support.engines import greedy
-from support.footprint import Footprint, assert_settles
+from support.footprint import assert_settles, footprint_at_rest
 from support.server_process import ServerProcess, serving, wait_until
 from support.servers import LASTING
 from support.silent_reader import SilentReader
@@ -122,19 +122,13 @@ def test_clients_that_vanish_leave_nothing(
 ) -> None:
     answer = _complete(server)
     asyncio.run(_vanish(server.target, 60, 60, 1, seed=1))  # pools grow to their size
-    wait_until(lambda: _is_at_rest(server), QUIET_S)
-    before, aborted = Footprint.at_rest(server), server.metric(ENDED, finished_reason="abort")
+    wait_until(server.is_at_rest, QUIET_S)
+    before, aborted = footprint_at_rest(server), server.metric(ENDED, finished_reason="abort")
     asyncio.run(_vanish(server.target, cancels, deadlines, cuts, seed=2))
     assert_settles(server, before)
     # The streams that were cut and many of the others had reached the engine.
     assert (server.metric(ENDED, finished_reason="abort") - aborted) > cuts * STREAMS_OF_CUT // 2
     assert _complete(server) == answer
-
-
-def _is_at_rest(server: ServerProcess) -> bool:
-    """Whether all blocks are free; those of a client that left are freed in the next step."""
-    loads = server.loads()
-    return not loads.num_open_calls and loads.num_free_blocks == loads.num_total_blocks
 
 
 def _complete(server: ServerProcess) -> tuple[int, ...]:
@@ -162,7 +156,7 @@ def test_a_crowd_is_refused(crowded: ServerProcess, size: int) -> None:
     """While all slots are taken, as many wait as may; the others are told so at once."""
     _touch_cache(crowded)
     answer = _complete(crowded)
-    before, memory = Footprint.at_rest(crowded), crowded.resident_bytes()
+    before, memory = footprint_at_rest(crowded), crowded.resident_bytes()
     queued, held = [0], [0]
 
     async def come() -> list[str]:
@@ -209,8 +203,8 @@ def test_an_unread_stream_does_not_delay_others(server: ServerProcess, num_other
     """It is made and its blocks are free while it is unread; others are answered meanwhile."""
     _touch_cache(server)
     answer = _complete(server)
-    wait_until(lambda: _is_at_rest(server), QUIET_S)
-    before, memory = Footprint.at_rest(server), server.resident_bytes()
+    wait_until(server.is_at_rest, QUIET_S)
+    before, memory = footprint_at_rest(server), server.resident_bytes()
     with ExitStack() as stack:
         silent = [stack.enter_context(_unread(server)) for _ in range(NUM_SILENT)]
         wait_until(lambda: server.loads().num_open_calls == NUM_SILENT, QUIET_S)
@@ -218,7 +212,7 @@ def test_an_unread_stream_does_not_delay_others(server: ServerProcess, num_other
         assert [_complete(server) for _ in range(num_others)] == [answer] * num_others
         held = server.resident_bytes() - memory
         assert [reader.num_data_bytes for reader in silent] == [0] * NUM_SILENT
-        wait_until(lambda: server.loads().num_free_blocks == before.free_blocks, QUIET_S)
+        wait_until(lambda: (now := server.loads()).num_free_blocks == now.num_total_blocks, QUIET_S)
         for reader in silent:
             messages = [pb.GenerateResponse.FromString(data) for data in reader.read_all(QUIET_S)]
             tokens = [len(out.token_ids) for message in messages for out in message.outputs]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +14,8 @@ from smg_grpc_proto.generated.common_pb2 import Modality
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from support.engines import greedy
 from support.picture_files import encoded
-from support.server_process import ServerProcess, serving
-from support.small_llavas import PNG, QUESTION, data_url, write_llava
+from support.server_process import ServerProcess
+from support.small_llavas import PNG, QUESTION, data_url
 from support.whole_models import PICTURES
 
 from server.calls import refused
@@ -44,24 +42,12 @@ def asks(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "Look."}, {"role": "user", "content": [*parts, QUESTION]}]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llava(tmp_path_factory.mktemp("llava"))
-
-
-@pytest.fixture(scope="module")
-def seeing(folder: Path) -> Iterator[ServerProcess]:
-    options = ["--model", str(folder), "--dtype", "float32", "--cpu-kv-cache-space", "0.05"]
-    with serving(folder, *options, "--resume-window", "60") as process:
-        yield process
-
-
 async def test_outputs_are_those_of_the_engine(
-    seeing: ServerProcess, server: ServerProcess, folder: Path
+    seeing: ServerProcess, server: ServerProcess
 ) -> None:
     prompts = [pictured(PNG), pictured(JPEG, PNG, prompt="<image> and <image>")]
     chats = [asks(PART), asks(PART, URL_PART)]
-    with LLM(folder, dtype="float32", cpu_kv_cache_space=0.05) as llm:
+    with LLM(seeing.log.parent, dtype="float32", cpu_kv_cache_space=0.05) as llm:
         prompts.append(pictured(PNG, prompt=llm.get_tokenizer().encode("<image> ?")))
         wanted = llm.generate(prompts, PARAMS, use_tqdm=False)
         wanted += llm.chat(chats, PARAMS, use_tqdm=False)
@@ -150,8 +136,9 @@ async def test_references_of_a_gateway(seeing: ServerProcess) -> None:
 
 
 def test_a_chat_with_a_server(
-    seeing: ServerProcess, folder: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    seeing: ServerProcess, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folder = seeing.log.parent
     (folder / "cat.jpg").write_bytes(JPEG)
     for name in ("config.json", "cat.jpg"):
         lines = f"/system Look.\n/image {folder / name}\n{QUESTION['text']}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +17,7 @@ from support.server_process import ServerProcess, wait_until
 
 from server.calls import long_request
 from server.http.openai_door import Door, assert_same, joined, mixed, offline
-from server.processes import END_S, dying_server, own_ray, rank_pid, session
+from server.processes import END_S, dying_server, rank_pid, session
 from tpengine import LLM
 from tpengine.host import start_ticks
 from tpengine.proto import tpengine_pb2 as pb
@@ -29,10 +31,16 @@ RAY_S = 120.0
 
 
 @pytest.fixture(autouse=True)
-def _own_ray() -> Iterator[None]:
+def _own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers have a Ray of their own."""
     pytest.importorskip("ray")
-    with own_ray():
-        yield
+    # Ray's sockets are in its folder, and paths of sockets must be short.
+    folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
+    variables = {"TMPDIR": folder, "ADDRESS": "local", "AUTH_MODE": "disabled"}
+    for name, value in {**variables, "USAGE_STATS_ENABLED": "0"}.items():
+        monkeypatch.setenv(f"RAY_{name}", value)
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.timeout(900)

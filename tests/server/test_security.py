@@ -15,7 +15,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.patches import on_call
-from support.waiting import wait_until
 
 from server.calls import NOT_SERVING, TIMEOUT_S, bearer, check, refused
 from server.guarded import Authority, TlsFiles, guarded_server
@@ -219,21 +218,17 @@ def refuses(channel: grpc.Channel) -> None:
 
 
 def test_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> None:
-    stranger = Authority.make(tmp_path, "stranger")
+    """Of the server alone, and of both."""
+    client, stranger = authority.sign("client", tmp_path), Authority.make(tmp_path / "stranger")
     with guarded_server(tls=files) as target:
         refuses(secure(target, stranger))
         refuses(grpc.insecure_channel(target))
         with secure(target, authority) as channel:
             assert check(channel) == NOT_SERVING
-
-
-def test_mutual_tls(authority: Authority, files: TlsFiles, tmp_path: Path) -> None:
-    client = authority.sign("client", tmp_path / "client")
-    stranger = Authority.make(tmp_path / "stranger").sign("client", tmp_path / "other")
     both = TlsFiles(files.certificate, files.key, str(authority.certificate))
     with guarded_server(tls=both) as target:
         refuses(secure(target, authority))
-        refuses(secure(target, authority, stranger))
+        refuses(secure(target, authority, stranger.sign("client", tmp_path / "other")))
         with secure(target, authority, client) as channel:
             assert check(channel) == NOT_SERVING
 
@@ -258,38 +253,6 @@ def test_certificates_without_a_common_name_are_told_apart() -> None:
     assert len(set(names)) == len(names)
     assert names[-1] == name(**{pem: [b"6"], common: [b"alice"]}) == "certificate alice"
     assert names[3] == name(**{pem: [b"7"], san: [b"spiffe://x/alice"]}), "a renewed certificate"
-
-
-def served_serial(target: str) -> str:
-    host, _, port = target.partition(":")
-    return ssl.get_server_certificate((host, int(port)), timeout=TIMEOUT_S)
-
-
-def test_certificates_are_reloaded(
-    authority: Authority, files: TlsFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(auth, "_POLL_S", 0.01)
-    certificate, key = tmp_path / "live.pem", tmp_path / "live.key"
-    live = TlsFiles(str(certificate), str(key))
-    files.install(live)
-    fresh = authority.sign("fresh", tmp_path / "fresh")
-
-    def is_served(expected: str) -> bool:
-        return served_serial(target).strip() in Path(expected).read_text()
-
-    with guarded_server(tls=live) as target, secure(target, authority) as channel:
-        assert check(channel) == NOT_SERVING
-        assert is_served(files.certificate)
-        # Half of the change: the key of another certificate. The old files stay in use.
-        shutil.copy(fresh.key, key)
-        assert is_served(files.certificate)
-        shutil.copy(fresh.certificate, certificate)
-        wait_until(lambda: is_served(fresh.certificate), TIMEOUT_S)
-        assert check(channel) == NOT_SERVING, "an open connection goes on"
-        certificate.write_text("no certificate")
-        assert is_served(fresh.certificate)
-        certificate.unlink()
-        assert is_served(fresh.certificate)
 
 
 def test_dates_of_certificates(
@@ -343,11 +306,22 @@ def test_dates_of_certificates(
 def test_files_that_change_while_they_are_read_are_read_again(
     files: TlsFiles, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else gRPC would have the new certificate with the old key, which ssl has not seen."""
+    """Else gRPC would have the new certificate with the old key, which ssl has not seen. Old files
+    stay in use while new ones are wrong, do not belong together or are not there."""
     live = TlsFiles(str(tmp_path / "c"), str(tmp_path / "k"))
     fresh = authority.sign("both", tmp_path)
     files.install(live)
     served = auth.CertificateReloader(*live)
+    certificate, key = Path(live.certificate), Path(live.key)
+    for change_files in (certificate.unlink, lambda: certificate.write_text("none")):
+        change_files()
+        served.reload()
+        assert served.contents[0] == Path(files.certificate).read_bytes()
+    files.install(live)
+    shutil.copy(fresh.key, key)
+    served.reload()
+    assert served.contents[1] == Path(files.key).read_bytes()
+    files.install(live)
     shutil.copy(fresh.certificate, live.certificate)
 
     def change(*_: object, **__: object) -> None:

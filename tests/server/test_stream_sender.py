@@ -76,13 +76,16 @@ async def test_an_output_is_sent_by_the_call_that_delivers_it() -> None:
     assert connection.token_ids == [[0], [1], [2], [3], [4], [9]]
     first, *_, last = connection.messages
     assert (first.request_id, first.outputs[0].text, first.finished) == ("it", "0 ", False)
-    assert first.outputs[0].HasField("index")
-    assert not first.HasField("usage")
-    assert not first.outputs[0].HasField("finish_reason")
-    assert first.outputs[0].WhichOneof("matched_stop") is None
-    assert last.finished
-    assert last.usage.num_output_tokens == 6
-    assert last.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH
+    fields = [[field.name for field, _ in m.outputs[0].ListFields()] for m in (first, last)]
+    assert fields == [
+        ["index", "text", "token_ids"],
+        ["index", "text", "token_ids", "finish_reason"],
+    ]
+    assert (first.HasField("usage"), last.finished, last.usage.num_output_tokens) == (
+        False,
+        True,
+        6,
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -150,11 +150,6 @@ def test_what_unset_and_zero_mean(stub: Any) -> None:
     assert end.prompt_tokens + end.completion_tokens == MODEL_LENGTH
 
 
-def shown(value: Any) -> str:
-    """Names a case."""
-    return str(value)[:40]
-
-
 @pytest.mark.parametrize(
     ("name", "value", "pattern"),
     [
@@ -164,14 +159,16 @@ def shown(value: Any) -> str:
         ("choice", pb.ChoiceConstraint(choices=["ab", "cd"]), "ab|cd"),
         ("grammar", 'root ::= "a" | "b"', "a|b"),
     ],
-    ids=shown,
+    ids=lambda value: str(value)[:40],
 )
 def test_an_output_is_held(stub: Any, llm: LLM, name: str, value: Any, pattern: str) -> None:
     (end,) = generate(stub, asked({"temperature": 1.0, "seed": 5, "max_tokens": 20, name: value}))
     assert re.fullmatch(pattern, llm.get_tokenizer().decode(end.output_ids[:-1]))
 
 
-@pytest.mark.parametrize(("name", "value"), [*WRONG, *OTHERS, ("input", None)], ids=shown)
+@pytest.mark.parametrize(
+    ("name", "value"), [*WRONG, *OTHERS, ("input", None)], ids=lambda value: str(value)[:40]
+)
 def test_a_refused_field_is_named(stub: Any, name: str, value: Any) -> None:
     if (name, value) in WRONG:
         request, path = asked({"temperature": 1.0, name: value}), f"sampling_params.{name}"

@@ -30,10 +30,11 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,29 +132,21 @@ class Comparison:
     def _of_name(
         self, module: str, name: str, facts: dict[str, Any]
     ) -> Iterator[tuple[str, Probe]]:
-        label = f"{module}.{name}"
-        path = module.replace("vllm", "tpengine", 1)
-
-        def find() -> Any:
-            return getattr(importlib.import_module(path), name)
-
-        def probe() -> None:
-            find()
-
-        yield label, probe
+        label, path = f"{module}.{name}", module.replace("vllm", "tpengine", 1)
+        yield label, lambda: _has(importlib.import_module(path), name)
         try:
-            item = find()
+            item = getattr(importlib.import_module(path), name)
         except (ImportError, AttributeError):
             return  # its parts are not there either
         if facts["kind"] == "enum":
             for member in facts["fields"]:
-                yield f"{name}.{member}", _has(item, member)
+                yield f"{name}.{member}", partial(_has, item, member)
             for method, method_facts in facts.get("methods", {}).items():
                 yield self._of_method(f"{name}.{method}", item, method, method_facts)
         elif facts["kind"] in ("class", "dataclass"):
             yield from self._of_class(name, item, facts)
         elif "function" in facts["kind"]:
-            yield f"{label}()", _takes(item, facts.get("parameters", {}))
+            yield f"{label}()", partial(_takes, item, facts.get("parameters", {}))
 
     def _of_class(self, name: str, kind: Any, facts: dict[str, Any]) -> Iterator[tuple[str, Probe]]:
         methods, example = facts.get("methods", {}), self._examples.get(name)
@@ -163,23 +156,23 @@ class Comparison:
         first = len(inherited) if name == "AsyncEngineArgs" else 0
         for index, (parameter, fact) in enumerate(expected.items(), first):
             if fact:  # not a mark such as *args
-                yield f"{name}({parameter})", _constructs(kind, index, parameter, fact[1])
+                yield f"{name}({parameter})", partial(_constructs, kind, index, parameter, fact[1])
         if example is not None:
             fields = facts["fields"] if facts["kind"] == "dataclass" else ()
             for attribute in (*facts.get("attributes", ()), *fields):
-                yield f"{name}.{attribute}", _has(example, attribute)
+                yield f"{name}.{attribute}", partial(_has, example, attribute)
             for method, fact in methods.items():
                 if method not in _INTERNAL:
                     yield self._of_method(f"{name}.{method}", example, method, fact)
         for flag in facts.get("flags", {}):
-            yield f"{name} {flag}", _parses(kind, flag)
+            yield f"{name} {flag}", partial(_parses, kind, flag)
 
     def _of_method(
         self, label: str, example: Any, name: str, facts: dict[str, Any]
     ) -> tuple[str, Probe]:
         if "property" in facts["kind"]:
-            return label, _has(example, name)
-        return f"{label}()", lambda: _takes(getattr(example, name), facts.get("parameters", {}))()
+            return label, partial(_has, example, name)
+        return f"{label}()", lambda: _takes(getattr(example, name), facts.get("parameters", {}))
 
 
 def _declarations(reference: dict[str, Any]) -> dict[str, tuple[Status, str]]:
@@ -207,43 +200,33 @@ def _declarations(reference: dict[str, Any]) -> dict[str, tuple[Status, str]]:
     return declarations
 
 
-def _has(example: Any, name: str) -> Probe:
-    def probe() -> None:
-        getattr(example, name)
-
-    return probe
+def _has(example: Any, name: str) -> None:
+    getattr(example, name)
 
 
-def _takes(function: Any, expected: dict[str, Any]) -> Probe:
-    def probe() -> str | None:
-        parameters = list(inspect.signature(function).parameters.values())
-        place: int | None = 0
-        for name, fact in expected.items():
-            if not fact:  # a mark: what follows it is given by name
-                place = None
-                continue
-            deviation = _deviation(parameters, place, name, fact[1])
-            if deviation is not None:
-                return f"{name}: {deviation}"
-            place = None if place is None else place + 1
-        return None
-
-    return probe
+def _takes(function: Any, expected: dict[str, Any]) -> str | None:
+    parameters = list(inspect.signature(function).parameters.values())
+    place: int | None = 0
+    for name, fact in expected.items():
+        if not fact:  # a mark: what follows it is given by name
+            place = None
+            continue
+        if (deviation := _deviation(parameters, place, name, fact[1])) is not None:
+            return f"{name}: {deviation}"
+        place = None if place is None else place + 1
+    return None
 
 
-def _constructs(kind: Any, index: int, name: str, default: str | None) -> Probe:
+def _constructs(kind: Any, index: int, name: str, default: str | None) -> str | None:
     """Looks at a constructor's parameter."""
-    return lambda: _deviation([*inspect.signature(kind).parameters.values()], index, name, default)
+    return _deviation([*inspect.signature(kind).parameters.values()], index, name, default)
 
 
-def _parses(kind: Any, flag: str) -> Probe:
-    def probe() -> str | None:
-        parser = argparse.ArgumentParser()
-        kind.add_cli_args(parser)
-        missing = [option for option in flag.split() if option not in parser._option_string_actions]
-        return f"unknown: {', '.join(missing)}" if missing else None
-
-    return probe
+def _parses(kind: Any, flag: str) -> str | None:
+    parser = argparse.ArgumentParser()
+    kind.add_cli_args(parser)
+    missing = [option for option in flag.split() if option not in parser._option_string_actions]
+    return f"unknown: {', '.join(missing)}" if missing else None
 
 
 def _deviation(
@@ -325,7 +308,10 @@ class _Logger(StatLoggerBase):
 @contextmanager
 def comparison() -> Iterator[Comparison]:
     """A comparison over engines of the embedded model, which end with it."""
-    with closing_engine() as engine, LLM(disable_log_stats=True) as llm:
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(disable_log_stats=True))
+    with ExitStack() as stack:
+        stack.callback(lambda: asyncio.run(engine.shutdown()))
+        llm = stack.enter_context(LLM(disable_log_stats=True))
         core, logger = llm.llm_engine, _Logger(local_interval=1.0)
         core.add_logger("last", logger)
         params = SamplingParams(max_tokens=2, logprobs=1)
@@ -339,16 +325,6 @@ def comparison() -> Iterator[Comparison]:
         examples += [answer.logprobs[0][answer.token_ids[0]]]
         by_class = {type(example).__name__: example for example in examples}
         yield Comparison({**by_class, "StatLoggerBase": logger})
-
-
-@contextmanager
-def closing_engine() -> Iterator[AsyncLLMEngine]:
-    """An asynchronous engine of the embedded model."""
-    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(disable_log_stats=True))
-    try:
-        yield engine
-    finally:
-        asyncio.run(engine.shutdown())
 
 
 def main() -> None:

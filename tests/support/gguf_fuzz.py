@@ -11,6 +11,7 @@ import resource
 import sys
 from pathlib import Path
 
+from support.mutations import mutated
 from support.subjects import load
 from tpengine import EngineArgs
 from tpengine.checkpoint.model_files import read_generation_config
@@ -18,20 +19,7 @@ from tpengine.engine.tokenizer import load_tokenizer
 from tpengine.errors import ConfigError, ModelLoadError
 
 LIMIT_BYTES = 1 << 30
-_EXTREMES = (0, 1, 0x7F, 0x80, 0xFF)
-
-
-def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Cuts the file off, or changes bytes, mostly of its header."""
-    if rng.random() < 0.15:
-        return data[: rng.randrange(len(data))]
-    changed = bytearray(data)
-    for _ in range(rng.choice((1, 1, 1, 2, 5, 20))):
-        at = rng.randrange(24 if rng.random() < 0.1 else min(len(data), 6000))
-        size = rng.choice((1, 1, 2, 4, 8))
-        value = rng.choice(_EXTREMES) if rng.random() < 0.5 else rng.randrange(256)
-        changed[at : at + size] = bytes([value]) * len(changed[at : at + size])
-    return bytes(changed)
+_HEADER_BYTES = 6000
 
 
 def open_as_engine(path: Path, max_model_len: int | None) -> None:
@@ -48,7 +36,7 @@ def main(file: str, folder: str, count: str) -> None:
     data, rng, path, refused = Path(file).read_bytes(), random.Random(0), Path(folder) / "f.gguf", 0
     for i in range(int(count)):
         path.unlink(missing_ok=True)  # a new inode: the old one may still be mapped
-        path.write_bytes(mutate(data, rng))
+        path.write_bytes(mutated(data, rng, _HEADER_BYTES))
         try:
             open_as_engine(path, rng.choice((64, 64, None)))
         except (ModelLoadError, ConfigError):

@@ -5,6 +5,7 @@ For tests whose client must do what libraries do not let it do, or must cost nex
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections.abc import Iterator
 
@@ -84,6 +85,17 @@ def read_status(payload: bytes) -> int | None:
     """The number of gRPC's status in a block of headers; None: it is not there."""
     rest = payload.partition(_STATUS_NAME)[2]
     return int(rest[1 : 1 + rest[0]]) if rest else None
+
+
+def frames(connection: socket.socket) -> Iterator[tuple[int, int, bytes]]:
+    """(kind, flags, payload) of each frame that the server sends, until it closes the connection;
+    what wants an answer gets one."""
+    with connection.makefile("rb") as stream:
+        while head := stream.read(HEAD_BYTES):
+            length, kind, flags = read_head(head)
+            payload = stream.read(length)
+            connection.sendall(reply(kind, flags, payload))
+            yield kind, flags, payload
 
 
 def messages(data: bytes) -> Iterator[bytes]:

@@ -89,6 +89,12 @@ class ServerProcess:
         """The server's own figures."""
         return self.stub.GetLoads(pb.GetLoadsRequest(), timeout=CALL_TIMEOUT_S)
 
+    def is_at_rest(self) -> bool:
+        """Whether no call is open and all blocks are free; those of a client that left are freed in
+        the next step."""
+        loads = self.loads()
+        return not loads.num_open_calls and loads.num_free_blocks == loads.num_total_blocks
+
     def metric(self, name: str, **labels: str) -> float:
         """A figure of the metrics port, of all series that have these labels; 0 without any."""
         with urllib.request.urlopen(self.metrics_url, timeout=CALL_TIMEOUT_S) as answer:

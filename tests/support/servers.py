@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.server_process import ServerProcess, serving
+from support.small_llavas import write_llava
 from tpengine import LLM
 
 MODEL_LENGTH = 2048
@@ -34,6 +35,16 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     options += ["--max-queued-requests", "2", "--max-num-batched-tokens", "16"]
     options += ["--no-enable-prefix-caching", "--scheduling-policy", "priority"]
     with serving(tmp_path_factory.mktemp("tight"), *options) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with two doors whose model reads pictures; its log lies in the model's folder."""
+    folder = write_llava(tmp_path_factory.mktemp("llava"))
+    options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--http-port", "0"]
+    options += ["--served-model-name", "llava", "--resume-window", "60"]
+    with serving(folder, "--model", str(folder), *options) as process:
         yield process
 
 

@@ -13,8 +13,11 @@ from copy import deepcopy
 from http.client import HTTPResponse
 from typing import Any
 
-from server.test_robustness import mutated
+from support.mutations import mutated
+
 from tpengine.proto import TIMEOUT_KEY
+from tpengine.sampling_params import SamplingParams
+from tpengine.server.http.fields import NO_EFFECT, REFUSED
 
 ANSWER_S = 60.0
 SILENT_S = 0.25
@@ -43,7 +46,8 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
 ]
 _PATHS = ["/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/x", "/", "*", "//"]
 _METHODS = ["GET", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "CONNECT", "POST", "BREW"]
-_FOREIGN = ["model", "tools", "response_format", "suffix", ""]
+_FOREIGN = [*SamplingParams.__dataclass_fields__, *" ".join([*NO_EFFECT, *REFUSED]).split()]
+_FOREIGN += ["model", "tools", "response_format", "chat_template_kwargs", ""]
 _VALUES: list[Any] = [
     *_READ("""[null, true, false, 0, -1, 1, 3, 2147483648, 9223372036854775808, -1e25, 0.5,
     -0.5, 1e300, NaN, Infinity, "", "a", "\\u0000", "\\ud800", "0", "5", [], [[]], [null], [0],
@@ -66,7 +70,8 @@ def mutated_body(body: dict[str, Any], rng: random.Random) -> bytes:
     """The body, most often with values, fields or bytes that are wrong."""
     body = deepcopy(body)
     for _ in range(rng.randint(0, 2)):
-        field, value = rng.choice([*body, *_FOREIGN]), deepcopy(rng.choice(_VALUES))
+        field = rng.choice([*body, *rng.sample(_FOREIGN, 5)])
+        value = deepcopy(rng.choice(_VALUES))
         entries = body.get(field)
         if isinstance(entries, list) and entries and rng.randrange(2):
             entry = rng.choice(entries)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
 
 import pytest
-from support.footprint import Footprint, assert_settles
+from support.footprint import assert_settles, footprint_at_rest
 from support.server_process import ServerProcess, serving
 
 from server.http import bad_clients
@@ -89,7 +89,7 @@ def _mutate(server: ServerProcess, count: int, seed: int) -> Counter[int]:
 
 @pytest.mark.parametrize("count", [250, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_mutated_requests(server: ServerProcess, count: int) -> None:
-    before = Footprint.at_rest(server)
+    before = footprint_at_rest(server)
     _mutate(server, WARM_UP, seed=1)
     memory = server.resident_bytes()
     statuses = _mutate(server, count, seed=2)

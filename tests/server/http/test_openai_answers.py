@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import byte_llama
-from support.server_process import ServerProcess, serving
+from support.server_process import ServerProcess
 from support.servers import LASTING, MODEL_LENGTH
 from support.waiting import wait_until
 
@@ -104,21 +103,6 @@ def test_forms_of_a_conversation(door: Door, llm: LLM) -> None:
     assert llm.get_tokenizer().decode(ids(last, continue_final_message=True)).endswith("b c")
 
 
-def test_a_template_of_parts_in_a_file_for_processors(tmp_path: Path) -> None:
-    template = "{% for part in messages[0].content %}{{ part.text }};{% endfor %}"
-    byte_llama.write(tmp_path)
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    room = ("--http-port=0", "--cpu-kv-cache-space=0.05")
-    with serving(tmp_path, f"--model={tmp_path}", *room) as process:
-        door = Door(process.http_address)
-        for content in ("ab", [{"type": "text", "text": "ab"}]):
-            body: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
-            with door.open("/tokenize", body) as counted:
-                ids = json.load(counted)["tokens"]
-            body |= {"max_tokens": 1, "return_token_ids": True}
-            assert (len(ids), door.whole("chat/completions", body)["prompt_token_ids"]) == (2, ids)
-
-
 def test_chunks_of_a_stream(door: Door) -> None:
     """One chunk for each token, the role first; usage only where it is asked for."""
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "temperature": 0.0}
@@ -161,7 +145,8 @@ def test_ids_of_gateways_are_no_keys(server: ServerProcess, door: Door, own_id: 
         assert server.stub.Generate(request, timeout=TIMEOUT_S).request_id == own_id
         assert server.stub.Abort(pb.AbortRequest(request_id=own_id), timeout=TIMEOUT_S).aborted
         for answer in answers:
-            assert b"request_aborted" in answer.read()
+            *_, last = [line for line in answer if line.strip()]
+            assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "request_aborted"
     for connection in begun:
         connection.close()
     wait_until(lambda: server.loads().num_open_calls == 0, TIMEOUT_S)
@@ -184,9 +169,7 @@ def test_a_client_that_leaves_frees_its_blocks(
     connection.close()
     wait_until(lambda: server.loads().num_running == 0, TIMEOUT_S)
     assert server.loads().num_steps - steps < 200
-    wait_until(lambda: server.loads().num_open_calls == 0, TIMEOUT_S)
-    loads = server.loads()
-    assert loads.num_free_blocks == loads.num_total_blocks
+    wait_until(server.is_at_rest, TIMEOUT_S)
 
 
 def test_a_prompt_that_fails_ends_the_others(server: ServerProcess, door: Door) -> None:
@@ -195,15 +178,6 @@ def test_a_prompt_that_fails_ends_the_others(server: ServerProcess, door: Door) 
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
     wait_until(lambda: server.loads().num_running == 0, TIMEOUT_S)
     assert server.loads().num_open_calls == 0
-
-
-def test_an_error_in_a_stream_is_its_last_event(server: ServerProcess, door: Door) -> None:
-    body = {"prompt": [5], "max_tokens": LASTING, "ignore_eos": True, "stream": True}
-    with door.open("completions", {**body, "request_id": "doomed"}) as answer:
-        assert answer.readline().startswith(b'data: {"id":"cmpl-doomed"')
-        server.stub.Abort(pb.AbortRequest(request_id="doomed"), timeout=TIMEOUT_S)
-        *_, last = [line for line in answer if line.strip()]
-    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "request_aborted"
 
 
 def test_a_body_has_the_size_that_the_length_of_the_model_leaves(door: Door) -> None:
@@ -255,13 +229,9 @@ def named(schema: dict[str, Any]) -> dict[str, Any]:
         ({"response_format": {"type": "text", "a": 1}}, "response_format.a", "not a field"),
         (named({"type": "x"}), "response_format", "Invalid type: x"),
         (named({"properties": []}), "response_format", "properties"),
-        (named({"not": {}}), "response_format", "Unimplemented keys"),
         (named({"enum": ["a" * 300_000]}), "response_format", "at most 262144"),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "structures"),
-        ({"structured_outputs": {"json": 5}}, "structured_outputs", "must be a JSON object"),
-        ({"structured_outputs": {"jso": {}}}, "structured_outputs", "has no field ['jso']; its"),
         ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs", "Invalid type: x"),
-        ({"structured_outputs": {"regex": "b[a&&b]"}, "max_tokens": 9}, "_outputs", "no text ful"),
         ({"structured_outputs": {"regex": "(a{1000}){1000}"}, "max_tokens": 9},
          "structured_outputs", "(limit step_lexer_fuel of llguidance)"),
         ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs", "at most 262144"),

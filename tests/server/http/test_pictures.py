@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -11,24 +10,15 @@ import pytest
 from PIL import Image
 from support.engines import greedy, open_llm
 from support.picture_files import encoded, noise, png
-from support.server_process import ServerProcess, serving
-from support.small_llavas import NUM_ROWS, QUESTION, data_url, url_part, user, write_llava
+from support.server_process import ServerProcess
+from support.small_llavas import NUM_ROWS, QUESTION, data_url, url_part, user
 from support.whole_models import PICTURES
 
 from server.http.openai_door import Door
 
 CHAT = "chat/completions"
 PART = url_part(data_url(PICTURES[0]))
-ROOM = ("--http-port=0", "--cpu-kv-cache-space=0.01", "--dtype=float32")
 MAX_BYTES = 20 << 20
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server whose model reads pictures; its log lies in the model's folder."""
-    folder = write_llava(tmp_path_factory.mktemp("llava"))
-    with serving(folder, f"--model={folder}", *ROOM, "--served-model-name=llava") as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

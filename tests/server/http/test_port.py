@@ -25,7 +25,6 @@ from support.waiting import wait_until
 
 from server.guarded import WAIT_S, Authority, TlsFiles
 from server.http.open_port import LOCAL, OpenPort, open_port, posted, read_answer, request
-from tpengine.async_engine.admission import QueueLimits
 from tpengine.errors import ConfigError, QueueFullError
 from tpengine.server import auth
 from tpengine.server.auth import Authenticator, is_own_host
@@ -227,15 +226,6 @@ def test_connections_and_calls_are_bounded() -> None:
         assert port.send(request("/v1/models")).status == 503
         for client in held:
             client.close()
-
-
-def test_calls_of_all_doors_are_counted_together() -> None:
-    limits = Limits(max_calls=1, queue=QueueLimits(max_requests=1))
-    with open_port(limits=limits) as port, ExitStack() as calls:
-        for client in ("one", "two"):
-            calls.enter_context(port.state.calls.counted(client))
-        assert port.send(request("/v1/models")).status == 429
-        assert port.send(HEALTH).status == 200
 
 
 def test_large_bodies_leave_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

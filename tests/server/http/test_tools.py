@@ -16,8 +16,8 @@ from support.server_process import serving
 from support.tool_models import write
 
 from server.http.openai_door import Door, written
-from server.http.test_openai_fields import CHAT, read, refused
-from tpengine import AsyncEngineArgs, AsyncLLMEngine, CompletionOutput, RequestOutput
+from server.http.test_openai_fields import CHAT, loaded, read, refused
+from tpengine import CompletionOutput, RequestOutput
 from tpengine.server.http.tool_formats import FORMATS
 from tpengine.server.http.tools import Tools
 from tpengine.server.state import ServerState
@@ -91,11 +91,8 @@ def tooled_fixture(form: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(name="state", scope="module")
 def state_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerState]:
     folder = write(tmp_path_factory.mktemp("tools"), "hermes")
-    args = AsyncEngineArgs(str(folder), num_device_blocks_override=256, max_model_len=4096)
-    state = ServerState(["tooled"], 0.0)
-    state.serve(AsyncLLMEngine.from_engine_args(args))
-    yield state
-    asyncio.run(state.engine.shutdown())
+    with loaded(model=str(folder), num_device_blocks_override=256, max_model_len=4096) as state:
+        yield state
 
 
 def check_calls(message: dict[str, Any], names: set[str], form: str) -> None:
