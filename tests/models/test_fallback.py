@@ -38,6 +38,7 @@ RUNNING = {
     "bert": "no base_model_tp_plan",  # learned positions, a head of several layers
     "deepseek_v3": "by 'packed_colwise', which no layer",  # heads of 24 elements, V of 16
     "gemma4_text": "runs",  # layers that share K and V, heads of two sizes, sliced masks
+    "sarvam_moe": "by 'packed_colwise', which no layer",  # q, k and v are one tensor of the file
     "gemma3n_text": "activation_sparsity_pattern",  # the plan of transformers gives other tokens
 }
 """By model type: what becomes of two ranks."""
@@ -52,7 +53,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("model_type", only(("olmo2", "bert", "gemma4_text"), RUNNING))
+@pytest.mark.parametrize(
+    "model_type", only(("olmo2", "bert", "gemma4_text", "sarvam_moe"), RUNNING)
+)
 def test_a_class_runs_as_in_transformers(model_type: str) -> None:
     """Whole, chunked and preempted, and on two ranks."""
     verdict = try_class(model_type, ARCHITECTURES[model_type])

@@ -5,7 +5,8 @@ With pipeline stages among these, the streams must be those of one process. Its 
 lines of JSON. It says the addresses and processes of its ranks when it is ready. For each line
 `[moment, pace_s]` it serves the streams, a step every `pace_s` seconds. At the moment, `decode` or
 `prefill`, it says its ranks again, and at last: how many streams were right, the longest gap in
-seconds, the attempts at new groups, the error that ended the engine, and the last loss. At
+seconds, the number of groups that were begun, with the lost rank alone replaced or all ranks new,
+the error that ended the engine, and the last loss. At
 the line `["end", 0]` it closes the engine, says "closed", and ends at the next line.
 """
 
@@ -101,16 +102,15 @@ def main(
             moment, pace_s = json.loads(line)
             if moment == "end":
                 break
-            before = len(engine.recoveries)
+            before, epoch = len(engine.recoveries), engine.health().epoch
             try:
                 streams, gap_s = serve(engine, moment, pace_s, True)
             except Exception as error:
                 tell([0, 0.0, 0, f"{type(error).__name__}: {error}", ""])
                 raise
             same = sum(map(is_same, streams, expected[moment]))
-            records = list(engine.recoveries)[before:]
-            losses = [str(record.loss) for record in records]
-            tell([same, gap_s, sum(record.num_attempts for record in records), "", *losses[-1:]])
+            losses = [str(record.loss) for record in list(engine.recoveries)[before:]]
+            tell([same, gap_s, engine.health().epoch - epoch, "", *losses[-1:]])
     tell("closed")
     sys.stdin.readline()
 

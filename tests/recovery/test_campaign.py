@@ -188,8 +188,8 @@ class Campaign:
                 assert b"s3cret" not in Path(f"/proc/{pid}/environ").read_bytes(), name_of(pid)
 
     def play(self, row: Row) -> tuple[int, float, int, str, str]:
-        """Returns how many streams were right, the longest gap, the number of attempts at new
-        groups, the error that ended the engine, and what the driver logged."""
+        """Returns how many streams were right, the longest gap, the number of groups that
+        were begun, the error that ended the engine, and what the driver logged."""
         begin = self.log.stat().st_size
 
         def log() -> str:
@@ -209,13 +209,13 @@ class Campaign:
             end_at = time.monotonic() + row.hold_s
             fault(lambda: time.monotonic() >= end_at and row.has_trace(log()))
         try:
-            same, gap_s, attempts, error, *_ = self.driver.hear(ROW_S)
+            same, gap_s, num_groups, error, *_ = self.driver.hear(ROW_S)
         except AssertionError:
-            same, gap_s, attempts, error = 0, 0.0, 0, "the driver ended"
+            same, gap_s, num_groups, error = 0, 0.0, 0, "the driver ended"
         except queue.Empty:
-            same, gap_s, attempts, error = 0, 0.0, 0, f"not finished within {ROW_S:g} s"
+            same, gap_s, num_groups, error = 0, 0.0, 0, f"not finished within {ROW_S:g} s"
         self.is_hurt = bool(error)
-        return same, gap_s, attempts, error, log()
+        return same, gap_s, num_groups, error, log()
 
     def fault(self, name: str, stack: ExitStack) -> Callable[[Callable[[], bool]], None]:
         """Begins a fault, which the stack ends; returns what waits until it is over."""
@@ -357,7 +357,7 @@ class Campaigns:
 @pytest.fixture(scope="module")
 def campaigns(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaigns]:
     campaigns = Campaigns(models.folder(PLAIN), tmp_path_factory.mktemp("campaign"))
-    print("\n| executor | fault | streams equal | longest gap, s | attempts | left over |")
+    print("\n| executor | fault | streams equal | longest gap, s | groups | left over |")
     print("|---|---|---|---|---|---|")
     yield campaigns
     campaigns.close()
@@ -367,15 +367,15 @@ def campaigns(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.mark.parametrize(("executor", "row"), rows())
 def test_every_stream_goes_on(executor: str, row: Row, campaigns: Campaigns) -> None:
     campaign = campaigns.of(executor)
-    same, gap_s, attempts, error, log = campaign.play(row)
+    same, gap_s, num_groups, error, log = campaign.play(row)
     left = "" if campaign.is_hurt else campaign.left_over(row)
     print(
-        f"| {executor} | {row.name} | {same} of {NUM_STREAMS} | {gap_s:.1f} | {attempts} "
+        f"| {executor} | {row.name} | {same} of {NUM_STREAMS} | {gap_s:.1f} | {num_groups} "
         f"| {error[:300] or left} |",
         flush=True,
     )
     assert (same, error) == (NUM_STREAMS, ""), log[-4000:]
-    assert attempts >= bool(row.lose) + (row.moment == "rebuild")
+    assert num_groups >= bool(row.lose) + (row.moment == "rebuild")
     assert gap_s >= 0.9 * row.hold_s * row.below.startswith("driver"), "the driver was not frozen"
     assert row.has_trace(log), log[-4000:]
     assert left in ("", "nothing")

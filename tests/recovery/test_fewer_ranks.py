@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -14,12 +15,15 @@ import pytest
 from executor.ray_engines import executor_of, rank_engine
 from support.models import ModelShop
 from support.namespaces import children_of
+from support.patches import on_call
 from support.waiting import PATIENCE_S, wait_until
 from support.zoo import PLAIN
 
 from tpengine import EngineArgs, LLMEngine, SamplingParams
 from tpengine.engine import group_size
-from tpengine.errors import PlacementError
+from tpengine.errors import EngineDeadError, PlacementError
+from tpengine.executor.group import Group
+from tpengine.executor.group_executor import GroupExecutor
 from tpengine.executor.launch import processes
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
@@ -51,7 +55,7 @@ class Served:
     """Requests of an engine, whose looks for room are awaited after each step."""
 
     def __init__(self, engine: LLMEngine, prompts: list[list[int]]) -> None:
-        self.engine = engine
+        self.engine, self.prompts = engine, prompts
         self.outputs: dict[int, tuple[int, ...]] = {}
         self._num_wanted = engine.health().num_ranks_wanted
         for number, prompt in enumerate(prompts):
@@ -160,6 +164,85 @@ def test_room_that_only_seems_to_be_there(
         )
         served.step_with(1)
         assert len(engine._recovery._loss_times) == 2, "growing counts as a loss"
+
+
+Act = Callable[[LLMEngine], object]
+
+
+@contextmanager
+def growing(models: ModelShop, patch: Any, owner: type, name: str, act: Act) -> Iterator[Served]:
+    """A group that was lost, and gets all its ranks again.
+
+    Args:
+        act: what the thread that makes the group of all ranks does before its first such call.
+    """
+    room, begun = Room(patch, 2), threading.Event()
+    with engine_of(models, 2) as served:
+        room.count = 1
+        lose(served.engine)
+        served.step_with(1)
+
+        def act_once(*_: Any) -> None:
+            if not begun.is_set():
+                begun.set()
+                act(served.engine)
+
+        on_call(patch, owner, name, act_once)
+        room.count, room.seems = 2, True
+        served.step_until(begun.is_set, "the group does not grow")
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "attempts"),
+    [
+        (processes.ProcessHome, "replace", [1]),  # a rank of the smaller group, which ends then
+        (Group, "join", [2, 1]),
+        (Group, "load_model", [2, 1]),
+        (GroupExecutor, "init_cache_engine", [2, 1]),
+    ],
+)
+def test_a_loss_while_the_group_grows(
+    models: ModelShop, monkeypatch: Any, owner: type, name: str, attempts: list[int]
+) -> None:
+    """Requests go on in the smaller group until the next one with all ranks is ready."""
+    with growing(models, monkeypatch, owner, name, lose) as served:
+        served.step_with(2)
+        _, *growth = served.engine.recoveries
+        assert [record.num_attempts for record in growth] == attempts
+        assert served.engine.health().num_recoveries == 1, "growing counts as a recovery"
+
+
+def test_an_abort_while_the_group_grows(models: ModelShop, monkeypatch: Any) -> None:
+    """It is reported at once, and the same request can come again."""
+    goes_on = threading.Event()
+
+    def hold(_: LLMEngine) -> None:
+        assert goes_on.wait(PATIENCE_S)
+
+    with growing(models, monkeypatch, Group, "load_model", hold) as served:
+        engine = served.engine
+        engine.abort_request("1")
+        [output] = engine.step()
+        assert (output.request_id, output.outputs[0].finish_reason) == ("1", "abort")
+        engine.add_request("1", None, PARAMS, prompt_token_ids=served.prompts[1])
+        goes_on.set()
+        served.step_with(2)
+
+
+def test_a_shutdown_while_the_group_grows(models: ModelShop, monkeypatch: Any) -> None:
+    """The thread that makes the group ends, a step says so, and nothing is left."""
+    before = children_of(os.getpid())
+
+    def hold(engine: LLMEngine) -> None:
+        wait_until(executor_of(engine)._is_cancelled.is_set)
+
+    with (
+        pytest.raises(EngineDeadError, match="shut down"),
+        growing(models, monkeypatch, Group, "load_model", hold) as served,
+    ):
+        served.engine.shutdown()
+    wait_until(lambda: children_of(os.getpid()) == before, what="some are left")
 
 
 def test_fewer_ranks_without_memory(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,22 @@ def _place_buffers(module_name: str, module: nn.Module, weights: Weights) -> Non
             weights.declare(f"{module_name}.{leaf}".lstrip("."), WeightShard(placed))
 
 
+class Outline:
+    """The parameters that a model of transformers has before its layers are replaced, on the meta
+    device: some of transformers' converters ask the model for shapes or dtypes."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._parameters = dict(root.named_parameters(remove_duplicate=False))
+
+    def get_parameter(self, name: str) -> nn.Parameter:
+        return self._parameters[name]
+
+
 def convert_tensors(
-    root: Any, weights: Weights, tensors: Iterable[CheckpointTensor]
+    root: Any, outline: Outline, weights: Weights, tensors: Iterable[CheckpointTensor]
 ) -> Iterator[CheckpointTensor]:
-    """Renames and merges tensors of a checkpoint as transformers does when it loads one; yields the
-    model's tensors.
+    """Renames, merges and splits tensors of a checkpoint as transformers does when it loads one;
+    yields the model's tensors.
 
     A merged parameter (all experts of a layer) is in memory together with the tensors of which it
     is made, one such parameter at a time.
@@ -89,18 +100,22 @@ def convert_tensors(
         parts = pending.pop(wanted)
         converter = next(c for c in converters if parts[0][1] in c.source_patterns)
         weights.is_dequantized |= any(isinstance(part[2][2], QuantizedSource) for part in parts)
-        yield from _merge(root, converter, wanted, parts)
+        yield from _merge(root.config, outline, converter, wanted, parts)
 
 
 def _merge(
-    root: Any, converter: Any, wanted: str, parts: list[tuple[str, str, CheckpointTensor]]
+    config: Any,
+    outline: Outline,
+    converter: Any,
+    wanted: str,
+    parts: list[tuple[str, str, CheckpointTensor]],
 ) -> Iterator[CheckpointTensor]:
     from transformers.core_model_loading import dot_natural_key
 
     parts.sort(key=lambda part: dot_natural_key(part[0]))
     for name, pattern, (_, _, source) in parts:
         converter.add_tensor(wanted, name, pattern, lambda source=source: source[:])
-    merged = converter.convert(wanted, model=root, config=root.config)
+    merged = converter.convert(wanted, model=outline, config=config)
     file = parts[0][2][0]
     for name, tensor in merged.items():
         whole = tensor[0] if isinstance(tensor, list) else tensor

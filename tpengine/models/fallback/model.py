@@ -29,7 +29,11 @@ from tpengine.errors import ConfigError
 from tpengine.layers.attention import AttentionMetadata, KVCache, keep_rows
 from tpengine.layers.weights import Weights
 from tpengine.models.fallback import layers
-from tpengine.models.fallback.checkpoint import allocate_parameters, convert_tensors
+from tpengine.models.fallback.checkpoint import (
+    Outline,
+    allocate_parameters,
+    convert_tensors,
+)
 from tpengine.models.fallback.fallback_attention import (
     INTERFACE,
     Probe,
@@ -87,13 +91,14 @@ class TransformersForCausalLM:
         self._root = root = _empty_model(config, weights)
         self.base_prefix = f"{root.base_model_prefix}."
         plan = layers.TensorParallelPlan(root, config, weights.parallel)
+        outline = Outline(root)
         replaced = _replace_layers(root, plan)
         allocate_parameters(root, weights)
         shapes = self._probe(weights.device)
         self._layers = make_layers(shapes)
         for name, layer in replaced.items():
             layer.allocate(weights, name)
-        weights.convert = partial(convert_tensors, root, weights)
+        weights.convert = partial(convert_tensors, root, outline, weights)
 
     def forward(
         self,
