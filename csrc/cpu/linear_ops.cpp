@@ -1,27 +1,34 @@
 // Launchers: pack_linear_weight and packed_linear.
 #include "panels.h"
+#include "transpose.h"
 
 namespace tpengine::cpu {
 namespace {
 
 // A word is a pair of bfloat16, or a float.
-constexpr int64_t kWordBytes = 4, kWordsAtOnce = 64;
+constexpr int64_t kWordBytes = 4, kLineWords = 16;
 
-// Rows may lie whole pages apart, where all have one place in L1. Pieces of them are copied side by
-// side first, with a word between them.
+// Rows may lie whole pages apart, where all have one place in L1: of four rows a line is used up
+// before the next rows.
 void pack_panel(char* to, const char* rows, int64_t num_rows, int64_t words) {
-  uint32_t pieces[kLinearPanel][kWordsAtOnce + 1] = {};
-  for (int64_t first = 0; first < words; first += kWordsAtOnce) {
-    const int64_t count = std::min(words - first, kWordsAtOnce);
-    for (int64_t n = 0; n < num_rows; ++n)
-      std::memcpy(pieces[n], rows + (n * words + first) * kWordBytes,
-                  static_cast<size_t>(count * kWordBytes));
-    for (int64_t k = 0; k < count; ++k)
-      for (const auto& piece : pieces) {
-        std::memcpy(to, &piece[k], kWordBytes);
-        to += kWordBytes;
+  for (int64_t first = 0; first < words; first += kLineWords)
+    for (int64_t n = 0; n < kLinearPanel; n += 4)
+      for (int64_t k = first; k < std::min(words, first + kLineWords); k += 4) {
+        const char* const from = rows + (n * words + k) * kWordBytes;
+        char* const place = to + (k * kLinearPanel + n) * kWordBytes;
+        if (std::min(words - k, num_rows - n) >= 4) {
+          FourWords lanes[4];
+          for (int64_t i = 0; i < 4; ++i) lanes[i] = load_words(from + i * words * kWordBytes);
+          store_transposed(place, kLinearPanel, lanes);
+          continue;
+        }
+        for (int64_t i = 0; i < 4 * std::min<int64_t>(words - k, 4); ++i) {
+          uint32_t word = 0;
+          if (n + i % 4 < num_rows)
+            std::memcpy(&word, from + (i % 4 * words + i / 4) * kWordBytes, kWordBytes);
+          std::memcpy(place + (i / 4 * kLinearPanel + i % 4) * kWordBytes, &word, kWordBytes);
+        }
       }
-  }
 }
 
 void pack_linear_weight(const Tensor& packed, const Tensor& weight) {

@@ -1,9 +1,10 @@
-// Launchers: quantize_weight; pack_groups; quantized_linear; and quantized_embedding, which copies
-// rows of such a weight as floats.
+// Launchers: quantize_weight; pack_groups; dequantize_blocks; quantized_linear; and
+// quantized_embedding, which copies rows of such a weight as floats.
 #include <math.h>
 #include <sched.h>
 
 #include "panels.h"
+#include "transpose.h"
 
 namespace tpengine::cpu {
 namespace {
@@ -62,15 +63,14 @@ void quantize_weight(const Tensor& packed, const Tensor& weight, const Optional<
 // How a file has the numbers of a block; see ops/quantized_reference.py.
 enum Layout : int64_t { kNumbers, kSigned, kHalves, kPairs, kNumLayouts };
 
-// Four neighbouring numbers of a group; a block of kPairs has eight groups, any other has one.
+// 16 neighbouring numbers of a group; a block of kPairs has eight groups, any other has one.
 template <Layout kLayout>
-uint32_t four_numbers(const uint8_t* block, int64_t group, int64_t step) {
+FourWords numbers_at(const uint8_t* block, int64_t group, int64_t part) {
   if (kLayout == kPairs) block += group / 2 * 32;
-  uint32_t four;
-  std::memcpy(&four, block + (kLayout == kHalves ? step % 4 : step) * 4, sizeof four);
-  if (kLayout == kSigned) return four ^ 0x80808080;
-  if (kLayout == kNumbers) return four;
-  return four >> (kLayout == kHalves ? step / 4 : group % 2) * 4 & 0x0f0f0f0f;
+  const FourWords words = load_words(block + (kLayout == kHalves ? 0 : part * 16));
+  if (kLayout == kSigned) return words ^ 0x80808080u;
+  if (kLayout == kNumbers) return words;
+  return words >> (kLayout == kHalves ? part : group % 2) * 4 & 0x0f0f0f0fu;
 }
 
 // Float16 [outputs, groups]; null: none.
@@ -95,18 +95,27 @@ void pack_panel(const QuantizedLinearArgs& a, const StoredGroups& stored, int64_
   const int64_t rows = std::min(a.out_features - first, kLinearPanel);
   uint8_t* to = static_cast<uint8_t*>(a.out) + panel * a.panel_bytes;
   for (int64_t g = 0; g < a.num_groups; ++g, to += a.group_bytes) {
-    std::memset(to, 0, static_cast<size_t>(a.group_bytes));
+    const uint8_t* blocks =
+        stored.numbers + first * stored.row_stride + g / kGroups * stored.block_stride;
+    const auto numbers_of = [&](int64_t lane, int64_t part) {
+      return lane < rows ? numbers_at<kLayout>(blocks + lane * stored.row_stride, g % kGroups, part)
+                         : FourWords{};
+    };
     uint32_t* words = reinterpret_cast<uint32_t*>(to);
-    uint16_t* factors = reinterpret_cast<uint16_t*>(to + a.group_size * row_words);
-    for (int64_t lane = 0; lane < rows; ++lane) {
-      const int64_t row = first + lane, shift = lane / row_words * 4;
-      const uint8_t* block =
-          stored.numbers + row * stored.row_stride + g / kGroups * stored.block_stride;
-      for (int64_t step = 0; step < a.group_size / 4; ++step)
-        words[step * row_words + lane % row_words] |=
-            four_numbers<kLayout>(block, g % kGroups, step) << shift;
-      factors[lane] = stored.scales.at(row, g);
-      if (stored.offsets.first != nullptr) factors[kLinearPanel + lane] = stored.offsets.at(row, g);
+    for (int64_t part = 0; part < a.group_size / 16; ++part, words += 4 * row_words)
+      for (int64_t lane = 0; lane < row_words; lane += 4) {
+        FourWords lanes[4];
+        for (int64_t i = 0; i < 4; ++i) {
+          lanes[i] = numbers_of(lane + i, part);
+          if (a.bits == 4) lanes[i] |= numbers_of(lane + i + 16, part) << 4;
+        }
+        store_transposed(words + lane, row_words, lanes);
+      }
+    uint16_t* factors = reinterpret_cast<uint16_t*>(words);
+    for (int64_t lane = 0; lane < kLinearPanel; ++lane) {
+      factors[lane] = lane < rows ? stored.scales.at(first + lane, g) : 0;
+      if (stored.offsets.first != nullptr)
+        factors[kLinearPanel + lane] = lane < rows ? stored.offsets.at(first + lane, g) : 0;
     }
   }
 }
@@ -150,6 +159,58 @@ void pack_groups(const Tensor& packed, const Tensor& numbers, const Tensor& scal
       pack_panel<kNumbers>, pack_panel<kSigned>, pack_panel<kHalves>, pack_panel<kPairs>};
   parallel_for(args.num_panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) kPackPanel[layout](args, stored, panel);
+  });
+}
+
+float half_at(const uint8_t* p) { return half_to_float(*reinterpret_cast<const uint16_t*>(p)); }
+
+// A block of 256 numbers in eight groups of 32: two factors, scales and minima in 6 bits, the fifth
+// bits of the numbers, and four bits of each.
+void dequantize_q5_k(const uint8_t* block, float* to) {
+  const uint8_t *six = block + 4, *high = block + 16, *low = block + 48;
+  for (int g = 0; g < 8; ++g, to += 32) {
+    const uint8_t *a = six + g % 4, *b = a + 4, *c = a + 8;
+    const int scale = g < 4 ? *a & 63 : (*c & 15) | *a >> 6 << 4;
+    const int minimum = g < 4 ? *b & 63 : *c >> 4 | *b >> 6 << 4;
+    const float step = half_at(block) * static_cast<float>(scale);
+    const float least = half_at(block + 2) * static_cast<float>(minimum);
+    for (int i = 0; i < 32; ++i) {
+      const int q = (low[g / 2 * 32 + i] >> g % 2 * 4 & 15) | (high[i] >> g & 1) << 4;
+      to[i] = step * static_cast<float>(q) - least;
+    }
+  }
+}
+
+// 16 groups of 16: four bits of each number, two more, scales in 8 bits, and their factor.
+void dequantize_q6_k(const uint8_t* block, float* to) {
+  const float factor = half_at(block + 208);
+  for (int part = 0; part < 8; ++part, to += 32) {
+    const uint8_t* low = block + part / 4 * 64 + part % 2 * 32;
+    const uint8_t* high = block + 128 + part / 4 * 32;
+    const int low_shift = part % 4 / 2 * 4, high_shift = part % 4 * 2;
+    const int8_t* scales = reinterpret_cast<const int8_t*>(block + 192 + part * 2);
+    for (int i = 0; i < 32; ++i) {
+      const int q = (low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4;
+      to[i] = factor * static_cast<float>(scales[i / 16]) * static_cast<float>(q - 32);
+    }
+  }
+}
+
+void dequantize_blocks(const Tensor& out, const Tensor& blocks, int64_t type) {
+  const char* op = "dequantize_blocks";
+  if (type != 13 && type != 14) fail(op, "type is " + std::to_string(type) + "; expected 13 or 14");
+  const auto dequantize = type == 13 ? dequantize_q5_k : dequantize_q6_k;
+  check_dim(op, "blocks", blocks, 3);
+  check_dtype(op, "blocks", blocks, aoti_torch_dtype_uint8());
+  check_size(op, "blocks", blocks, 2, type == 13 ? 176 : 210);
+  check_packed(op, "blocks", blocks, 2);
+  const int64_t per_row = blocks.size(1);
+  check_tensor(op, "out", out, aoti_torch_dtype_float32(), {blocks.size(0), per_row * 256});
+  parallel_for(blocks.size(0) * per_row, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      dequantize(
+          blocks.data<uint8_t>() + i / per_row * blocks.stride(0) + i % per_row * blocks.stride(1),
+          out.data<float>() + i * 256);
   });
 }
 
@@ -293,6 +354,7 @@ void quantized_embedding(const Tensor& out, const Tensor& packed, const Tensor& 
 void register_quantized(TorchLibraryHandle library) {
   implement<&quantize_weight>(library, "quantize_weight");
   implement<&pack_groups>(library, "pack_groups");
+  implement<&dequantize_blocks>(library, "dequantize_blocks");
   implement<&quantized_linear>(library, "quantized_linear");
   implement<&quantized_embedding>(library, "quantized_embedding");
 }

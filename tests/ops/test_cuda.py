@@ -25,9 +25,9 @@ K_SCALE, V_SCALE = 0.7, 1.3
 CUDA = torch.device("cuda", 0)
 LENGTHS = [1, 0, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, 3000]
 WITHOUT_KERNEL = {
-    "accumulate", "add_gated", "add_layer_norm", "embedding", "expert_mlp", "gelu", "gelu_tanh",
-    "layer_norm", "pack_linear_weight", "packed_linear", "prefill_attention", "quantize_weight",
-    "quantized_embedding", "quantized_linear", "relu", "silu", "top_experts",
+    "accumulate", "add_gated", "add_layer_norm", "dequantize_blocks", "embedding", "expert_mlp",
+    "gelu", "gelu_tanh", "layer_norm", "pack_linear_weight", "packed_linear", "prefill_attention",
+    "quantize_weight", "quantized_embedding", "quantized_linear", "relu", "silu", "top_experts",
 }  # fmt: skip
 """Ops that are plain torch on a GPU."""
 

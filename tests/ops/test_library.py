@@ -79,6 +79,7 @@ def _arguments() -> dict[str, tuple]:
         "pack_groups": (
             groups, torch.zeros(40, 1, 16, dtype=torch.uint8), randn(40, 1).half(), None, 4, 32, 2,
         ),
+        "dequantize_blocks": (torch.zeros(3, 512), torch.zeros(3, 2, 210, dtype=torch.uint8), 14),
         "quantized_linear": (torch.zeros(5, 40), x, groups, None, 4, 32, 0),
         "quantized_embedding": (
             torch.zeros(5, 32), groups, ints(0, 39, 2, 2, 1), 40, 4, 32, 0, 2.0,
@@ -202,6 +203,8 @@ WRONG = [
     ("pack_groups", replaced(6, lambda _: 1), "layout is 1 with bits = 4 and group_size = 32"),
     ("pack_groups", replaced(1, lambda t: t[..., 1:]), r"numbers has shape .*expected size 16"),
     ("pack_groups", replaced(2, lambda t: t.float()), "scales is float32; expected float16"),
+    ("dequantize_blocks", replaced(2, lambda _: 15), "type is 15; expected 13 or 14"),
+    ("dequantize_blocks", replaced(2, lambda _: 13), r"blocks has shape .*expected size 176"),
     ("quantized_embedding", replaced(3, lambda _: 39), "is 39; the table has rows 0 to 38"),
     ("add_gated", replaced(2, lambda t: t.repeat(1, 2)), r"gate has shape \[5, 2\].*size 1"),
     ("top_experts", replaced(2, lambda t: t[:, :1]), "a token's experts is 2; the limit is 1"),

@@ -314,3 +314,17 @@ def test_numbers_of_a_file_are_packed_as_by_the_reference(
     quantized_reference.pack_groups(expected, numbers, *arguments)
     torch.ops.tpengine.pack_groups(packed, wider[..., : blocks[1]], *arguments)
     assert torch.equal(packed, expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize(("block_type", "block_bytes"), [(13, 176), (14, 210)])
+def test_superblocks_have_the_values_of_the_library(block_type: int, block_bytes: int) -> None:
+    """Bit for bit, also infinities; the file has other bytes between the rows."""
+    shape, gen = (40, 7, block_bytes), generator(block_type)
+    wider = torch.randint(0, 256, shape, generator=gen, dtype=torch.uint8)
+    expected, actual = torch.empty(2, 40, 5 * 256).unbind()
+    quantized_reference.dequantize_blocks(expected, wider[:, 1:6], block_type)
+    torch.ops.tpengine.dequantize_blocks(actual, wider[:, 1:6], block_type)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    is_number = ~expected.isnan()
+    assert torch.equal(actual[is_number], expected[is_number])

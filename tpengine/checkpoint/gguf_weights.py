@@ -24,6 +24,7 @@ from tpengine.checkpoint.gguf_config import Architecture, architecture_of
 from tpengine.checkpoint.gguf_file import GGUFFile, TensorEntry, open_gguf
 from tpengine.checkpoint.gguf_groups import EXACT_TYPES, GROUP_SIZE, unpack
 from tpengine.layers.weights import StoredGroups
+from tpengine.ops.quantized_ops import dequantize_blocks
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -34,6 +35,8 @@ _ONE_ROW = "ffn_gate_inp_shexp.weight"
 """A matrix of one row, which llama.cpp's quantizer writes as a vector."""
 
 _NOT_QUANTIZED = ("F32", "F16", "BF16")
+_SUPERBLOCKS = GGMLQuantizationType.Q5_K, GGMLQuantizationType.Q6_K
+"""Types that kernels dequantise."""
 _VALUES_AT_ONCE = 1 << 17
 """Pieces of this size stay in a core's cache; the library's own (16 rows) are 2 x slower."""
 
@@ -137,14 +140,17 @@ class GGUFTensor:
     def _read(self, rows: slice, columns: slice) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Dequantises a part `[rows, columns]` of a matrix; a vector is one row."""
         stored, part = self._blocks(rows, columns)
-        blocks = stored.reshape(-1, stored.shape[2])
         block = GGML_QUANT_SIZES[self._type][0]
-        values = np.empty((len(blocks), block), np.float32)
-        step = _VALUES_AT_ONCE // block
-        for at in range(0, len(blocks), step):
-            piece = dequantize(blocks[at : at + step].reshape(1, -1), self._type)
-            values[at : at + step] = piece.reshape(-1, block)
-        values = values.reshape(len(stored), -1)[:, part]
+        values = np.empty((len(stored), stored.shape[1] * block), np.float32)
+        if self._type in _SUPERBLOCKS:
+            dequantize_blocks(torch.from_numpy(values), _tensor(stored), self._type)
+        else:
+            blocks, rows_of_blocks = stored.reshape(-1, stored.shape[2]), values.reshape(-1, block)
+            step = _VALUES_AT_ONCE // block
+            for at in range(0, len(blocks), step):
+                piece = dequantize(blocks[at : at + step].reshape(1, -1), self._type)
+                rows_of_blocks[at : at + step] = piece.reshape(-1, block)
+        values = values[:, part]
         return values if not self.offset else values - np.float32(self.offset)
 
     def _blocks(self, rows: slice, columns: slice) -> tuple[Bytes, slice]:
@@ -174,7 +180,10 @@ class QuantizedTensor(GGUFTensor):
         if self._type.name not in EXACT_TYPES:
             return None
         blocks, part = self._blocks(rows, columns)
-        with warnings.catch_warnings():  # of memory that cannot be written, which is only read here
-            warnings.simplefilter("ignore", UserWarning)
-            mapped = torch.from_numpy(blocks)
-        return unpack(self._type.name, mapped, part)
+        return unpack(self._type.name, _tensor(blocks), part)
+
+
+def _tensor(blocks: Bytes) -> torch.Tensor:
+    with warnings.catch_warnings():  # of memory that cannot be written, which is only read here
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(blocks)

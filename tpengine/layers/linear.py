@@ -76,6 +76,8 @@ class Linear:
         if isinstance(loaded, Tensor):
             self._form = packed_form(loaded, weights)
             self.weight = loaded if self._form is None else None
+            if self._form is not None:
+                weights.give_spare(loaded)
         else:
             self._form = loaded
         weights.num_bytes += loaded.nbytes if self._form is None else self._form.nbytes

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from tpengine.layers import gpu_quantized
 from tpengine.layers.quantized_linear import (
@@ -32,13 +31,13 @@ from tpengine.layers.weights import (
     check_scales,
     copy_part,
 )
-from tpengine.ops import huge_pages
 from tpengine.ops.linear_reference import LINEAR_PANEL
 from tpengine.ops.quantized_ops import (
     QuantizedFormat,
     QuantizedWeight,
     empty_quantized,
     pack_quantized_into,
+    pad_columns,
     quantize_weight_into,
 )
 from tpengine.ops.quantized_reference import NUMBERS, numbers_of
@@ -46,8 +45,8 @@ from tpengine.ops.quantized_reference import NUMBERS, numbers_of
 _FROM_VALUES = QuantizedFormat(8, 32)
 """Of parts of a quantised file that cannot keep its numbers."""
 _PIECE_VALUES, _MAPPED_VALUES = 1 << 18, 1 << 22
-"""Values of one piece: malloc keeps what is freed, so pieces are small. Numbers that are packed
-from the mapping of their file take no memory, and long pieces keep all threads at work."""
+"""Values of one piece: malloc keeps what is freed, so pieces are small. What is packed or rounded
+from the mapping of its file takes no memory, and long pieces keep all threads at work."""
 
 
 class Matrix:
@@ -110,8 +109,7 @@ class Matrix:
     def _read_values(self, shard: WeightShard, source: TensorSource, offset: int) -> torch.Tensor:
         outline = self.outline
         if self._values is None and self._weights.device.type == "cpu":
-            # In a mapping of its own: malloc keeps much of what is freed here for later.
-            self._values = huge_pages.empty(tuple(outline.shape), outline.dtype)
+            self._values = self._weights.take_spare(tuple(outline.shape))
         elif self._values is None:
             device = self._weights.device
             self._values = torch.empty(outline.shape, dtype=outline.dtype, device=device)
@@ -129,7 +127,10 @@ class Matrix:
         form = self._rounded or _FROM_VALUES if first is None else first.format
         weight = self._empty(place, form)
         numbers = torch.zeros(len(place.outputs))  # one tensor, as small ones split freed memory
-        is_mapped = first is not None and first.layout != NUMBERS
+        if first is None:
+            is_mapped = getattr(source, "dtype", None) == self.outline.dtype
+        else:
+            is_mapped = first.layout != NUMBERS
         for rows in place.pieces(_MAPPED_VALUES if is_mapped else _PIECE_VALUES):
             own = slice(rows.start - place.outputs.start, rows.stop - place.outputs.start)
             piece = weight.rows(own.start, own.stop)
@@ -147,8 +148,8 @@ class Matrix:
         """Rounds values into a piece; returns the first of each row."""
         values = values.to(self.outline.dtype if self._rounded else torch.float32)
         _check_range(values, piece.format)
-        values = F.pad(values, (0, piece.in_features - values.shape[1]))
-        quantize_weight_into(piece, values.contiguous(), self._importance)
+        padded = pad_columns(values, piece.in_features).contiguous()
+        quantize_weight_into(piece, padded, self._importance)
         return values[:, 0]
 
     def _empty(self, place: _Place, form: QuantizedFormat) -> QuantizedWeight:

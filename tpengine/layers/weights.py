@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from tpengine.distributed.parallel_state import ParallelState
+from tpengine.ops import huge_pages
 from tpengine.ops.huge_pages import HugePageArena
 from tpengine.ops.quantized_ops import QuantizedFormat
 from tpengine.ops.quantized_reference import NUMBERS
@@ -271,6 +272,8 @@ class Weights:
     _digests: dict[str, bytes] = field(default_factory=dict)
     _after_loading: list[Callable[[], None]] = field(default_factory=list)
     _workspace: torch.Tensor | None = None
+    _spare: list[torch.Tensor] = field(default_factory=list)
+    """Of matrices that were packed: their values' memory in the model's dtype, in vectors."""
     _is_elsewhere: bool = False
 
     @property
@@ -318,6 +321,22 @@ class Weights:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             self._workspace = self.table(memory)
         return self._workspace
+
+    def take_spare(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns memory for the values of a matrix on a CPU: that of one which is packed, since
+        the first write to new memory takes longer than the copy, or a mapping of its own: malloc
+        keeps much of what is freed for later."""
+        count = math.prod(shape)
+        for place, vector in enumerate(self._spare):
+            if len(vector) >= count:
+                return self._spare.pop(place)[:count].view(shape)
+        self._spare.clear()
+        return huge_pages.empty(shape, self.dtype)
+
+    def give_spare(self, values: torch.Tensor) -> None:
+        """Takes back memory from `take_spare`; the caller holds no view of it."""
+        size = values.untyped_storage().nbytes() // values.itemsize
+        self._spare.append(values.as_strided((size,), (1,), 0))
 
     def declare(self, name: str, shard: WeightShard) -> None:
         """Declares which part of the checkpoint's tensor `name` fills which parameter. If the name
@@ -398,6 +417,7 @@ class Weights:
         self.digest = hashlib.sha256(whole).hexdigest()
         self.shards.clear()
         self.linears.clear()
+        self._spare.clear()
         actions, self._after_loading = self._after_loading, []
         for action in actions:
             action()

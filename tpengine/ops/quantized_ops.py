@@ -16,6 +16,7 @@ from tpengine.ops.linear_reference import LINEAR_PANEL
 from tpengine.ops.quantized_reference import NUMBERS, numbers_of
 
 _pack_groups = op(quantized_reference.pack_groups, "packed")
+dequantize_blocks = op(quantized_reference.dequantize_blocks, "out")
 _quantize_weight = op(quantized_reference.quantize_weight, "packed")
 _quantized_linear = op(quantized_reference.quantized_linear, "out")
 _quantized_embedding = op(quantized_reference.quantized_embedding, "out")
@@ -71,6 +72,13 @@ class QuantizedWeight:
         return QuantizedWeight(packed.flatten(), self.format, stop - start, self.in_features)
 
 
+def pad_columns(values: Tensor, columns: int) -> Tensor:
+    """Returns rows with zeros behind them, up to so many columns; the same tensor if they have
+    them, which `F.pad` would copy."""
+    missing = columns - values.shape[1]
+    return F.pad(values, (0, missing)) if missing else values
+
+
 def pack_quantized_into(
     weight: QuantizedWeight,
     q: Tensor,
@@ -98,7 +106,7 @@ def pack_quantized_into(
         scales = F.pad(scales, (0, missing))
         offsets = None if offsets is None else F.pad(offsets, (0, missing))
     if layout == NUMBERS:
-        q = F.pad(q, (0, groups * form.group_size - q.shape[1])).contiguous()
+        q = pad_columns(q, groups * form.group_size).contiguous()
         q = q.unflatten(1, (groups, form.group_size))
     _pack_groups(weight.packed, q, scales, offsets, form.bits, form.group_size, layout)
 

@@ -59,6 +59,24 @@ def pack_groups(
     torch.cat(parts, dim=2, out=packed.view(panels, groups, -1))
 
 
+def dequantize_blocks(out: Tensor, blocks: Tensor, block_type: int) -> None:
+    """Computes the values of superblocks of 256 numbers, as the library `gguf` does.
+
+    Args:
+        out: float32 `[rows, num_blocks * 256]`; written.
+        blocks: uint8 `[rows, num_blocks, block_bytes]`; blocks may be strided.
+        block_type: its number in GGUF: 13 (Q5_K) or 14 (Q6_K).
+
+    Raises:
+        RuntimeError: type, dtypes, shapes or strides do not fit.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType(block_type)
+    out.copy_(torch.from_numpy(dequantize(blocks.flatten(1).numpy(), kind)))
+
+
 def quantize_weight(
     packed: Tensor, weight: Tensor, importance: Tensor | None, bits: int, group_size: int
 ) -> None:

@@ -17,6 +17,7 @@
 // behind a group's steps stand its scales, one line, and its offsets, if any. A panel is read as
 // one stream. A kernel takes a pair of vectors at a time, as many outputs of the low halves as of
 // the high ones, so that a repeated input serves both.
+#include "../transpose.h"
 #include "isa.h"
 
 namespace tpengine::cpu::TPENGINE_ISA {
@@ -433,6 +434,23 @@ struct WeightTile {
   int64_t inputs;
 };
 
+// Inputs of four outputs, as many as a vector of four words holds, to [inputs][kLinearPanel].
+inline void take_block(const float* rows, int64_t stride, float* to) {
+  FourWords words[4];
+  for (int i = 0; i < 4; ++i) words[i] = load_words(rows + i * stride);
+  store_transposed(to, kLinearPanel, words);
+}
+inline void take_block(const uint16_t* rows, int64_t stride, float* to) {
+  FourWords even[4], odd[4];
+  for (int i = 0; i < 4; ++i) {
+    const FourWords pairs = load_words(rows + i * stride);
+    even[i] = pairs << 16;
+    odd[i] = pairs & 0xffff0000u;
+  }
+  store_transposed(to, 2 * kLinearPanel, even);
+  store_transposed(to + kLinearPanel, 2 * kLinearPanel, odd);
+}
+
 template <class T>
 void take_tile(const QuantizedLinearArgs& a, int64_t panel, int64_t first, int64_t inputs,
                WeightTile* tile) {
@@ -441,40 +459,59 @@ void take_tile(const QuantizedLinearArgs& a, int64_t panel, int64_t first, int64
   memset(tile->values, 0, sizeof(float) * inputs * kLinearPanel);
   for (int64_t k = 0; k < inputs; ++k)
     tile->importance[k] = a.importance != nullptr && k < known ? a.importance[first + k] : 1.f;
-  for (int64_t lane = 0; lane < kLinearPanel; ++lane) {
-    const int64_t output = panel * kLinearPanel + lane;
-    if (output >= a.out_features) break;
-    const T* row = (const T*)a.x + output * a.x_stride + first;
-    for (int64_t k = 0; k < known; ++k) tile->values[k * kLinearPanel + lane] = to_float(row[k]);
+  constexpr int64_t kAtOnce = sizeof(FourWords) / sizeof(T);
+  const int64_t outputs = min64(kLinearPanel, a.out_features - panel * kLinearPanel);
+  const T* rows = (const T*)a.x + panel * kLinearPanel * a.x_stride + first;
+  for (int64_t lane = 0; lane < outputs; lane += 4, rows += 4 * a.x_stride) {
+    float* to = tile->values + lane;
+    const int64_t in_blocks = outputs - lane >= 4 ? known / kAtOnce * kAtOnce : 0;
+    for (int64_t k = 0; k < in_blocks; k += kAtOnce)
+      take_block(rows + k, a.x_stride, to + k * kLinearPanel);
+    for (int64_t k = in_blocks; k < known; ++k)
+      for (int64_t i = 0; i < min64(4, outputs - lane); ++i)
+        to[k * kLinearPanel + i] = to_float(rows[i * a.x_stride + k]);
   }
 }
 
 // Of each output the step whose numbers, -8 to 7, have the least square error, weighted by inputs.
+template <bool kHasImportance>
 void find_steps(const WeightTile& tile, const float* extreme, float* steps) {
+  constexpr int kShares = sizeof kTriedSteps / sizeof *kTriedSteps;
+  constexpr int kAtOnce = kLanes == 16 ? 8 : 2;  // their sums stay in registers
   for (int64_t c = 0; c < kLinearPanel; c += kLanes) {
-    float gain[kLanes] = {}, products[kLanes], squares[kLanes], inverse[kLanes];
+    float gain[kLanes] = {}, products[kLanes], squares[kLanes], inverses[kLanes];
     for (int i = 0; i < kLanes; ++i) steps[c + i] = 0.f;
-    for (const float share : kTriedSteps) {
-      for (int i = 0; i < kLanes; ++i) {
-        const float step = extreme[c + i] * -0.125f * share;
-        inverse[i] = step != 0.f ? 1.f / step : 0.f;
+    for (int first = 0; first < kShares; first += kAtOnce) {
+      Vec inverse[kAtOnce], product[kAtOnce], square[kAtOnce];
+      for (int n = 0; n < kAtOnce; ++n) {
+        for (int i = 0; i < kLanes; ++i) {
+          const float step = extreme[c + i] * -0.125f * kTriedSteps[first + n];
+          inverses[i] = step != 0.f ? 1.f / step : 0.f;
+        }
+        inverse[n] = load(inverses);
+        product[n] = square[n] = set1(0.f);
       }
-      Vec product = set1(0.f), square = set1(0.f);
       for (int64_t k = 0; k < tile.inputs; ++k) {
         const Vec value = load(tile.values + k * kLinearPanel + c);
-        const Vec q = vmin(vmax(round_even(value * load(inverse)), set1(-8.f)), set1(7.f));
         const Vec weight = set1(tile.importance[k]);
-        product = fused(value * weight, q, product);
-        square = fused(q * weight, q, square);
+        const Vec weighted = kHasImportance ? value * weight : value;
+#pragma GCC unroll 8
+        for (int n = 0; n < kAtOnce; ++n) {
+          const Vec q = vmin(vmax(round_even(value * inverse[n]), set1(-8.f)), set1(7.f));
+          product[n] = fused(weighted, q, product[n]);
+          square[n] = fused(kHasImportance ? q * weight : q, q, square[n]);
+        }
       }
-      store(products, product);
-      store(squares, square);
-      for (int i = 0; i < kLanes; ++i) {
-        const float divisor = squares[i] > 0.f ? squares[i] : 1.f;
-        const float found = products[i] * products[i] / divisor;
-        if (found > gain[i]) {
-          gain[i] = found;
-          steps[c + i] = products[i] / divisor;  // that fits these numbers best
+      for (int n = 0; n < kAtOnce; ++n) {
+        store(products, product[n]);
+        store(squares, square[n]);
+        for (int i = 0; i < kLanes; ++i) {
+          const float divisor = squares[i] > 0.f ? squares[i] : 1.f;
+          const float found = products[i] * products[i] / divisor;
+          if (found > gain[i]) {
+            gain[i] = found;
+            steps[c + i] = products[i] / divisor;  // that fits these numbers best
+          }
         }
       }
     }
@@ -516,7 +553,8 @@ void quantize_panel(const QuantizedLinearArgs& a, int64_t panel) {
           extreme[lane] = is_more ? value : extreme[lane];
         }
     }
-    if (a.bits == 4) find_steps(tile, extreme, steps);
+    const auto find = a.importance != nullptr ? find_steps<true> : find_steps<false>;
+    if (a.bits == 4) find(tile, extreme, steps);
     for (int i = 0; i < kLinearPanel; ++i) {
       if (a.bits == 8) steps[i] = fabsf(extreme[i]) / 127.f;
       if (!isfinite(extreme[i])) steps[i] = extreme[i];
