@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tpengine.config import EngineConfig
 from tpengine.errors import EngineError
 from tpengine.executor.executor import Executor
 
@@ -15,11 +14,9 @@ if TYPE_CHECKING:
 class LocalExecutor(Executor):
     """Runs the model in this process, on one device; without Ray."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        from tpengine.worker.worker import Worker
-
+    def __init__(self, worker: Worker) -> None:
         super().__init__()
-        self._worker: Worker | None = Worker(config)
+        self._worker: Worker | None = worker
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         if self._worker is None:
