@@ -288,13 +288,6 @@ def test_cache_space_is_for_cpus(models: ModelShop) -> None:
         args.create_engine_config("cuda")
 
 
-def test_weights_are_kept_on_cpus(models: ModelShop) -> None:
-    for device, executor in (("cuda", "local"), ("cpu", "ray")):
-        args = EngineArgs(str(models.folder(PLAIN)), keep_weights=5.0, executor=executor)
-        with refused(ConfigError, "keep_weights = 5 | no effect | leave one"):
-            args.create_engine_config(device)
-
-
 @pytest.mark.parametrize("seed", [-(1 << 63), (1 << 64) - 1])
 def test_outermost_seeds_work(models: ModelShop, seed: int) -> None:
     """Dummy weights come from the seed, too."""

@@ -203,7 +203,6 @@ class ModelConfig:
         model_impl: whose code the model is: tpengine or transformers.
         pooling: None: the model generates.
         encoder: None: the model has one half.
-        keep_weights: seconds that packed weights stay in memory after the engine; 0: they do not.
     """
 
     model: str
@@ -223,7 +222,6 @@ class ModelConfig:
     model_impl: str = "tpengine"
     pooling: PoolingConfig | None = None
     encoder: EncoderConfig | None = None
-    keep_weights: float = 0.0
 
     @property
     def task(self) -> str:

@@ -293,11 +293,6 @@ class EngineArgs(Options):
     """Send ranks in processes of their own, and a GPU, the next step before they have answered this
     one, so that they do not wait for the driver; default: on a GPU, and on CPU while a step takes
     4 ms or more. With shorter ones driver and ranks would only compete for the cores."""
-    keep_weights: float = option(0.0, at_least=0, unit=" seconds")
-    """Seconds that packed weights stay in this machine's memory after the engine has ended, however
-    it has, for the next one of the same model, files and options, which maps them instead of
-    reading: on CPU, without Ray and pictures; 0: they end with the engine. They give way when less
-    than a quarter of the machine's memory is available."""
     attention_backend: str = option("auto", cfg.ATTENTION_BACKENDS, only_for=_GPUS)
     """Kernel for the attention of prompts on a GPU; auto takes the first of xformers, varlen
     (torch's FlashAttention) and sdpa that is installed and supports this model."""
@@ -397,12 +392,6 @@ class EngineArgs(Options):
         recovery, kernels = cfg.RecoveryConfig(*limits), self._named(cfg.KernelConfig)
         scheduler, lora = self._scheduler_config(model, device), self._lora_config()
         cache = self._cache_config(model, scheduler, device)
-        several = model.calibrates and self.world_size > 1
-        if self.keep_weights and (several or device != "cpu" or executor == "ray"):
-            raise ConfigError(
-                f"keep_weights = {self.keep_weights:g} has no effect on a GPU, on Ray, or with "
-                "int4 that several ranks calibrate; leave one of them out"
-            )
         return cfg.EngineConfig(model, cache, parallel, scheduler, recovery, device, kernels, lora)
 
     def check(self) -> None:

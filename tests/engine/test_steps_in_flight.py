@@ -18,7 +18,6 @@ from support.zoo import PLAIN, ZOO
 from tpengine import EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from tpengine.executor.local_executor import LocalExecutor
 from tpengine.scheduling.drafter import RowPrices
-from tpengine.worker.worker import Worker
 
 LENGTHS = (33, 5, 70, 17, 9, 1, 24, 12)
 OFTEN = [*range(0, 500, 20)]
@@ -84,7 +83,7 @@ def answers(
         fields["executor"] = "processes"
     config = EngineArgs(str(folder), dtype="float32", **fields).create_engine_config("cpu")
     config = with_steps_in_flight(config, num_steps)
-    executor = LocalExecutor(Worker(config)) if num_stages == 1 else ThreadedExecutor(config, 1)
+    executor = LocalExecutor(config) if num_stages == 1 else ThreadedExecutor(config, 1)
     last: dict[str, RequestOutput] = {}
     most, drafts = 0, (0, 0)
     with LLMEngine(config, executor, log_stats=False) as engine:

@@ -12,7 +12,6 @@ from support.ranks import ThreadedExecutor
 from tpengine import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.executor.local_executor import LocalExecutor
-from tpengine.worker.worker import Worker
 
 MAX_STEPS = 20_000
 CACHE_TOKENS = 64 * 640
@@ -85,7 +84,7 @@ def open_engine(folder: Path | str, tp_size: int = 1, **args: Any) -> Iterator[L
         args["executor"] = "processes"  # as far as the configuration knows
     config = EngineArgs(str(folder), **args).create_engine_config("cpu")
     is_alone = tp_size == num_stages == 1
-    executor = LocalExecutor(Worker(config)) if is_alone else ThreadedExecutor(config, tp_size)
+    executor = LocalExecutor(config) if is_alone else ThreadedExecutor(config, tp_size)
     with LLMEngine(config, executor, log_stats=False) as engine:
         yield engine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpengine.config import EngineConfig
 from tpengine.errors import EngineError
 from tpengine.executor.executor import Executor
 
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
 class LocalExecutor(Executor):
     """Runs the model in this process, on one device; without Ray."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        from tpengine.worker.worker import Worker
+
         super().__init__()
-        self._worker: Worker | None = worker
+        self._worker: Worker | None = Worker(config)
 
     def _run_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         if self._worker is None:

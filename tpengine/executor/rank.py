@@ -173,11 +173,9 @@ class Rank:
         worker_type = _import_worker()
         memory = None
         if kept is not None and file is not None:
-            from tpengine.worker.kept_weights import KeptWeights
             from tpengine.worker.rank_memory import RankMemory
 
-            memory_type = KeptWeights if config.model.keep_weights else RankMemory
-            memory = memory_type(file, config, self._rank, kept.engine_id, kept.epoch)
+            memory = RankMemory(file, config, self._rank, kept.engine_id, kept.epoch)
         self._worker = worker_type(config, None, self._rank, memory)
         self._samples = self._rank == config.parallel.sampling_rank
         return memory is not None
@@ -229,6 +227,6 @@ def import_all(model_code: Sequence[Any]) -> None:
 def _import_worker() -> type[Worker]:
     """Imports the worker, and torch with it."""
     envs.tune_openmp_spinning()
-    from tpengine.worker.kept_weights import KeepingWorker
+    from tpengine.worker.worker import Worker
 
-    return KeepingWorker
+    return Worker

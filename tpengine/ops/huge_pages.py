@@ -103,12 +103,9 @@ class HugePageArena:
         return vector.view(dtype)
 
 
-def map_file(fd: int, start: int, num_bytes: int, is_private: bool = False) -> torch.Tensor:
+def map_file(fd: int, start: int, num_bytes: int) -> torch.Tensor:
     """Maps a part of a file, uint8 `[num_bytes]`, shared with every process that does so. With a
     `start` that is a multiple of `PAGE_BYTES`, `populate` gives it large pages.
-
-    A private mapping shows what others write into the file, and the file gets nothing of what is
-    written into the mapping: that takes memory of its own.
 
     What has been written into it is mapped at once (0.1 s for a GiB). Otherwise the next step maps
     it page by page, which takes far longer: the kernels prefetch, and each prefetch of a page that
@@ -125,9 +122,7 @@ def map_file(fd: int, start: int, num_bytes: int, is_private: bool = False) -> t
     offset = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % PAGE_BYTES
     memory = torch.frombuffer(room, dtype=torch.uint8, count=num_bytes, offset=offset)
     address, protection = memory.data_ptr(), mmap.PROT_READ | mmap.PROT_WRITE
-    flags = (
-        mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
-    ) | _MAP_FIXED  # in place of that room, and unmapped with it
+    flags = mmap.MAP_SHARED | _MAP_FIXED  # in place of that room, and unmapped with it
     if _libc.mmap(address, num_bytes, protection, flags, fd, start) != address:
         raise MemoryError(_CANNOT_MAP.format(num_bytes, os.strerror(ctypes.get_errno())))
     _libc.madvise(address, num_bytes, mmap.MADV_HUGEPAGE)

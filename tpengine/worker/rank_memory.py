@@ -12,7 +12,6 @@ others, it uses nothing of the file.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import io
 import json
@@ -41,7 +40,6 @@ _MOVES_AT = 8
 _ALIGNMENT = 64
 _POPULATE_S = 30.0
 """Limit of the time in which a part of the weights gets large pages; a GiB takes 1 s."""
-SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _STATE, _WEIGHTS, _BLOCKS = "state", "weights", "blocks"
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Allocates a tensor of this shape and dtype."""
@@ -56,10 +54,8 @@ class RankMemory:
     """The memory of one rank, on CPU.
 
     Args:
-        fd: of the file, which stays open; an empty one gets its header. What is written into the
-            tensors of a file with `SEALS` stays this process's own. One that may get them is mapped
-            by others as long as this object exists.
-        config: of this rank; None: the engine's id says all.
+        fd: of the file, which stays open; an empty one gets its header.
+        config: of this rank.
         epoch: in which the memory began.
 
     Raises:
@@ -68,19 +64,16 @@ class RankMemory:
     """
 
     def __init__(
-        self, fd: int, config: EngineConfig | None, rank: int, engine_id: str = "", epoch: int = 1
+        self, fd: int, config: EngineConfig, rank: int, engine_id: str = "", epoch: int = 1
     ) -> None:
         self._fd = fd
-        self._seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        """None: it may get some; F_SEAL_SEAL alone: it may not."""
         configuration = hashlib.sha256(repr(config).encode()).hexdigest()
         self._owner: dict[str, Any] = {"engine": engine_id, "epoch": epoch, "rank": rank}
         self._owner["configuration"] = configuration
         self._sections: dict[str, tuple[int, int]] = {}  # by name: first byte, number of bytes
         self._mapped: dict[str, torch.Tensor] = {}
         if os.fstat(fd).st_size:
-            access = mmap.ACCESS_COPY if self._seals & SEALS else mmap.ACCESS_WRITE
-            self._header = mmap.mmap(fd, _HEADER_BYTES, access=access)
+            self._header = mmap.mmap(fd, _HEADER_BYTES)
             self._read_index()
         else:
             os.ftruncate(fd, _HEADER_BYTES)
@@ -118,8 +111,7 @@ class RankMemory:
         if size != num_bytes:
             raise _refusal(f"number of bytes of {name}", size, num_bytes)
         if name not in self._mapped:
-            is_private = bool(self._seals & SEALS)
-            self._mapped[name] = huge_pages.map_file(self._fd, start, num_bytes, is_private)
+            self._mapped[name] = huge_pages.map_file(self._fd, start, num_bytes)
         return self._mapped[name]
 
     def drop(self, name: str) -> None:
@@ -189,7 +181,7 @@ class RankMemory:
         try:
             pickler.dump(state)
         except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-            logger.info("the weights cannot be kept, and will be read again: %s", error)
+            logger.info("the weights of a lost rank will be read again: %s", error)
             return False
         records = self._move(pickler.tensors)
         whole = bytearray(pickle.dumps((records, notes.getvalue())))
@@ -211,9 +203,7 @@ class RankMemory:
         for extent in extents:  # each keeps its distance from the border of a cache line
             extent[2] = -(-total // _ALIGNMENT) * _ALIGNMENT + extent[0] % _ALIGNMENT
             total = extent[2] + extent[1] - extent[0]
-        weights = view = self.section(_WEIGHTS, total)
-        if not self._seals:  # a shared mapping that stays would keep the seals off
-            view = huge_pages.map_file(self._fd, *self._sections[_WEIGHTS], is_private=True)
+        weights = self.section(_WEIGHTS, total)
         records: list[_Record] = [((), (), torch.uint8, 0)] * len(tensors)
         left = iter(extents)
         start, end, place, populated = -1, -1, 0, 0
@@ -226,7 +216,7 @@ class RankMemory:
             offset = place + tensor.data_ptr() - start
             records[i] = (tuple(tensor.shape), tensor.stride(), tensor.dtype, offset)
             if tensor.numel():
-                _place(tensor, view, records[i])
+                _place(tensor, weights, records[i])
         return records
 
     def load(self, shared: dict[str, Any]) -> Any:
@@ -253,7 +243,7 @@ def _give_large_pages(memory: torch.Tensor) -> int:
 
 def _refusal(what: str, actual: object, expected: object) -> TemporaryError:
     return TemporaryError(
-        f"what a process has left is not used: its {what} is {actual!r}, and not {expected!r}"
+        f"what a lost rank has left is not used: its {what} is {actual!r}, and not {expected!r}"
     )
 
 

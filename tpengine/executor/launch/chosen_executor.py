@@ -28,10 +28,9 @@ def create_executor(args: EngineArgs) -> tuple[EngineConfig, Executor]:
     if chosen == "local":
         from tpengine.executor.local_executor import LocalExecutor
         from tpengine.worker.device import detect_device
-        from tpengine.worker.kept_weights import make_worker
 
         config = args.create_engine_config(detect_device(args.device))
-        return config, LocalExecutor(make_worker(config))
+        return config, LocalExecutor(config)
     args.check_installed()
     args.read_model()  # refuses a model that the ranks cannot share, before any process starts
     from tpengine.executor.group_executor import GroupExecutor
