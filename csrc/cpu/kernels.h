@@ -292,6 +292,15 @@ struct Kernels {
   void (*scale_row)(DType, void* out, const void* x, int64_t size, float factor);
 };
 
+// The part of a table that an instruction set has of its own, whose other kernels are another's.
+struct OwnProducts {
+  const char* name;
+  int64_t quantized_rows, whole_rows;
+  decltype(Kernels::quantize_rows) quantize_rows;
+  decltype(Kernels::quantize_panels) quantize_panels;
+  decltype(Kernels::quantized_linear) quantized_linear;
+};
+
 // The kernels in use: the best this CPU has, or what set_kernels chose.
 const Kernels& kernels();
 // The kernels for attention over blocks of this size: the best of them, not better than those in

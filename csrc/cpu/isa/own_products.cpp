@@ -1,29 +1,15 @@
-// The table of an instruction set that multiplies quantised weights in a way of its own, and has
-// all other kernels of another set.
+// What an instruction set has of its own that only adds products of bytes to another. A constant,
+// of which nothing runs when the library is loaded: not every processor has these instructions.
 #include "isa.h"
 
-namespace tpengine::cpu {
-namespace TPENGINE_BASE_ISA {
-extern const Kernels kKernels;
-}
-namespace TPENGINE_ISA {
-namespace {
+namespace tpengine::cpu::TPENGINE_ISA {
 
-Kernels with_own_products() {
-  Kernels kernels = TPENGINE_BASE_ISA::kKernels;
-  kernels.name = TPENGINE_TEXT(TPENGINE_ISA);
-  kernels.quantized_rows = kQuantizedRows;
-  kernels.whole_rows = kWholeRows;
-  kernels.quantize_rows = quantize_rows;
-  kernels.quantize_panels = quantize_panels;
-  kernels.quantized_linear = quantized_linear;
-  return kernels;
-}
+extern const OwnProducts kOwnProducts;
+constexpr OwnProducts kOwnProducts = {TPENGINE_TEXT(TPENGINE_ISA),
+                                      kQuantizedRows,
+                                      kWholeRows,
+                                      quantize_rows,
+                                      quantize_panels,
+                                      quantized_linear};
 
-}  // namespace
-
-extern const Kernels kKernels;
-const Kernels kKernels = with_own_products();
-
-}  // namespace TPENGINE_ISA
-}  // namespace tpengine::cpu
+}  // namespace tpengine::cpu::TPENGINE_ISA
