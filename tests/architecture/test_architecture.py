@@ -76,7 +76,6 @@ HOMES = {
     "transformers": {
         "config",
         "checkpoint",
-        "engine/log_mel",
         "engine/tokenizer",
         "models/fallback",
         "models/vision_tower",
