@@ -169,17 +169,22 @@ def test_a_preemption_is_logged(
         assert engine.stats().num_preemptions > 1
     line = next(message for message in messages if "preemption" in message)
     assert line.startswith("1 preemption since the start: ")
-    assert line.endswith("raise cpu_kv_cache_space, or lower max_num_seqs (now 7)")
+    assert "preemption_mode is swap" in line
+    assert line.endswith("raise num_device_blocks_override (now 9), or lower max_num_seqs (now 7)")
 
 
 @pytest.mark.parametrize(
-    ("device", "words"),
-    [("cuda", "raise gpu_memory_utilization"), ("cpu", "raise cpu_kv_cache_space")],
+    ("device", "args", "words"),
+    [
+        ("cuda", {"gpu_memory_utilization": 0.8}, "raise gpu_memory_utilization (now 0.8)"),
+        ("cpu", {"cpu_kv_cache_space": 0.5}, "raise cpu_kv_cache_space (now 0.5 GiB)"),
+        ("cpu", {"preemption_mode": "recompute"}, "raise cpu_kv_cache_space (now not set)"),
+    ],
 )
 def test_preemptions_are_logged_every_ten_seconds(
-    device: str, words: str, models: ModelShop, monkeypatch: Any, caplog: Any
+    device: str, args: Any, words: str, models: ModelShop, monkeypatch: Any, caplog: Any
 ) -> None:
-    log = PreemptionLog(EngineArgs(str(models.folder(PLAIN))).create_engine_config(device))
+    log = PreemptionLog(EngineArgs(str(models.folder(PLAIN)), **args).create_engine_config(device))
     with said(caplog) as messages:
         for now, count in [(3.0, 1), (12.9, 5), (13.1, 7), (23.0, 8), (23.2, 9)]:
             with monkeypatch.context() as patch:

@@ -8,6 +8,7 @@ for rounding.
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,10 @@ from tpengine.config import FRAME_SAMPLES, FRAME_STEP, SAMPLING_RATE
 _LOWEST_POWER = 1e-10
 _MOST_DECADES = 8.0
 """By which a number may lie below the largest one of the sound."""
+_BORDER_HZ = 1000.0
+_BORDER_MEL = 15.0
+"""Up to here the scale is linear."""
+_LOG_STEP = math.log(6.4) / 27.0
 Floats = npt.NDArray[np.float32]
 
 
@@ -49,15 +54,14 @@ def log_mel(samples: Floats, num_mel_bins: int, num_frames: int) -> Floats:
 def _mel_filters(num_mel_bins: int) -> Floats:
     """Returns the share of each frequency in each band, float32 `[num_frequencies, num_mel_bins]`:
     triangles of the same area over neighbouring points of Slaney's mel scale."""
-    from transformers.audio_utils import mel_filter_bank  # takes seconds
-
-    shares: Floats = mel_filter_bank(
-        num_frequency_bins=FRAME_SAMPLES // 2 + 1,
-        num_mel_filters=num_mel_bins,
-        min_frequency=0.0,
-        max_frequency=SAMPLING_RATE / 2,
-        sampling_rate=SAMPLING_RATE,
-        norm="slaney",
-        mel_scale="slaney",
-    )
+    frequencies = np.linspace(0, SAMPLING_RATE / 2, FRAME_SAMPLES // 2 + 1)
+    mel_per_hz = _BORDER_MEL / _BORDER_HZ
+    top = _BORDER_MEL + math.log(SAMPLING_RATE / 2 / _BORDER_HZ) / _LOG_STEP
+    mels = np.linspace(0, top, num_mel_bins + 2)
+    above = _BORDER_HZ * np.exp(_LOG_STEP * (mels - _BORDER_MEL))
+    points = np.where(mels < _BORDER_MEL, mels / mel_per_hz, above)
+    low, centre, high = points[:-2], points[1:-1], points[2:]
+    rising = (frequencies[:, None] - low) / (centre - low)
+    falling = (high - frequencies[:, None]) / (high - centre)
+    shares: Floats = np.maximum(0.0, np.minimum(rising, falling)) * 2 / (high - low)
     return shares.astype(np.float32)

@@ -251,10 +251,19 @@ class PreemptionLog:
     """Warns of preemptions: of the first one, and then at most every ten seconds."""
 
     def __init__(self, config: EngineConfig) -> None:
-        knob = "cpu_kv_cache_space" if config.device == "cpu" else "gpu_memory_utilization"
+        cache, scheduler = config.cache, config.scheduler
+        if cache.num_device_blocks_override is not None:
+            knob = f"num_device_blocks_override (now {cache.num_device_blocks_override})"
+        elif config.device != "cpu":
+            knob = f"gpu_memory_utilization (now {cache.gpu_memory_utilization:g})"
+        elif cache.cpu_kv_cache_bytes is None:
+            knob = "cpu_kv_cache_space (now not set)"
+        else:
+            knob = f"cpu_kv_cache_space (now {cache.cpu_kv_cache_bytes / (1 << 30):g} GiB)"
         self._reason = (
-            "the KV cache has too few blocks for what runs at once, and requests give theirs up; "
-            f"raise {knob}, or lower max_num_seqs (now {config.scheduler.max_num_seqs})"
+            "the KV cache has too few blocks for what runs at once, and requests give theirs up "
+            f"(preemption_mode is {scheduler.preemption_mode}); raise {knob}, or lower "
+            f"max_num_seqs (now {scheduler.max_num_seqs})"
         )
         self._next_at = 0.0
 

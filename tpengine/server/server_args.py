@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tpengine import envs
 from tpengine.async_engine.admission import QueueLimits
@@ -196,19 +196,16 @@ class ServerArgs(Options):
         return has_names and not self.share_prefixes
 
     def check_ports(self) -> None:
-        """Checks that the ports are free, before anything slow is done; and of gRPC's own error the
-        system's reason is no part.
+        """Checks that the ports are free, before anything slow is done.
 
         Raises:
-            ConfigError: see `bind`.
+            ConfigError: see `check_port`.
         """
-        sockets = bind(self.host, self.port)
+        check_port(self.host, self.port)
         if self.http_port is not None:
-            sockets += bind(self.host, self.http_port, "--http-port")
+            check_port(self.host, self.http_port, "--http-port")
         if self.metrics_port is not None:
-            sockets += bind("127.0.0.1", self.metrics_port, "--metrics-port")
-        for sock in sockets:
-            sock.close()
+            check_port("127.0.0.1", self.metrics_port, "--metrics-port")
 
     def adapters(self) -> list[LoRARequest]:
         """The adapters of `lora_modules`.
@@ -287,12 +284,13 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def bind(host: str, port: int, option: str = "--port") -> list[socket.socket]:
-    """Binds a port at those addresses of a name that this machine has.
+def check_port(host: str, port: int, option: str = "--port") -> list[tuple[int, Any]]:
+    """Binds a port and releases it. gRPC's own error does not contain the system's reason.
+    Returns family and address of each that can be bound.
 
     Args:
         host: an address of this machine, or a name.
-        port: 0: any, the same at all addresses.
+        port: 0: any.
         option: the option to change, for the message.
 
     Raises:
@@ -303,14 +301,13 @@ def bind(host: str, port: int, option: str = "--port") -> list[socket.socket]:
     except (OSError, UnicodeError) as error:
         text = f"host = {host!r} is neither an address nor a known name: {error}"
         raise ConfigError(text) from error
-    sockets: list[socket.socket] = []
+    usable: list[tuple[int, Any]] = []
     for family, address in dict.fromkeys((family, address) for family, *_, address in all_found):
-        own_port = sockets[0].getsockname()[1] if sockets else port
         try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            # Closed connections of an earlier server do not block the port.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((address[0], own_port, *address[2:]))
+            with socket.socket(family, socket.SOCK_STREAM) as sock:
+                # As gRPC does: closed connections of an earlier server do not block the port.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(address)
         except OSError as error:
             # A name may have addresses that this machine lacks (::1 without IPv6).
             if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -318,8 +315,8 @@ def bind(host: str, port: int, option: str = "--port") -> list[socket.socket]:
             why = f"{error.strerror}; another process has the port, or this user may not have it"
             text = f"cannot listen on {host}, port {port}: {why}; choose another with {option}"
             raise ConfigError(text) from error
-        sockets.append(sock)
-    if not sockets:
+        usable.append((family, address))
+    if not usable:
         text = f"{host}: it is not one of this machine; choose another with --host"
         raise ConfigError(f"cannot listen on {text}")
-    return sockets
+    return usable

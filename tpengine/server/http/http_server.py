@@ -21,15 +21,17 @@ from typing import NoReturn
 import uvicorn
 from starlette.types import ASGIApp
 
+from tpengine.errors import ConfigError
 from tpengine.logger import init_logger
 from tpengine.server.auth import CertificateReloader
 from tpengine.server.http.protocol import Connections, HttpProtocol
 from tpengine.server.limits import Limits
-from tpengine.server.server_args import bind
+from tpengine.server.server_args import check_port
 
 _BACKLOG = 2048
 _POLL_S = 0.01
 _SOCKET_OPTIONS = (  # accepted connections inherit them
+    (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),
     # A client whose machine has died sends no end of its connection.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
@@ -77,12 +79,13 @@ class HttpServer:
             ConfigError: the port is taken, or the address is not one of this machine.
         """
         make_protocol = partial(HttpProtocol, self._config, self._connections, {})
-        # How long a client that has an answer to read may take nothing of it.
-        unread = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._limits.write_s * 1000))
-        sockets = await asyncio.to_thread(bind, host, port, "--http-port")
+        try:
+            sockets = await asyncio.to_thread(_bind, host, port, self._limits.write_s)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}, port {port}: {error}; choose another with --http-port"
+            ) from error
         for sock in sockets:
-            for option in (*_SOCKET_OPTIONS, unread):
-                sock.setsockopt(*option)
             if tls is None:
                 create = asyncio.get_running_loop().create_server
                 listener = await create(make_protocol, sock=sock, backlog=_BACKLOG)
@@ -106,6 +109,24 @@ class HttpServer:
             await asyncio.sleep(_POLL_S)
         for connection in list(self._connections.connections):
             connection.transport.abort()
+
+
+def _bind(host: str, port: int, write_s: float) -> list[socket.socket]:
+    """Sockets for those addresses of a name that this machine has, on the same port.
+
+    Args:
+        write_s: longest time in which a client that has an answer to read takes nothing of it.
+    """
+    unread = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(write_s * 1000))
+    sockets: list[socket.socket] = []
+    for family, address in check_port(host, port, "--http-port"):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        for option in (*_SOCKET_OPTIONS, unread):
+            sock.setsockopt(*option)
+        own_port = sockets[0].getsockname()[1] if sockets else port
+        sock.bind((address[0], own_port, *address[2:]))
+        sockets.append(sock)
+    return sockets
 
 
 logger = init_logger(__name__)
