@@ -9,23 +9,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
 import math
 import os
 import resource
 import select
 import signal
-import socket
 import stat
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from tpengine import envs
 from tpengine.errors import error_number
@@ -41,7 +38,7 @@ _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 LOOPBACK = "127.0.0.1"
 """Where what is ours listens if all ranks run on one machine, so that no other one can connect."""
 _MIB = 1 << 20
-_BEGIN_S, _START_S, _END_S = 10.0, 60.0, 5.0
+_BEGIN_S = 10.0
 _LONGEST_POLL_S = 3600.0
 Result = TypeVar("Result")
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -365,106 +362,6 @@ def end_with_parent(parent: int, name: str) -> None:
     libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
         os._exit(1)
-
-
-class Helper:
-    """A process of a program that does what this process must not do itself: it has bounds, and can
-    be ended. It answers one order after another; see `answer_orders`.
-
-    A thread of its own starts it and waits for its end: the kernel ends it with the thread that has
-    started it (`end_with_parent`), which must not be a caller's.
-
-    Args:
-        module: the program, for `python -m`.
-        setup: what it needs before the first order, for JSON.
-        environment: all of its variables.
-
-    Raises:
-        OSError, RuntimeError: it cannot be started.
-    """
-
-    def __init__(self, module: str, setup: Sequence[Any], environment: Mapping[str, str]) -> None:
-        from multiprocessing.connection import Connection  # commands without helpers start faster
-
-        self._started: Future[subprocess.Popen[bytes]] = Future()
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
-        with theirs:
-            ends = (module, theirs.fileno(), environment)
-            start_thread(threading.Thread(target=self._keep, args=ends, name=module, daemon=True))
-            self._process = self._started.result(_START_S)
-        self.ask(json.dumps(setup).encode(), _START_S)
-
-    def _keep(self, module: str, stdin: int, environment: Mapping[str, str]) -> None:
-        try:
-            process = subprocess.Popen(
-                # -P: as for ranks
-                [sys.executable, "-P", "-m", module, str(os.getpid())],
-                stdin=stdin,
-                stdout=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C at the terminal is the parent's alone
-            )
-        except BaseException as error:
-            self._started.set_exception(error)
-        else:
-            self._started.set_result(process)
-            process.wait()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it lives, and has sent nothing that no order asked for."""
-        return not (self._connection.closed or self._connection.poll())
-
-    def ask(self, order: bytes, timeout_s: float, max_bytes: int | None = None) -> bytes:
-        """Returns its answer to an order. Without an answer it is ended.
-
-        Raises:
-            OSError: it has ended, does not answer in time, or with more than `max_bytes`; or no
-                thread can be started, which bounds the time.
-        """
-        timer = threading.Timer(timeout_s, self._process.kill)
-        timer.daemon = True
-        try:
-            start_thread(timer)
-            self._connection.send_bytes(order)
-            return self._connection.recv_bytes(max_bytes)
-        except BaseException as error:  # Ctrl-C too: the next order would get this answer
-            self.end()
-            if isinstance(error, EOFError | RuntimeError):
-                raise OSError(str(error) or "it has ended, or takes too long") from error
-            raise
-        finally:
-            timer.cancel()
-
-    def end(self) -> int:
-        """Ends it; returns how it has ended, as `subprocess` says it."""
-        self._process.kill()
-        return self._process.wait(_END_S)
-
-
-def answer_orders(name: str, begin: Callable[..., Callable[[bytes], bytes]]) -> None:
-    """The program of a `Helper`: answers orders until the other end is closed. It writes nothing to
-    the log of the parent, which clients could fill.
-
-    Args:
-        name: in lists of processes.
-        begin: gets the setup; returns what answers an order.
-    """
-    from multiprocessing.connection import Connection
-
-    end_with_parent(int(sys.argv[1]), name)
-    os.dup2(1, 2)
-    bound_resource(resource.RLIMIT_CORE, 0, is_final=True)
-    with contextlib.suppress(EOFError), Connection(0) as connection:
-        answer = begin(*json.loads(connection.recv_bytes()))
-        connection.send_bytes(b"")
-        while True:
-            connection.send_bytes(answer(connection.recv_bytes()))
 
 
 def fork_sibling() -> int:

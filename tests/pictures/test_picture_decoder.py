@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,7 @@ def decoder() -> Iterator[PictureDecoder]:
 
 
 def child(decoder: PictureDecoder) -> psutil.Process:
-    return psutil.Process(decoder._process.pid)
-
-
-def is_asked() -> bool:
-    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-    return any(not timer.finished.is_set() for timer in timers)
+    return psutil.Process(decoder._process._started.result().pid)
 
 
 def expected(data: bytes) -> np.ndarray:
@@ -193,12 +188,13 @@ def test_a_process_that_dies_in_a_picture_costs_that_picture(number: signal.Sign
     """A close of the decoder (None) ends what is decoded, too."""
     with closing(PictureDecoder(PATIENT)) as decoder, ThreadPoolExecutor(1) as pool:
         good = decoder.decode(MODES["PNG"])
-        process = child(decoder)
+        process, ours = child(decoder), decoder._process
         if number == signal.SIGSTOP:
-            decoder.limits = replace(PATIENT, timeout_s=0.5)
+            ours._limits = replace(PATIENT, timeout_s=0.5)
+        before = ours._deadline
         process.suspend()  # so that it is in the middle, however fast it is
         slow = pool.submit(decoder.decode, SLOW)
-        wait_until(is_asked)
+        wait_until(lambda: ours._deadline != before)
         decoder.close() if number is None else process.send_signal(number)
         if number == signal.SIGSEGV:
             process.resume()
@@ -216,15 +212,15 @@ def test_a_process_that_dies_in_a_picture_costs_that_picture(number: signal.Sign
 def test_false_answers_are_not_followed(decoder: PictureDecoder, size: tuple[int, int]) -> None:
     for is_early in (True, False):
         good = decoder.decode(MODES["PNG"])
-        decoder._process._connection, theirs = Pipe()
+        decoder._process._socket, theirs = socket.socketpair()
         with theirs, ThreadPoolExecutor(1) as pool:
             if is_early:  # before the order
-                theirs.send_bytes(ANSWER.pack(Outcome.DECODED, *size))
+                theirs.sendall(ANSWER.pack(Outcome.DECODED, *size))
                 assert decoder.decode(MODES["PNG"]) == good
                 continue
             picture = pool.submit(decoder.decode, MODES["PNG"])
-            theirs.recv_bytes()
-            theirs.send_bytes(ANSWER.pack(Outcome.DECODED, *size))
+            theirs.recv(1)
+            theirs.sendall(ANSWER.pack(Outcome.DECODED, *size))
             with pytest.raises(InvalidPictureError, match=BEYOND):
                 picture.result(PATIENCE_S)
 
@@ -281,12 +277,11 @@ def test_the_process_has_nothing_but_its_socket(monkeypatch: pytest.MonkeyPatch)
 
 
 PARENT = f"""
-import os
 from tpengine.pictures.picture_decoder import PictureDecoder
 decoder = PictureDecoder()
 decoder.decode(bytes.fromhex("{MODES["GIF"].hex()}"))
-process = decoder._process
-os.kill(process.pid, 19)
+process = decoder._process._started.result()
+process.send_signal(19)
 print(process.pid, flush=True)
 decoder.decode(bytes.fromhex("{MODES["GIF"].hex()}"))
 """

@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,8 +48,8 @@ from tpengine.structured.grammars import Vocabulary
 grammar_checks.CPU_S = 3600
 vocabulary, checks = Vocabulary(*json.loads(sys.stdin.readline())), grammar_checks.GrammarChecks()
 checks.check(vocabulary, StructuredOutputsParams(regex="a"), Thinking.NONE, [])
-(process,) = checks._idle
-print(process.pid, flush=True)
+(process,) = checks._processes.values()
+print(process._process.pid, flush=True)
 endless = StructuredOutputsParams(grammar=sys.argv[1])
 checks.check(vocabulary, endless, Thinking.NONE, [])
 """
@@ -99,19 +100,23 @@ def test_a_check_beyond_its_memory_ends(
 def test_processes_that_were_killed(checks: GrammarChecks, vocabulary: Vocabulary) -> None:
     """An idle one is replaced; the request of a busy one fails, which is no fault of its client."""
     check(checks, vocabulary, regex="first")
-    for process in checks._idle:
-        process.end()
+    own = threading.get_ident()
+    checks._processes[own].end()
     assert "second" in check(checks, vocabulary, regex="second")
     endless = f"{ENDLESS[0]['grammar']}\n"
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(check, checks, vocabulary, grammar=endless)
-        wait_until(lambda: checks._busy)
-        (busy,) = checks._busy
+        wait_until(lambda: len(checks._processes) == 2)
+        (busy,) = (process for thread, process in checks._processes.items() if thread != own)
         busy.end()
         with pytest.raises(RequestFailedError, match="try again later"):
             asked.result(PATIENCE_S)
         assert "third" in pool.submit(check, checks, vocabulary, regex="third").result(PATIENCE_S)
-    assert len(checks._idle) == 1
+    (left,) = (process for thread, process in checks._processes.items() if thread != own)
+    for process in (left, checks._processes[own]):  # as a process does with its thread
+        process.end()
+    check(checks, vocabulary, regex="fourth")
+    assert list(checks._processes) == [own]
 
 
 def test_a_process_ends_with_its_driver_in_a_check(vocabulary: Vocabulary) -> None:

@@ -62,8 +62,6 @@ _START_NONE = (
     ["tpengine.structured.check_program"],
 )
 """Programs that start no other one."""
-_BARE = "tpengine.pictures.decoder_program"
-"""Its memory and its variables are bounded from the start: a fork has those of its template."""
 _PYTEST_WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
 """How xdist starts a process for tests (`popen_bootstrapline` of execnet)."""
 _ALONE = {"OPENBLAS_NUM_THREADS": "1"}
@@ -164,8 +162,6 @@ def _is_ours(asked: Mapping[str, Any]) -> bool:
     if any(variables.get(name) != value for name, value in _read_at_import.items()):
         return False
     _, words = _parted([os.fspath(word) for word in command[1:]])
-    if words[:2] == ["-m", _BARE]:
-        return False
     if words[:1] == ["-m"]:
         path = Path(*words[1].split("."))
         files = (at / path for at in (_TESTS, _ROOT))

@@ -1,46 +1,56 @@
 """The program that decodes pictures: `python -m` with this module's name.
 
-It can open no file and write none, and ends with its parent; see `host.Helper`.
+Its arguments are the number of the parent's process, the most pixels, the bytes of memory and the
+seconds of a processor. It can open no file and write none, and ends with its parent.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import resource
+import socket
+import sys
 import time
-from collections.abc import Callable
 
 from PIL import Image, MpoImagePlugin, TiffImagePlugin, WebPImagePlugin
 
 from tpengine import host
 from tpengine.pictures.conversion import to_pixels
-from tpengine.pictures.decoder_protocol import ANSWER, FORMATS, Outcome
+from tpengine.pictures.decoder_protocol import ANSWER, FORMATS, ORDER, Outcome
 
 _IMPORTED = (MpoImagePlugin, TiffImagePlugin, WebPImagePlugin)
 """Pillow would import them for the first picture that needs them; then no file can be opened."""
 _STREAMS = 3
 
 
-def begin(max_pixels: int, memory_bytes: int, cpu_s: int) -> Callable[[bytes], bytes]:
-    """Bounds this process; returns what answers an order.
-
-    Args:
-        memory_bytes, cpu_s: for one picture.
-    """
+def main() -> None:
+    """Serves orders until the other end is closed."""
+    parent, max_pixels, memory_bytes, cpu_s = map(int, sys.argv[1:])
+    host.end_with_parent(parent, "tpengine-picture")
     Image.preinit()
     Image.MAX_IMAGE_PIXELS = None  # our limit decides
+    connection = socket.socket(fileno=0)
+    orders = connection.makefile("rb")
+    os.dup2(1, 2)  # pictures must not fill the log of the parent
     own_bytes, _ = host.own_memory_bytes()
     host.bound_resource(resource.RLIMIT_AS, own_bytes + memory_bytes, is_final=True)
     host.bound_resource(resource.RLIMIT_NOFILE, _STREAMS, is_final=True)
-    host.bound_resource(resource.RLIMIT_FSIZE, 0, is_final=True)
-
-    def answer(order: bytes) -> bytes:
+    for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+        host.bound_resource(kind, 0, is_final=True)
+    connection.sendall(ANSWER.pack(0, 0, 0))
+    while header := orders.read(ORDER.size):
+        place, num_bytes = ORDER.unpack(header)
         host.bound_resource(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
-        outcome, size, pixels = _decode(list(FORMATS)[order[0]], order[1:], max_pixels)
-        return ANSWER.pack(outcome, *size) + pixels
+        _answer(connection, list(FORMATS)[place], orders.read(num_bytes), max_pixels)
 
-    return answer
+
+def _answer(connection: socket.socket, name: str, data: bytes, max_pixels: int) -> None:
+    """Sends what became of a file, and keeps nothing of it."""
+    outcome, size, pixels = _decode(name, data, max_pixels)
+    connection.sendall(ANSWER.pack(outcome, *size))
+    connection.sendall(pixels)
 
 
 def _decode(name: str, data: bytes, max_pixels: int) -> tuple[Outcome, tuple[int, int], memoryview]:
@@ -88,4 +98,4 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    host.answer_orders("tpengine-picture", begin)
+    main()

@@ -1,7 +1,7 @@
-"""What passes between `PictureDecoder` and its process.
+"""What passes between `PictureDecoder` and its process, over one socket.
 
-An order is the format's place in `FORMATS`, as a byte, and the file's bytes. The answer is `ANSWER`
-and, if the picture was decoded, its pixels.
+An order is `ORDER` and the file's bytes; the answer is `ANSWER` and, if the picture was decoded,
+its pixels. The process sends an empty `ANSWER` first, when it is ready.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import struct
 
 from tpengine.errors import InvalidPictureError
 
+ORDER = struct.Struct("<BI")
+"""The format's place in `FORMATS`, and the number of bytes that follow."""
 ANSWER = struct.Struct("<BII")
 """An `Outcome`, height and width. 3 x height x width bytes follow if it is DECODED."""
 FORMATS = {

@@ -1,8 +1,8 @@
 """The program that checks constraints: `python -m` with this module's name.
 
-Its setup are the arguments of a `Vocabulary`. An order is a constraint with its bounds, as JSON;
-the answer is [error, grammar]. Beyond a bound the kernel ends it, and also when the driver ends, in
-the middle of a check too; see `host.Helper`.
+It reads lines of JSON: first the arguments of a `Vocabulary`, then one order after another, each
+with its bounds. It answers each with a line, [error, grammar]; beyond a bound the kernel ends it,
+and also when the driver ends, in the middle of a check too.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import resource
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 from tpengine import host
 from tpengine.errors import InvalidSamplingParamsError
@@ -22,15 +22,17 @@ from tpengine.structured.constraints import Thinking, to_grammar
 from tpengine.structured.grammars import Vocabulary
 
 
-def begin(*arguments: Any) -> Callable[[bytes], bytes]:
-    """Makes the vocabulary, of its own arguments; returns what answers an order."""
-    vocabulary = Vocabulary(*arguments)
+def main() -> None:
+    """Serves orders until the input ends. The argument is the number of the driver's process."""
+    host.end_with_parent(int(sys.argv[1]), "tpengine-check")
+    vocabulary = Vocabulary(*json.loads(sys.stdin.readline()))
     with contextlib.suppress(InvalidSamplingParamsError):  # else each check finds it anew
         vocabulary.load()
+    host.bound_resource(resource.RLIMIT_CORE, 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # clients must not fill the log of the driver
     first_bytes, _ = host.own_memory_bytes()
-
-    def answer(order: bytes) -> bytes:
-        cpu_s, num_bytes, (fields, thinking, special_tokens) = json.loads(order)
+    for line in sys.stdin:
+        cpu_s, num_bytes, (fields, thinking, special_tokens) = json.loads(line)
         # With the stacks of threads that have just ended, which may not be free yet.
         own_bytes = min(host.own_memory_bytes()[0], first_bytes + num_bytes)
         host.bound_resource(resource.RLIMIT_AS, own_bytes + num_bytes)
@@ -45,10 +47,8 @@ def begin(*arguments: Any) -> Callable[[bytes], bytes]:
                 vocabulary.compile((), [grammar])
         except InvalidSamplingParamsError as error:
             error_text = str(error)
-        return json.dumps([error_text, grammar]).encode()
-
-    return answer
+        print(json.dumps([error_text, grammar]), flush=True)
 
 
 if __name__ == "__main__":
-    host.answer_orders("tpengine-check", begin)
+    main()

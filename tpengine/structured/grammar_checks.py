@@ -7,13 +7,17 @@ bounds on both. What stays within them, rank 0 compiles too.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 
-from tpengine import envs, host
+from tpengine import envs
 from tpengine.errors import InvalidSamplingParamsError, RequestFailedError
 from tpengine.sampling_params import StructuredOutputsParams
 from tpengine.structured import check_program
@@ -26,6 +30,7 @@ milliseconds and MB. A thread that ends may still have its stack when the next o
 _MAX_KNOWN = 64
 _WAIT_S = 120.0
 """Longest wait for an answer, where a check gets little of a processor."""
+_END_S = 5.0
 _BEYOND = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)
 """How a process ends that exceeds a bound: of its time, its memory, its stack."""
 _Answer = tuple[str, str]
@@ -35,14 +40,13 @@ _Answer = tuple[str, str]
 class GrammarChecks:
     """Makes grammars of constraints, and checks that they compile.
 
-    Its processes are started when no idle one is left, and kept for later checks. The answers about
-    the latest 64 constraints are remembered.
+    Each thread that uses it has a process, which is started for its first check and kept for later
+    ones. The answers about the latest 64 constraints are remembered.
     """
 
     def __init__(self) -> None:
         self._answer = functools.lru_cache(_MAX_KNOWN)(self._ask)
-        self._idle: list[_Checker] = []
-        self._busy: set[_Checker] = set()
+        self._processes: dict[int, _Process] = {}  # by thread
 
     def check(
         self,
@@ -69,46 +73,77 @@ class GrammarChecks:
 
     def close(self) -> None:
         """Ends the processes; a check that goes on fails."""
-        for process in (*self._idle, *self._busy):
+        for process in tuple(self._processes.values()):
             process.end()
 
     def _ask(self, vocabulary: Vocabulary, order: str) -> _Answer:
+        process = self._processes.get(threading.get_ident())
         try:
-            process = self._take(vocabulary)
-        except (OSError, RuntimeError) as error:
-            raise _failure(f"no process checks it: {error}") from error
-        self._busy.add(process)
-        try:
-            answer = process.ask(f"[{CPU_S}, {MEMORY_BYTES}, {order}]".encode(), _WAIT_S)
-        except OSError as error:
+            if process is None or process.vocabulary is not vocabulary or process.has_ended:
+                process = self._start(vocabulary)
+            line = process.ask(f"[{CPU_S}, {MEMORY_BYTES}, {order}]")
+            if line:
+                error_text, grammar = json.loads(line)
+                return error_text, grammar
             code = process.end()
-            if code not in _BEYOND:
-                raise _failure(f"the process that checks it has ended ({code})") from error
-            bounds = f"{CPU_S} s of a processor or {MEMORY_BYTES >> 20} MiB of memory"
-            return str(refusal(f"its check takes more than {bounds}; give a simpler one")), ""
-        finally:
-            self._busy.discard(process)
-        self._idle.append(process)
-        error_text, grammar = json.loads(answer)
-        return error_text, grammar
+            if code in _BEYOND:
+                self._start(vocabulary)  # so that the next check need not wait for it
+                bounds = f"{CPU_S} s of a processor or {MEMORY_BYTES >> 20} MiB of memory"
+                return str(refusal(f"its check takes more than {bounds}; give a simpler one")), ""
+            failure = f"the process that checks it has ended ({code})"
+        except OSError as error:
+            failure = f"no process checks it: {error}"
+        raise RequestFailedError(f"structured_outputs: {failure}; try again later")
 
-    def _take(self, vocabulary: Vocabulary) -> _Checker:
-        with contextlib.suppress(IndexError):
-            while True:
-                process = self._idle.pop()
-                if process.vocabulary is vocabulary and process.is_idle:
-                    return process
-                process.end()
-        return _Checker(vocabulary)
+    def _start(self, vocabulary: Vocabulary) -> _Process:
+        # Those of threads that have ended have ended as well; forgotten, they are no zombies.
+        for thread, process in tuple(self._processes.items()):
+            if process.has_ended:
+                self._processes.pop(thread, None)
+        process = self._processes[threading.get_ident()] = _Process(vocabulary)
+        return process
 
 
-class _Checker(host.Helper):
-    """A process that checks constraints; see `check_program.py`."""
+class _Process:
+    """A process that checks constraints, one after another; see `check_program.py`. It ends when
+    this object is dropped, or with the thread that started it.
+
+    Raises:
+        OSError: it cannot be started.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        super().__init__(check_program.__name__, vocabulary.__reduce__()[1], envs.for_children())
         self.vocabulary = vocabulary
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_WAIT_S)
+        self._answers = self._socket.makefile()
+        with theirs:
+            self._process = subprocess.Popen(
+                # -P: as for ranks
+                [sys.executable, "-P", "-m", check_program.__name__, str(os.getpid())],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                env=envs.for_children(),
+                start_new_session=True,  # a Ctrl-C at the terminal is the driver's alone
+            )
+        self._send(json.dumps(vocabulary.__reduce__()[1]))
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
-def _failure(text: str) -> RequestFailedError:
-    return RequestFailedError(f"structured_outputs: {text}; try again later")
+    def ask(self, order: str) -> str:
+        """The answer to an order, as JSON; empty: it has ended, or takes too long."""
+        try:
+            self._send(order)
+            return self._answers.readline()
+        except OSError:
+            return ""
+
+    def end(self) -> int:
+        """Ends it; returns how it has ended, as `subprocess` says it."""
+        self._process.kill()
+        return self._process.wait(_END_S)
+
+    def _send(self, line: str) -> None:
+        self._socket.sendall(f"{line}\n".encode())
