@@ -75,20 +75,35 @@ def killed_with_its_segment(module: Any) -> None:
     module.Worker.connect = connect
 
 
-def in_step(number: int, action: Callable[[], None]) -> Sabotage:
-    """Does something when a step begins."""
-    return partial(_in_step, number, action)
-
-
-def _in_step(number: int, action: Callable[[], None], module: Any) -> None:
+def in_steps(is_due: Callable[[Any], bool], action: Callable[[], None], module: Any) -> None:
+    """Does something when a step of this kind begins."""
     execute_model = module.Worker.execute_model
 
     def sabotaged(self: Any, step: Any) -> Any:
-        if step.step == number:
+        if is_due(step):
             action()
         return execute_model(self, step)
 
     module.Worker.execute_model = sabotaged
+
+
+def in_step(number: int, action: Callable[[], None]) -> Sabotage:
+    """Does something when a step begins."""
+    return partial(in_steps, partial(_has_number, number), action)
+
+
+def _has_number(number: int, step: Any) -> bool:
+    return bool(step.step == number)
+
+
+def die_of(token_id: int) -> Sabotage:
+    """No rank survives a sequence with this token in its prompt."""
+    return partial(in_steps, partial(_holds, token_id), exit_with_7)
+
+
+def _holds(token_id: int, step: Any) -> bool:
+    prompts = [new.token_ids[: new.num_prompt_tokens] for new in step.new_sequences]
+    return any(token_id in prompt for prompt in prompts)
 
 
 def fail_with_a_line() -> None:
