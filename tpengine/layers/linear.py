@@ -55,8 +55,9 @@ class Linear:
         self._form: LinearForm | None = None
         importance = weights.importance.get(len(weights.linears))
         weights.linears.append(self)
+        take = partial(self._take, weights)
         how = self._rounded_format(weights, in_features), self.may_be_stored, importance
-        self.matrix = Matrix(weights, out_features, in_features, partial(self._take, weights), *how)
+        self.matrix = Matrix(weights, out_features, in_features, take, *how)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
@@ -72,13 +73,11 @@ class Linear:
     def _take(self, weights: Weights, loaded: Tensor | LinearForm) -> None:
         """Takes the weight when it is read, in the form that is fastest on this device."""
         del self.matrix  # it refers to this layer
-        if not isinstance(loaded, Tensor):
-            self._form = loaded
-        elif (form := packed_form(loaded, weights)) is None:
-            self.weight = loaded
+        if isinstance(loaded, Tensor):
+            self._form = packed_form(loaded, weights, is_spare=True)
+            self.weight = loaded if self._form is None else None
         else:
-            self._form = form
-            weights.give_spare(loaded)
+            self._form = loaded
         weights.num_bytes += loaded.nbytes if self._form is None else self._form.nbytes
 
     def _rounded_format(self, weights: Weights, in_features: int) -> QuantizedFormat | None:
