@@ -27,7 +27,7 @@ namespace tpengine::cpu {
 
 namespace {
 
-Kernels with_own(Kernels kernels, const OwnProducts& own) {
+[[maybe_unused]] Kernels with_own(Kernels kernels, const OwnProducts& own) {
   kernels.name = own.name;
   kernels.quantized_rows = own.quantized_rows;
   kernels.whole_rows = own.whole_rows;
