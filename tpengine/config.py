@@ -203,6 +203,7 @@ class ModelConfig:
         model_impl: whose code the model is: tpengine or transformers.
         pooling: None: the model generates.
         encoder: None: the model has one half.
+        weight_cache: folder of packed weights; None: they are read and packed at each start.
     """
 
     model: str
@@ -222,6 +223,7 @@ class ModelConfig:
     model_impl: str = "tpengine"
     pooling: PoolingConfig | None = None
     encoder: EncoderConfig | None = None
+    weight_cache: str | None = None
 
     @property
     def task(self) -> str:

@@ -304,9 +304,15 @@ class EngineArgs(Options):
     the model's logits; processed_logprobs, as in vLLM 0.5.4, of what bias, bans, penalties,
     temperature and truncation made of them."""
 
+    weight_cache: str | None = option(None, metavar="FOLDER")
+    """On CPU: folder in which each rank keeps its packed weights, so that the next start with the
+    same model and options copies them; default: the model's files are read and packed each time."""
+
     def __post_init__(self) -> None:
-        paths = "model", "tokenizer", "download_dir", "speculative_model", "quantization_param_path"
-        for name in paths:
+        paths = (
+            "model tokenizer download_dir speculative_model quantization_param_path weight_cache"
+        )
+        for name in paths.split():
             if isinstance(getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(getattr(self, name)))
         if type(self.dtype).__module__ == "torch":

@@ -454,11 +454,19 @@ def read_trusted(path: Path) -> str:
     """
     with open(path, opener=open_unlinked) as file:
         facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (os.geteuid(), 0):
-            raise PermissionError(f"{path} belongs to user {facts.st_uid}, or is no file")
-        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"{path} may be written by others (mode {facts.st_mode:o})")
+        if not stat.S_ISREG(facts.st_mode):
+            raise PermissionError(f"{path} is no file")
+        check_trusted(path, facts)
         return file.read()
+
+
+def check_trusted(path: Path, facts: os.stat_result) -> None:
+    """Raises PermissionError if a file or folder belongs to another user than this one and root, or
+    others may write it."""
+    if facts.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{path} belongs to user {facts.st_uid}")
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path} may be written by others (mode {facts.st_mode:o})")
 
 
 def close_to_others(path: Path) -> None:

@@ -488,7 +488,7 @@ def test_memory_of_others_is_not_used(models: ModelShop, caplog: pytest.LogCaptu
         assert served.resumed == [False] * len(changes)
     refusals = [x.getMessage() for x in caplog.records if "which was lost, is not" in x.msg]
     for what, refusal in zip(changes, refusals, strict=True):
-        assert f"has left is not used: its {what}" in refusal
+        assert f"what is kept is not used: its {what}" in refusal
 
 
 def test_a_step_that_is_lost_again_is_not_sent_a_third_time(models: ModelShop) -> None:

@@ -128,6 +128,15 @@ def first_part(path: Path) -> Path:
     return path if match is None else path.with_name(f"{match[1]}-00001-of-{match[3]}{match[4]}")
 
 
+def all_parts(first: Path) -> list[Path]:
+    """The files of a model whose first one, or only one, this is."""
+    match = _PART.fullmatch(first.name)
+    if match is None:
+        return [first]
+    numbers = range(1, max(1, int(match[3])) + 1)
+    return [first.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}") for i in numbers]
+
+
 def model_name(name: str) -> str:
     """Name of a file without the ending, and that of a split one without its part's number."""
     match = _PART.fullmatch(name)
@@ -153,14 +162,10 @@ def open_gguf(path: str | Path) -> GGUFFile:
 
 @functools.lru_cache(maxsize=1)
 def _open(path: Path, size: int, mtime_ns: int) -> GGUFFile:
-    match = _PART.fullmatch(path.name)
-    count = 1 if match is None else max(1, int(match[3]))
-    readers = []
-    for number in range(count):
-        if match is not None:
-            path = path.with_name(f"{match[1]}-{number + 1:05}-of-{match[3]}{match[4]}")
+    parts, readers = all_parts(path), []
+    for number, path in enumerate(parts):
         readers.append(_Reader(path))
-        readers[-1].check_part(number, count)
+        readers[-1].check_part(number, len(parts))
     tensors: dict[str, TensorEntry] = {}
     for reader in readers:
         if twice := sorted(tensors.keys() & reader.tensors.keys()):

@@ -181,12 +181,35 @@ class RankMemory:
         try:
             pickler.dump(state)
         except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-            logger.info("the weights of a lost rank will be read again: %s", error)
+            logger.info("weights: they are read again at each start and loss: %s", error)
             return False
         records = self._move(pickler.tensors)
         whole = bytearray(pickle.dumps((records, notes.getvalue())))
         self.section(_STATE, len(whole)).copy_(torch.frombuffer(whole, dtype=torch.uint8))
         return True
+
+    def copy_weights(self, source: RankMemory) -> None:
+        """Copies what `save` put into another memory.
+
+        Raises:
+            TemporaryError: that memory has nothing of the kind.
+            MemoryError: it is shorter than it says, or cannot be mapped.
+            OSError: there is no room for it.
+        """
+        if _STATE not in source._sections:
+            raise _refusal("content", sorted(source._sections), [_STATE, _WEIGHTS])
+        places = {name: source._sections[name] for name in (_WEIGHTS, _STATE)}
+        values = {name: source.section(name, size) for name, (_, size) in places.items()}
+        rooms = {name: self.section(name, part.nbytes) for name, part in values.items()}
+        try:  # where there is no room, a write to the mapping would end the process
+            os.posix_fallocate(self._fd, 0, os.fstat(self._fd).st_size)
+        except OSError:
+            for name in rooms:
+                self.drop(name)
+            raise
+        for name, room in rooms.items():
+            _give_large_pages(room)
+            room.copy_(values[name])
 
     def _move(self, tensors: list[torch.Tensor]) -> list[_Record]:
         """Moves tensors into the section of weights; returns where they are."""
@@ -243,7 +266,7 @@ def _give_large_pages(memory: torch.Tensor) -> int:
 
 def _refusal(what: str, actual: object, expected: object) -> TemporaryError:
     return TemporaryError(
-        f"what a lost rank has left is not used: its {what} is {actual!r}, and not {expected!r}"
+        f"what is kept is not used: its {what} is {actual!r}, and not {expected!r}"
     )
 
 

@@ -43,9 +43,10 @@ from tpengine.worker.gpu.graphs import DecodeGraphs
 from tpengine.worker.gpu.pooled_blocks import staged_blocks
 from tpengine.worker.model_runner import ModelRunner
 from tpengine.worker.picture_store import PictureStore
-from tpengine.worker.rank_memory import RankMemory, shared_objects
+from tpengine.worker.rank_memory import RankMemory
 from tpengine.worker.recorder import Recorder
 from tpengine.worker.stage_ends import StageEnds
+from tpengine.worker.weight_cache import KeptWeights
 
 logger = init_logger(__name__)
 
@@ -81,6 +82,7 @@ class Worker:
     ) -> None:
         self._config = config
         self._memory = memory
+        self._kept = KeptWeights(config, memory)
         self._outlives = False
         self._rank = rank
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
@@ -160,19 +162,19 @@ class Worker:
         return f"{platform.machine()} CPU ({cpu_isa()}), {counted(threads, 'thread')}, {dtype_name}"
 
     def load_model(self) -> str:
-        """Builds this rank's shard and fills it, or finds it in `memory`; returns `Weights.digest`.
+        """Builds this rank's shard and fills it, or finds it (`KeptWeights`); returns
+        `Weights.digest`.
 
         Raises:
-            ConfigError, ModelLoadError: see `models.loader.load_model`.
+            ConfigError, ModelLoadError: see `models.loader.load_model`, `KeptWeights.load`.
             ConfigError, NativeLibraryError: see `GpuAttention`.
         """
         self._choose_layers()
         model = self._config.model
         with torch.inference_mode():
-            shared = shared_objects(self._config, self._parallel)
-            kept = None if self._memory is None else self._memory.load(shared)
-            if kept is not None:
+            if (kept := self._kept.load(self._parallel)) is not None:
                 vars(self).update(kept)
+                self._outlives = self._memory is not None
                 gc.collect()  # the objects of the epoch before hold its links and memory
             elif model.calibrates and self._device.type == "cpu":
                 self._calibration = Calibration(self._config, self._make_weights(model))
@@ -226,10 +228,8 @@ class Worker:
         if self._cache_dtype == torch.float8_e4m3fn:
             set_kv_scales(self._model, weights, self._config, self._parallel)
         self._gpu = self._make_gpu_attention(self._model)
-        if self._memory is not None and self._pictures is None:
-            state = {name: getattr(self, name) for name in _KEPT}
-            shared = shared_objects(self._config, self._parallel)
-            self._outlives = self._memory.save(state, shared)
+        state = {name: getattr(self, name) for name in _KEPT}
+        self._outlives = self._kept.save(state, self._parallel)
 
     def _make_weights(self, model: ModelConfig, importance: Importance | None = None) -> Weights:
         as_stored = device.keeps_stored(model.dtype, model.quantization, self._device.type)

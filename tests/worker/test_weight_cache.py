@@ -1,0 +1,137 @@
+"""A start with weights that an earlier start has kept in a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.messages import said
+from support.models import ModelShop
+from support.zoo import PLAIN
+
+from tpengine import LLM, SamplingParams
+from tpengine.errors import ConfigError
+
+PROMPTS = [[5, 6, 7, 8], list(range(20, 60))]
+Changed = Callable[[Path, Path], object]
+
+
+@pytest.fixture
+def model(models: ModelShop, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(models.folder(PLAIN), tmp_path / "model"))
+
+
+@pytest.fixture
+def answers(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """Starts an engine; returns its tokens with log probabilities, and what it said of files."""
+
+    def answer(folder: Path | None = tmp_path / "cache", **options: Any) -> tuple[Any, str]:
+        params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
+        with said(caplog) as messages, LLM(str(model), weight_cache=folder, **options) as llm:
+            outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=params)
+        completions = [output.outputs[0] for output in outputs]
+        numbers = [(c.token_ids, c.logprobs) for c in completions]
+        return numbers, " ".join(m for m in messages if m.startswith("weights: "))
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"quantization": "int4", "enable_lora": True, "speculative_model": "[ngram]"},
+        {"tensor_parallel_size": 2, "executor": "processes", "quantization": "int8"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_second_start_copies_what_the_first_has_packed(
+    answers: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    expected, silence = answers(None, **options)
+    assert silence == ""
+    first, is_kept = answers(**options)
+    files = sorted((tmp_path / "cache").iterdir())
+    times = [file.stat().st_mtime_ns for file in files]
+    second, is_copied = answers(**options)
+    assert first == second == expected
+    size = options.get("tensor_parallel_size", 1)
+    assert [file.name[-14:] for file in files] == [f"{r}-of-{size}.weights" for r in range(size)]
+    assert times == [file.stat().st_mtime_ns for file in files]
+    if size == 1:  # ranks in other processes speak for themselves
+        assert f"kept in {files[0]} " in is_kept
+        assert f"{files[0]} (" in is_copied
+
+
+def change_a_value(model: Path, _: Path) -> None:
+    """Its size and time stay, as those of a checkpoint that a tool writes anew."""
+    (weights,) = model.glob("*.safetensors")
+    stat, content = weights.stat(), bytearray(weights.read_bytes())
+    content[-1] ^= 0x40
+    weights.write_bytes(content)
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def truncate(_: Path, file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 5000)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (change_a_value, "its engine is '"),
+        (truncate, "the file ends after"),
+        (lambda _, file: file.write_bytes(b"x" * 10000), "its layout is b'xxxxxxxx'"),
+        (lambda _, file: file.write_bytes(b"x"), "mmap length is greater than file size"),
+        (lambda _, file: file.chmod(0o666), "may be written by others (mode 100666)"),
+    ],
+    ids=["value", "short", "foreign", "tiny", "open"],
+)
+def test_a_file_that_does_not_fit_is_replaced(
+    answers: Any, model: Path, tmp_path: Path, change: Changed, reason: str
+) -> None:
+    answers()
+    (file,) = (tmp_path / "cache").iterdir()
+    file.with_suffix(".part").write_bytes(b"of a writer that was killed" * 1000)
+    change(model, file)
+    expected, _ = answers(None)
+    numbers, messages = answers()
+    assert numbers == expected
+    assert f"{file} is replaced: " in messages
+    assert reason in messages
+    assert f"kept in {file} " in messages
+    numbers, messages = answers()
+    assert numbers == expected
+    assert messages.startswith(f"weights: {file} (")
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_folder_of_others_is_refused(answers: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(
+        ConfigError, match=r"weight_cache = '.*shared' cannot be used: .*mode 40777"
+    ):
+        answers(folder)
+    with pytest.raises(ConfigError, match="Not a directory"):
+        answers(Path(__file__) / "below")
+
+
+def test_a_full_disk_costs_the_file_alone(
+    answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_no_room(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    expected, _ = answers(None)
+    monkeypatch.setattr(os, "posix_fallocate", find_no_room)
+    numbers, messages = answers()
+    assert numbers == expected
+    assert "cannot be written: [Errno 28] No space left on device" in messages
+    assert list((tmp_path / "cache").iterdir()) == []
