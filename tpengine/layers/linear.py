@@ -74,8 +74,11 @@ class Linear:
         """Takes the weight when it is read, in the form that is fastest on this device."""
         del self.matrix  # it refers to this layer
         if isinstance(loaded, Tensor):
-            self._form = packed_form(loaded, weights, is_spare=True)
-            self.weight = loaded if self._form is None else None
+            self._form = packed_form(loaded, weights)
+            if self._form is None:
+                self.weight = loaded
+            else:
+                weights.give_spare(loaded)
         else:
             self._form = loaded
         weights.num_bytes += loaded.nbytes if self._form is None else self._form.nbytes

@@ -168,21 +168,11 @@ def vocabulary_format(weights: Weights, in_features: int) -> QuantizedFormat | N
     return per_output(in_features)
 
 
-def packed_form(
-    weight: torch.Tensor, weights: Weights, is_spare: bool = False
-) -> PackedForm | None:
+def packed_form(weight: torch.Tensor, weights: Weights) -> PackedForm | None:
     """Returns a weight packed; None where torch multiplies it: on a GPU, and without compiled
-    kernels.
-
-    Args:
-        is_spare: the memory of the weight is from `Weights.take_spare`, and is given back when it
-            is packed.
-    """
+    kernels."""
     if weight.device.type != "cpu" or not has_cpu_kernels():
         return None
     padding = weight.shape[1] % 2 if weight.dtype is torch.bfloat16 else 0
     padded = F.pad(weight, (0, padding)) if padding else weight.contiguous()
-    form = PackedForm(pack_linear_weight(padded, weights.arena), padding)
-    if is_spare:
-        weights.give_spare(weight)
-    return form
+    return PackedForm(pack_linear_weight(padded, weights.arena), padding)
