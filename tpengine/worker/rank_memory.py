@@ -201,6 +201,8 @@ class RankMemory:
         places = {name: source._sections[name] for name in (_WEIGHTS, _STATE)}
         values = {name: source.section(name, size) for name, (_, size) in places.items()}
         rooms = {name: self.section(name, part.nbytes) for name, part in values.items()}
+        for room in rooms.values():
+            _give_large_pages(room)
         try:  # where there is no room, a write to the mapping would end the process
             os.posix_fallocate(self._fd, 0, os.fstat(self._fd).st_size)
         except OSError:
@@ -208,7 +210,6 @@ class RankMemory:
                 self.drop(name)
             raise
         for name, room in rooms.items():
-            _give_large_pages(room)
             room.copy_(values[name])
 
     def _move(self, tensors: list[torch.Tensor]) -> list[_Record]:
