@@ -110,7 +110,8 @@ def below_ranks(executor: str) -> Iterator[Row]:
         "shm full": (),
         "disk full": WITHOUT_RAY if executor == "ray" else (),
         "no descriptors": ("errno 24", "Too many open files"),
-        "no memory": ("attempt 1 at",),
+        # A rank that is replaced alone on this machine takes no memory of the driver.
+        "no memory": ("attempt 1 at",) if executor == "ray" else (),
     }
     for name, traces in lacks.items():
         yield Row(f"{name}, rank 1 killed", (1,), below=name, hold_s=FULL_S, traces=traces)
