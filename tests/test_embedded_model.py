@@ -15,13 +15,8 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tpengine" / "assets" / "embedded"
 MAX_FOLDER_BYTES = 12_000_000
-FILES = {
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-}
+FILES = {"config.json", "generation_config.json", "tokenizer_config.json"}
+FILES |= {"model.safetensors", "tokenizer.json"}
 MIN_MARGIN = 0.3
 """Lead of every greedy token over the second best logit, far above what rounding moves."""
 

@@ -18,6 +18,7 @@ import pytest
 from support.engines import generate, greedy, ids, open_llm
 from support.models import ModelShop
 from support.oracle import Oracle
+from support.patches import on_call
 from support.tiny_llama import edit_json
 from support.zoo import PLAIN
 
@@ -382,17 +383,14 @@ def test_engines_side_by_side(models: ModelShop, embedded_oracle: Oracle) -> Non
         assert ids(generate(right, embedded, greedy())) == other
 
 
-def interrupt_at(patch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> list[int]:
+def interrupt_at(patch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> list[Any]:
     """Sends a real SIGINT in one call of a method; returns a list with an entry for each call."""
-    method, calls = getattr(owner, name), list[int]()
 
-    def interrupted(*args: Any) -> Any:
-        calls.append(len(calls) + 1)
+    def interrupt(*_: Any) -> None:
         if len(calls) == number:
             signal.raise_signal(signal.SIGINT)
-        return method(*args)
 
-    patch.setattr(owner, name, interrupted)
+    calls = on_call(patch, owner, name, interrupt)
     return calls
 
 

@@ -37,9 +37,8 @@ def test_lines_that_nothing_reads_are_counted(
     for line in more:
         own.warning(line)
     writer.flush()
-    lines = [
-        line.partition("] ")[2] or line for line in os.read(source, filler).decode().split("\n")
-    ]
+    said = os.read(source, filler).decode().split("\n")
+    lines = [line.partition("] ")[2] or line for line in said]
     lost = "WARNING: 20 lines were lost here, as nothing read them"
     assert lines == ["stuck", *(f"line {number}" for number in range(10)), lost, *more, ""]
     for end in (source, sink):

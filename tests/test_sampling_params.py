@@ -131,6 +131,7 @@ def test_borders_are_inside(fields: dict[str, Any]) -> None:
         ({"allowed_token_ids": (3,), "bad_words": "no"}, {"allowed_token_ids": [3]}),
         ({"bad_words": "no", "bad_words_token_ids": ((1, 2),)}, {"bad_words": ["no"]}),
         ({"bad_words_token_ids": ((1, 2),)}, {"bad_words_token_ids": [[1, 2]]}),
+        ({"output_kind": "delta"}, {"output_kind": RequestOutputKind.DELTA}),
     ],
     ids=str,
 )  # fmt: skip
@@ -156,24 +157,14 @@ def test_stop_strings_need_text() -> None:
 def test_numbers_of_numpy_become_those_of_python() -> None:
     integers = ("n", "best_of", "top_k", "seed", "max_tokens", "logprobs", "truncate_prompt_tokens")
     floats = ("presence_penalty", "frequency_penalty", "repetition_penalty", "top_p", "min_p")
-    params = SamplingParams(
-        **{name: np.int64(5) for name in integers},
-        **{name: np.float32(0.5) for name in floats},
-        temperature=np.float64(0.5),
-        stop_token_ids=np.array([7, 8]),
-        allowed_token_ids=np.array([7, 8]),
-        logit_bias={np.int32(7): np.float16(0.5)},
-        bad_words_token_ids=np.array([[7, 8]]),
-    )
-    plain = SamplingParams(
-        **dict.fromkeys(integers, 5),
-        **dict.fromkeys(floats, 0.5),
-        temperature=0.5,
-        stop_token_ids=[7, 8],
-        allowed_token_ids=[7, 8],
-        logit_bias={7: 0.5},
-        bad_words_token_ids=[[7, 8]],
-    )
+    pairs: dict[str, tuple[Any, Any]] = {name: (np.int64(5), 5) for name in integers}
+    pairs |= {name: (np.float32(0.5), 0.5) for name in floats}
+    pairs |= {name: (np.array([7, 8]), [7, 8]) for name in ("stop_token_ids", "allowed_token_ids")}
+    pairs["bad_words_token_ids"] = (np.array([[7, 8]]), [[7, 8]])
+    pairs["logit_bias"] = ({np.int32(7): np.float16(0.5)}, {7: 0.5})
+    pairs["temperature"] = (np.float64(0.5), 0.5)
+    params = SamplingParams(**{name: value for name, (value, _) in pairs.items()})
+    plain = SamplingParams(**{name: value for name, (_, value) in pairs.items()})
     assert repr(params) == repr(plain)
 
 
@@ -230,7 +221,3 @@ def test_end_tokens_of_a_generation_config(
 def test_none_stands_for_the_default() -> None:
     params = SamplingParams.from_optional(n=2, best_of=None, top_p=None, stop=None, max_tokens=7)
     assert params == SamplingParams(n=2, max_tokens=7)
-
-
-def test_output_kind_by_name() -> None:
-    assert SamplingParams(output_kind="delta").output_kind is RequestOutputKind.DELTA

@@ -16,6 +16,7 @@ from support.byte_llama import make_engine, run, write
 from support.engines import serve
 from support.json_suite import closed, suite_schemas
 from support.oracle import Oracle
+from support.patches import on_call
 from support.step_log import log_steps
 from tpengine.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
 
@@ -40,9 +41,9 @@ CHAIN = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(6000)), "a600
 """Rules so deep that the library needs more stack than a thread has, and that allow no text."""
 
 
-def generate(llm: LLM, count: int = 1, **params: Any) -> list[RequestOutput]:
+def generate(llm: LLM, **params: Any) -> list[RequestOutput]:
     fields = {"temperature": 1.0, "seed": 3, "max_tokens": 200, **params}
-    return llm.generate(["Once upon"] * count, SamplingParams(**fields), use_tqdm=False)
+    return llm.generate("Once upon", SamplingParams(**fields), use_tqdm=False)
 
 
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
@@ -297,14 +298,7 @@ def test_a_limit_is_named_and_ends_its_request_alone(
 def test_grammars_are_compiled_once_and_the_latest_are_kept(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled: list[str] = []
-    compile_one = grammars.Vocabulary._compile
-
-    def count(self: grammars.Vocabulary, grammar: str) -> Any:
-        compiled.append(grammar)
-        return compile_one(self, grammar)
-
-    monkeypatch.setattr(grammars.Vocabulary, "_compile", count)
+    compiled = on_call(monkeypatch, grammars.Vocabulary, "_compile")
     for _ in range(3):
         generate(llm, structured_outputs={"regex": "once"})
     assert len(compiled) == 1

@@ -116,7 +116,7 @@ def test_scripts_run_with_only_their_imports_changed(
     scripts = [tmp_path / f"{name}.py" for name in names]
     for script in scripts:
         text, changed = re.subn(
-            r"^(from|import) vllm\b", r"\1 tpengine", _read(script.stem), flags=re.M
+            r"^(from|import) vllm\b", r"\1 tpengine", (FOLDER / script.name).read_text(), flags=re.M
         )
         assert changed
         script.write_text(text)
@@ -133,10 +133,6 @@ def test_scripts_run_with_only_their_imports_changed(
             assert len(scores) == 4, out
             assert scores[0] > scores[1]
             assert scores[2] > scores[3]
-
-
-def _read(name: str) -> str:
-    return (FOLDER / f"{name}.py").read_text()
 
 
 def test_every_script_is_run() -> None:

@@ -19,16 +19,8 @@ from support.waiting import wait_until
 
 from async_engine import tools
 from async_engine.conftest import MakeEngine, MakeHeld
-from tpengine import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+from tpengine import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams, errors
 from tpengine.async_engine import async_llm_engine
-from tpengine.errors import (
-    EngineDeadError,
-    EngineError,
-    GroupLostError,
-    ModelLoadError,
-    RankLoss,
-    RequestIgnoredError,
-)
 from tpengine.executor.local_executor import LocalExecutor
 from tpengine.worker.worker import Worker
 
@@ -39,7 +31,7 @@ def test_failing_step_reaches_each_once(make: MakeEngine, monkeypatch: pytest.Mo
 
     async def one(index: int) -> Exception:
         outputs = engine.generate(None, tools.stream(50), prompt_token_ids=[index + 4] * 9)
-        with pytest.raises(EngineDeadError, match="the device is on fire") as caught:
+        with pytest.raises(errors.EngineDeadError, match="the device is on fire") as caught:
             async for _ in outputs:
                 pass
         with pytest.raises(StopAsyncIteration):
@@ -48,9 +40,9 @@ def test_failing_step_reaches_each_once(make: MakeEngine, monkeypatch: pytest.Mo
         return caught.value
 
     async def ask() -> None:
-        errors = await asyncio.gather(*(one(index) for index in range(8)))
-        assert len({id(error) for error in errors}) == 8, "each has a traceback of its own"
-        with pytest.raises(EngineDeadError, match="the device is on fire"):
+        raised = await asyncio.gather(*(one(index) for index in range(8)))
+        assert len({id(error) for error in raised}) == 8, "each has a traceback of its own"
+        with pytest.raises(errors.EngineDeadError, match="the device is on fire"):
             await tools.read_ids(engine, [5], tools.stream(3))
         assert not await engine.abort("unknown")
         assert await engine.drain(5) == 0
@@ -70,14 +62,14 @@ async def test_the_reason_is_known_while_the_ranks_end(
     make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recovery has given up, and ends the ranks, which may take half a minute."""
-    loss = RankLoss(1, "10.0.0.7, pid 4711", 1, 5, "execute_model", "killed by signal 9")
+    loss = errors.RankLoss(1, "10.0.0.7, pid 4711", 1, 5, "execute_model", "killed by signal 9")
     engine, ends, may_end = make(max_recoveries=0), threading.Event(), threading.Event()
 
     def wait(_: LocalExecutor) -> None:
         ends.set()
         assert may_end.wait(tools.TIMEOUT_S)
 
-    monkeypatch.setattr(Worker, "execute_model", Mock(side_effect=GroupLostError(loss)))
+    monkeypatch.setattr(Worker, "execute_model", Mock(side_effect=errors.GroupLostError(loss)))
     on_call(monkeypatch, LocalExecutor, "shutdown", wait)
     request = asyncio.create_task(tools.read_ids(engine, [5], tools.stream(3)))
     await asyncio.to_thread(ends.wait, tools.TIMEOUT_S)
@@ -85,7 +77,7 @@ async def test_the_reason_is_known_while_the_ranks_end(
     may_end.set()
     for word in ("the engine is dead: EngineDeadError", "max_recoveries = 0", "pid 4711"):
         assert word in reason
-    with pytest.raises(EngineDeadError, match="max_recoveries = 0"):
+    with pytest.raises(errors.EngineDeadError, match="max_recoveries = 0"):
         await request
 
 
@@ -113,7 +105,7 @@ async def test_a_request_that_is_too_long(
     assert {completion.finish_reason for completion in output.outputs} == {"length"}
     assert any(completion.token_ids for completion in output.outputs) == (params is OUTGROWN)
     num_steps = engine.stats().num_steps
-    with pytest.raises(RequestIgnoredError, match=words):
+    with pytest.raises(errors.RequestIgnoredError, match=words):
         await tools.read_mailbox(engine, prompt, params)
     assert (engine.stats().num_steps > num_steps) == (params is OUTGROWN)
     assert engine.stats().refused == ({} if params is OUTGROWN else {"RequestIgnoredError": 1})
@@ -123,7 +115,7 @@ async def test_a_request_that_is_too_long(
 
 def test_an_error_of_the_build_is_raised_unchanged(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+    with pytest.raises(errors.ModelLoadError, match=r"no config\.json"):
         AsyncLLMEngine.from_engine_args(EngineArgs(str(tmp_path)))
     assert set(threading.enumerate()) == before
 
@@ -143,7 +135,7 @@ def test_an_engine_that_takes_too_long_to_build(folder: Path) -> None:
         inner.shutdown = tell  # type: ignore[method-assign]
         return inner
 
-    with pytest.raises(EngineError, match="not ready within 0 s"):
+    with pytest.raises(errors.EngineError, match="not ready within 0 s"):
         AsyncLLMEngine(slow, start_timeout_s=0.1)
     built.set()
     assert ended.wait(tools.TIMEOUT_S), "an engine that is ready too late is ended"
@@ -162,11 +154,11 @@ def test_shutdown_fails_requests_and_leaves_no_thread(folder: Path) -> None:
         await engine.shutdown()
         await engine.shutdown()
         for reader in readers:
-            with pytest.raises(EngineDeadError, match="was shut down"):
+            with pytest.raises(errors.EngineDeadError, match="was shut down"):
                 await reader
-        with pytest.raises(EngineDeadError, match="was shut down"):
+        with pytest.raises(errors.EngineDeadError, match="was shut down"):
             await tools.read_ids(engine, [4], tools.stream(3))
-        with pytest.raises(EngineDeadError, match="was shut down"):
+        with pytest.raises(errors.EngineDeadError, match="was shut down"):
             await engine.tokenize("hello")
 
     run_async(ask())

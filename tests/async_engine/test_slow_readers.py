@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.deltas import delta
+from support.engines import greedy
 from support.event_loop import run_async
 
-from async_engine.tools import DELTA, MakeGate, read_ids, stream, until
-from tpengine import AsyncLLMEngine, Logprob, RequestOutput, SamplingParams
+from async_engine.tools import MakeGate, read_ids, stream, until
+from tpengine import AsyncLLMEngine, Logprob, RequestOutput
 from tpengine.async_engine.mailbox import Mailbox
 
 NUM_TOKENS = 200
@@ -99,8 +100,7 @@ async def test_a_stream_without_a_reader(engine: AsyncLLMEngine, gate: MakeGate)
 
 
 async def test_a_cumulative_reader_gets_the_newest(engine: AsyncLLMEngine) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    outputs = engine.generate(None, params, "it", prompt_token_ids=[50] * 8)
+    outputs = engine.generate(None, greedy(60), "it", prompt_token_ids=[50] * 8)
     await anext(outputs)
     await until(lambda: engine.get_num_unfinished_requests() == 0)
     rest = [output async for output in outputs]
@@ -108,11 +108,9 @@ async def test_a_cumulative_reader_gets_the_newest(engine: AsyncLLMEngine) -> No
 
 
 async def test_log_probabilities_stream(engine: AsyncLLMEngine) -> None:
-    params = SamplingParams(
-        temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2, output_kind=DELTA
-    )
     token_ids: list[int] = []
     entries: list[dict[int, Logprob]] = []
+    params = stream(30, logprobs=2)
     async for output in engine.generate(None, params, prompt_token_ids=[50] * 8):
         await asyncio.sleep(0.005)  # so that some are merged
         token_ids += output.outputs[0].token_ids

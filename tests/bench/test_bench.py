@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 from support.engines import greedy, make_engine
 from support.models import ModelShop
+from support.programs import Cli
 from support.tiny_llama import TinyLlama
 from support.zoo import PLAIN
 
 from tpengine.bench import latency, perplexity
 from tpengine.bench.harness import describe_run
 from tpengine.bench.throughput import run_once
-from tpengine.cli.main import main
 from tpengine.engine_args import EngineArgs
 from tpengine.worker.device import resolve_dtype
 
@@ -34,19 +35,13 @@ ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02
     ],
 )
 def test_report_says_what_was_run(
-    models: ModelShop,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    name: str,
-    options: list[str],
+    models: ModelShop, monkeypatch: Any, cli: Cli, tmp_path: Path, name: str, options: list[str]
 ) -> None:
     words = ["bench", name, "--model", str(models.folder(PLAIN)), *options, *ENGINE]
     monkeypatch.setattr(sys, "argv", ["/some/where/tpengine", *words])
     monkeypatch.setattr(latency.ReadBandwidth, "measure", lambda *_: 1e10)
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 0
-    shown = capsys.readouterr().out
+    shown = cli(*words).out
     assert re.search(rf"^command +tpengine {re.escape(' '.join(words))}$", shown, re.MULTILINE)
     if name == "throughput":
         for head in ("machine", "commit", "model", "requests", "step, ms", "outside the model"):
@@ -83,14 +78,10 @@ def test_settings_are_resolved() -> None:
     ],
 )
 def test_latency_refuses(
-    models: ModelShop,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    words: tuple[str, ...],
+    models: ModelShop, cli: Cli, options: list[str], words: tuple[str, ...]
 ) -> None:
     model = ["--model", str(models.folder(PLAIN))]
-    assert main(["bench", "latency", *model, *options, *ENGINE]) == 1
-    shown = capsys.readouterr().err
+    shown = cli("bench", "latency", *model, *options, *ENGINE, code=1).err
     assert "ConfigError" in shown
     for word in words:
         assert word in shown
@@ -98,11 +89,11 @@ def test_latency_refuses(
 
 @pytest.mark.parametrize("name", ["latency", "serve"])
 def test_a_plot_that_cannot_be_made_is_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    monkeypatch: pytest.MonkeyPatch, cli: Cli, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", name, "--model", "/no/such/folder", "--plot", "plot.png"]) == 1
-    assert "--plot needs matplotlib, which is not installed" in capsys.readouterr().err
+    refused = cli("bench", name, "--model", "/no/such/folder", "--plot", "plot.png", code=1).err
+    assert "--plot needs matplotlib, which is not installed" in refused
 
 
 def test_what_a_decode_step_reads(models: ModelShop) -> None:

@@ -27,8 +27,8 @@ echo "predicted 1 us; ceilings, 3 passed, Registers Per Thread, 0 wrong"
 """
 
 
-def python(stage: int, name: str, code: str, limit_s: float = 60.0, **kwargs: str) -> Part:
-    return Part(stage, name, limit_s, (sys.executable, "-u", "-c", code), **kwargs)
+def python(stage: int, name: str, code: str, **kwargs: str) -> Part:
+    return Part(stage, name, 60.0, (sys.executable, "-u", "-c", code), **kwargs)
 
 
 def process_that_lives_on(pid_file: Path) -> str:
@@ -73,10 +73,8 @@ def words_after(program: str, folder: Path) -> list[list[str]]:
 
 
 def test_the_options_of_each_part_are_known(tmp_path: Path) -> None:
-    for program, parser_for in (
-        ("tpengine", build_parser),
-        ("tests/benchmarks", benchmarks.build_parser),
-    ):
+    parsers = {"tpengine": build_parser, "tests/benchmarks": benchmarks.build_parser}
+    for program, parser_for in parsers.items():
         commands = words_after(program, tmp_path)
         assert len(commands) == 4
         for words in commands:
@@ -104,14 +102,9 @@ def test_a_visit_goes_on_after_failures(tmp_path: Path) -> None:
         python(6, "ends", "print('done')"),
     ]
     results = run_parts(parts, tmp_path, budget_s=300.0)
-    assert [re.sub(r" \d+ s$", "", result.outcome) for result in results] == [
-        "failed with 3",
-        "ended after",
-        "not here",
-        "failed: nothing ran",
-        "passed",
-        "passed",
-    ]
+    outcomes = [re.sub(r" \d+ s$", "", result.outcome) for result in results]
+    failures = ["failed with 3", "ended after", "not here", "failed: nothing ran"]
+    assert outcomes == [*failures, "passed", "passed"]
     assert results[1].seconds >= 3.0, "twice its limit, as there was time"
     assert (results[0].lines, results[1].lines) == (["seen"], ["2 failed so far"])
     text = (tmp_path / "all.txt").read_text()

@@ -13,14 +13,11 @@ from pathlib import Path
 from tpengine.errors import TPEngineError
 
 BENCHMARKS = {
-    "embeddings": "short and long texts beside sentence-transformers, fastembed and llama.cpp",
     "engines": "decode and prefill beside llama.cpp, ik_llama.cpp, OpenVINO GenAI and vLLM on CPU",
     "lookahead": "answers with and without drafts, on ten prompts",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "peers": "output tokens/s beside transformers' continuous batching, on the same requests",
-    "pipeline": "stages of a pipeline beside one process: many streams, and a long prompt",
     "recovery": "kills of ranks: found, ready, longest gap on a stream; Ray also with spares",
-    "scheduler": "time of schedule and update with many running and waiting requests",
     "transport": "a step without a model, driver to ranks and back, against Ray's own calls",
     "visit": "all checks and measurements that need a GPU, in less than ten minutes",
 }

@@ -13,15 +13,14 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from support.foretold import totals
 from support.tables import read_table
+from tqdm import tqdm
 
-from benchmarks.common import add_numbers, alternate
 from benchmarks.peer_files import SMOLLM2, ModelFiles
 from tpengine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from tpengine.bench.harness import report_head
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("--form", choices=["stored", "BF16"], default="stored")
     parser.add_argument("--only", help="part of the name of a prompt")
-    add_numbers(parser, rounds=(5, "rounds"))
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (default: %(default)s)")
     parser.add_argument("--options", type=json.loads, default={}, help="of the engines, as JSON")
 
 
@@ -70,12 +69,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def _engine(model: str, kind: str | None, fields: dict[str, Any]) -> Iterator[LLM]:
+def _engine(model: str, kind: str | None, fields: dict[str, Any]) -> LLM:
     options = {"speculative_model": kind, **fields} if kind else {}
     options |= {"cpu_kv_cache_space": _CACHE_GIB, "enable_prefix_caching": False}
-    with LLM(model, disable_log_stats=True, **options) as llm:
-        yield llm
+    return LLM(model, disable_log_stats=True, **options)
 
 
 def _run_cases(
@@ -83,11 +80,11 @@ def _run_cases(
 ) -> None:
     ratios: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS if kind}
     for case in cases:
-
-        def measure(kind: str | None, number: int, case: dict[str, Any] = case) -> Answer:
-            return _answer(engines[kind], case, args.form)
-
-        measured = alternate(KINDS, args.rounds, measure, warm_ups=1)
+        measured = {kind: list[Answer]() for kind in KINDS}
+        for number in tqdm(range(-1, args.rounds), desc="rounds", unit="round"):  # -1: the warm-up
+            for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
+                answer = _answer(engines[kind], case, args.form)
+                measured[kind] += [answer] if number >= 0 else []
         base = measured[None]
         assert all(a.token_ids == base[0].token_ids for own in measured.values() for a in own)
         rate = statistics.median(len(a.token_ids) / a.decode_s for a in base)

@@ -4,13 +4,13 @@ weights, written once into `.cache/peers`."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from support import llama_cpp_tools, third_party
+from support.programs import run_program
 
 from benchmarks.common import write_weights
 from tpengine.bench.harness import SHAPES, shape_folder
@@ -73,35 +73,15 @@ class ModelFiles:
             return path
         self.folder.mkdir(parents=True, exist_ok=True)
         if kind == "BF16" and self.name != SMOLLM2:
-            convert_to_gguf(str(self.whole()), str(path), "bf16")
+            convert = [sys.executable, _SCRIPT, "convert", third_party.converter()]
+            options = {"timeout": _PATIENCE_S, "env": {"PYTHONPATH": third_party.gguf_packages()}}
+            run_program(*convert, self.whole(), path, "bf16", **options)
             return path
         source_file = self.gguf("stored" if kind == "BF16" else "BF16")
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             link = Path(folder) / "source.gguf"  # the quantizer writes beside it
             link.symlink_to(source_file)
-            _run([third_party.llama_cpp_python(), _SCRIPT, "quantize", str(link), kind])
+            quantize = [third_party.llama_cpp_python(), _SCRIPT, "quantize"]
+            run_program(*quantize, link, kind, timeout=_PATIENCE_S, env={"PYTHONPATH": ""})
             link.with_name(path.name).rename(path)
         return path
-
-
-def convert_to_gguf(folder: str, path: str, dtype: str) -> None:
-    """Writes a folder's weights as a GGUF file, by llama.cpp's converter.
-
-    Args:
-        dtype: f32 or bf16.
-    """
-    convert = [sys.executable, _SCRIPT, "convert", third_party.converter(), folder, path, dtype]
-    _run(convert, third_party.gguf_packages())
-
-
-def _run(command: list[str], packages: str = "") -> None:
-    done = subprocess.run(
-        command,
-        env={"PYTHONPATH": packages},
-        capture_output=True,
-        text=True,
-        timeout=_PATIENCE_S,
-        check=False,
-    )
-    if done.returncode:
-        raise ConfigError(f"{' '.join(command)} failed: {(done.stdout + done.stderr)[-1000:]}")

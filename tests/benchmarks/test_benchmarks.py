@@ -14,11 +14,6 @@ from benchmarks.__main__ import main
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--cpu-kv-cache-space", "0.02"]
 
 
-def test_the_scheduler_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scheduler", "--running", "8", "--waiting", "20", "--steps", "12"]) == 0
-    assert re.search(r"median 0\.\d+ ms, p99 [\d.]+ ms a step", capsys.readouterr().out)
-
-
 @pytest.mark.soak
 def test_transformers_serves_alike(models: ModelShop, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", str(models.folder(PLAIN)), "--num-requests", "2", "--runs", "1", *ENGINE]

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.common import cpu_s, local_ray
+import psutil
+
+from benchmarks.common import local_ray
 from benchmarks.echo_rank import TIMEOUT_S, EchoRank, echo
 from tpengine.bench.harness import BenchOptions, report_head
 from tpengine.executor.channel import Listener
@@ -165,9 +167,10 @@ def _actors(options: TransportOptions) -> Iterator[Way]:
 
 
 def _report_idle(pids: list[int]) -> None:
-    before = [cpu_s(pid) for pid in pids]
+    processes = [psutil.Process(pid) for pid in pids]
+    before = sum(sum(process.cpu_times()[:2]) for process in processes)
     time.sleep(_IDLE_S)
-    idle = sum(cpu_s(pid) for pid in pids) - sum(before)
+    idle = sum(sum(process.cpu_times()[:2]) for process in processes) - before
     print(f"  idle: {idle / _IDLE_S * 100:.2f} % of a core in {len(pids)} ranks over {_IDLE_S:g} s")
 
 

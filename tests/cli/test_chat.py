@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.patches import on_call
+from support.programs import Cli
 from support.small_llavas import PNG, write_llava
 from support.terminal import END_S, START_S, Terminal
 from support.tiny_llama import edit_json
@@ -19,7 +20,6 @@ from support.tiny_llama import edit_json
 from tpengine import LLM, SamplingParams
 from tpengine.cli.conversation import Conversation
 from tpengine.cli.lines import messages
-from tpengine.cli.main import main
 from tpengine.config import EMBEDDED_MODEL
 from tpengine.errors import InvalidPromptError
 
@@ -37,10 +37,6 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-
-
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
     """The messages of each prompt of a chat that is streamed, and the parameters of each prompt."""
@@ -55,9 +51,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
     return noted
 
 
-def test_answers_follow_the_conversation(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_follow_the_conversation(llm: LLM, cli: Cli) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12)
 
     def answer(*messages: Message) -> Message:
@@ -68,16 +62,12 @@ def test_answers_follow_the_conversation(
     first, second = user("Hello, my name is Anna."), user("What is two plus three?")
     answers = [hello := answer(system, first), answer(system, first, hello, second)]
     answers += [answer(first), answer(system, user("/reset\nlike this"))]
-    assert main(["chat", *GREEDY, *first["content"].split()]) == 0
-    assert capsys.readouterr().out == f"{answers[2]['content']}\n", "words are one message"
-    type_lines(
-        monkeypatch,
-        *("", first["content"], "  ", second["content"], "/clear", "/system", first["content"]),
-        *("/unknown", "/reset", f"/system {system['content']}", '"""/reset', 'like this"""'),
-        *("/exit", "never read"),
-    )
-    assert main(["chat", *GREEDY, "--system", system["content"]]) == 0
-    shown = capsys.readouterr()
+    shown = cli("chat", *GREEDY, *first["content"].split())
+    assert shown.out == f"{answers[2]['content']}\n", "words are one message"
+    typed = ["", first["content"], "  ", second["content"], "/clear", "/system", first["content"]]
+    typed += ["/unknown", "/reset", f"/system {system['content']}", '"""/reset', 'like this"""']
+    typed += ["/exit", "never read"]
+    shown = cli("chat", *GREEDY, "--system", system["content"], typed="\n".join(typed))
     assert shown.out == "".join(message["content"] + "\n" for message in answers)
     assert shown.err.count("tokens/s") == 4
     assert "unknown command /unknown" in shown.err
@@ -95,14 +85,11 @@ def test_a_message_that_is_not_utf_8_is_named_by_its_line(monkeypatch: pytest.Mo
     assert (first.checked(), last.checked(), last.number) == ("Hello", "\u20ac", 8)
 
 
-def test_the_oldest_turns_are_forgotten(
-    streamed: Streamed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_oldest_turns_are_forgotten(streamed: Streamed, cli: Cli) -> None:
     lines = [f"{QUESTION} {i}" for i in range(6)]
-    type_lines(monkeypatch, *lines[:5], "word " * 200, lines[5])
+    typed = "\n".join([*lines[:5], "word " * 200, lines[5]])
     short = ["--max-model-len", "120", "--cpu-kv-cache-space", "0.05", "--max-tokens", "20"]
-    assert main(["chat", "--system", "Be brief.", *short]) == 1
-    err = capsys.readouterr().err
+    err = cli("chat", "--system", "Be brief.", *short, typed=typed, code=1).err
     assert re.search(r"InvalidPromptError: the message has \d+ tokens.*max_model_len = 120", err)
     assert re.search(r"more than max_model_len = 120 tokens: forgot the oldest \d turns?", err)
     prompts = [messages for messages, _ in streamed]
@@ -117,33 +104,30 @@ def test_the_oldest_turns_are_forgotten(
     assert 1 < len(prompts[-1]) < 12
 
 
-def test_an_answer_that_ends_with_the_model_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_that_ends_with_the_model_says_so(cli: Cli) -> None:
     short = ["--max-model-len", "40", "--cpu-kv-cache-space", "0.05", "--ignore-eos"]
-    assert main(["chat", "Hello", *short, "--max-tokens", "1000"]) == 0
-    assert "of the answer, cut at the model's 40 tokens; " in capsys.readouterr().err
-    assert main(["chat", "Hello", *short, "--max-tokens", "3"]) == 0
-    assert "3 of the answer, cut at --max-tokens; " in capsys.readouterr().err
+    shown = cli("chat", "Hello", *short, "--max-tokens", "1000").err
+    assert "of the answer, cut at the model's 40 tokens; " in shown
+    shown = cli("chat", "Hello", *short, "--max-tokens", "3").err
+    assert "3 of the answer, cut at --max-tokens; " in shown
 
 
-def test_sampling_comes_from_the_model(
-    tmp_path: Path, streamed: Streamed, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sampling_comes_from_the_model(tmp_path: Path, streamed: Streamed, cli: Cli) -> None:
     folder = shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
     recommended = {"do_sample": True, "temperature": 0.3, "top_k": 0, "max_new_tokens": 7}
     edit_json(folder / "generation_config.json", lambda config: config.update(recommended))
     model = ["--model", str(folder), *SMALL]
-    assert main(["chat", "Hello", *model, "--top-p", "0.5"]) == 0
     used = "max_tokens 7, temperature 0.3, top_k -1, top_p 0.5 (given); defaults: the model's"
-    assert used in capsys.readouterr().err
-    assert main(["generate", "Hello", *model]) == 0
-    assert "max_tokens 7, temperature 0.3, top_k -1; defaults" in capsys.readouterr().err
-    assert main(["chat", "Hello", *SMALL, "--top-p", "0.9", "--temperature", "0.7"]) == 0
-    assert "1024, temperature 0.7 (given), top_p 0.9 (given); defaults:" in capsys.readouterr().err
-    assert main(["chat", "Hello", *GREEDY, "--top-p", "1"]) == 0
-    assert "temperature 0.0 (given), top_p 1.0 (given); try" in capsys.readouterr().err
+    assert used in cli("chat", "Hello", *model, "--top-p", "0.5").err
+    shown = cli("generate", "Hello", *model).err
+    assert "max_tokens 7, temperature 0.3, top_k -1; defaults" in shown
+    shown = cli("chat", "Hello", *SMALL, "--top-p", "0.9", "--temperature", "0.7").err
+    assert "1024, temperature 0.7 (given), top_p 0.9 (given); defaults:" in shown
+    shown = cli("chat", "Hello", *GREEDY, "--top-p", "1").err
+    assert "temperature 0.0 (given), top_p 1.0 (given); try" in shown
     edit_json(folder / "generation_config.json", lambda config: config.update(temperature="hot"))
-    assert main(["chat", "Hello", *model]) == 1
-    assert f"generation_config.json of {folder} are wrong: temper" in capsys.readouterr().err
+    shown = cli("chat", "Hello", *model, code=1).err
+    assert f"generation_config.json of {folder} are wrong: temper" in shown
     facts = [(p.temperature, p.top_p, p.top_k, p.max_tokens) for _, p in streamed]
     assert facts[:3] == [(0.3, 0.5, -1, 7), (0.3, 1.0, -1, 7), (0.7, 0.9, -1, 1024)]
 
@@ -162,13 +146,10 @@ def test_turns_are_forgotten_that_leave_no_room_for_an_answer() -> None:
     assert [question for question, _ in talk.turns] == ["second"]
 
 
-def test_a_model_without_a_chat_template_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path, cli: Cli) -> None:
     folder = shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
     edit_json(folder / "tokenizer_config.json", lambda config: config.pop("chat_template"))
-    assert main(["chat", "--model", str(folder), *SMALL]) == 1
-    err = capsys.readouterr().err
+    err = cli("chat", "--model", str(folder), *SMALL, code=1).err
     assert "has no chat template (chat_template.jinja, or" in err
     assert "tpengine generate" in err
 
@@ -180,16 +161,13 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_pictures_of_a_chat(
-    llava: Path, streamed: Streamed, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_pictures_of_a_chat(llava: Path, streamed: Streamed, cli: Cli) -> None:
     cat = f"/image {llava / 'cat.png'}"
     wrong = ["/image", f"/image {llava / 'config.json'}", "/image /dev/zero", cat, "word " * 50]
-    type_lines(monkeypatch, cat, "/reset", *wrong[:3], cat, cat, *wrong[3:], "Which?", "Why?")
+    typed = [cat, "/reset", *wrong[:3], cat, cat, *wrong[3:], "Which?", "Why?"]
     model = ["--model", str(llava), *GREEDY, "--max-model-len", "128"]
     model += ["--limit-mm-per-prompt", '{"image": 2}']
-    assert main(["chat", *model]) == 1
-    shown = capsys.readouterr()
+    shown = cli("chat", *model, typed="\n".join(typed), code=1)
     lines = [line for line in shown.err.splitlines() if line.startswith("tpengine: Inv")]
     words = ("needs a FILE", "is no PNG", "more than", "has 3 pictures", "send a shorter one")
     assert all(part in line for part, line in zip(words, lines, strict=True)), lines
@@ -208,9 +186,7 @@ def test_keys_at_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(PNG)
     with Terminal("chat", *ENDLESS, "--temperature", "0") as terminal:
         assert "temperature 0.0" in terminal.read_until("> ")
-        terminal.type("Tell me a story.\n")
-        terminal.read_until("\r\n")  # the echo; what follows is the answer
-        terminal.read_until(" ")
+        terminal.ask("Tell me a story.")
         terminal.type("\x03")  # ends the answer
         shown = terminal.read_until("> ")
         assert all(part in shown for part in SHOWN)
@@ -235,9 +211,7 @@ def test_keys_at_a_terminal(tmp_path: Path) -> None:
 def test_sigterm_ends_the_program_in_an_answer() -> None:
     with Terminal("chat", *ENDLESS) as terminal:
         terminal.read_until("> ")
-        terminal.type("Tell me a story.\n")
-        terminal.read_until("\r\n")
-        terminal.read_until(" ")
+        terminal.ask("Tell me a story.")
         terminal.process.send_signal(signal.SIGTERM)
         assert terminal.process.wait(START_S) == 128 + signal.SIGTERM
         assert "Traceback" not in terminal.read_rest()

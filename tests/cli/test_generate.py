@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from support.patches import fail_at
-from support.programs import err_of_interrupted
+from support.programs import Cli, err_of_interrupted
 from support.small_llavas import PNG, write_llava
 
 from tpengine import LLM, LLMEngine, SamplingParams
-from tpengine.cli.main import main
 from tpengine.errors import EngineDeadError
 
 SMALL = ["--cpu-kv-cache-space", "0.05", "--max-model-len", "512"]
@@ -50,25 +49,21 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_where_prompts_come_from(
-    words: list[str], num_shown: int, completion: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+    words: list[str], num_shown: int, completion: str, tmp_path: Path, monkeypatch: Any, cli: Cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text(f"{PROMPT}\n\n{PROMPT}\n")
-    if PROMPT not in words:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n"))
-    assert main(["generate", *GREEDY, *words]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{completion}\n\n" * num_shown
+    shown = cli("generate", *GREEDY, *words, typed=None if PROMPT in words else f"{PROMPT}\n")
+    assert shown.out == f"{PROMPT}{completion}\n\n" * num_shown
 
 
-def test_without_a_prompt_there_is_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", *GREEDY]) == 0
-    assert capsys.readouterr().out.startswith("Hello, my name is")
+def test_without_a_prompt_there_is_an_example(cli: Cli) -> None:
+    assert cli("generate", *GREEDY).out.startswith("Hello, my name is")
 
 
-def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_options(cli: Cli) -> None:
     def show(*options: str) -> str:
-        assert main(["generate", PROMPT, "--max-tokens", "24", *options, *SMALL]) == 0
-        return capsys.readouterr().out
+        return cli("generate", PROMPT, "--max-tokens", "24", *options, *SMALL).out
 
     hot = ["--temperature", "3"]
     first, again, other = (show(*hot, "--sampling-seed", seed) for seed in "112")
@@ -95,45 +90,35 @@ def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--skip-tokenizer-init", "--load-format", "pt"], ("ModelLoadError", "no tokenizer")),
     ],
 )
-def test_errors_go_to_stderr(
-    arguments: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", PROMPT, *SMALL, *arguments]) == 1
-    shown = capsys.readouterr()
+def test_errors_go_to_stderr(arguments: list[str], words: tuple[str, ...], cli: Cli) -> None:
+    shown = cli("generate", PROMPT, *SMALL, *arguments, code=1)
     assert shown.out == ""
     (line,) = (line for line in shown.err.splitlines() if line.startswith("tpengine: "))
     assert all(word in line for word in words)
     assert "Traceback" not in shown.err
 
 
-def test_one_bad_prompt_does_not_stop_the_others(
-    completion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_bad_prompt_does_not_stop_the_others(completion: str, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "prompts").write_bytes(b"no text: \xff\n" + b"a " * 600 + b"\n" + PROMPT.encode())
-    assert main(["generate", "--file", str(tmp_path / "prompts"), *GREEDY]) == 1
-    shown = capsys.readouterr()
+    shown = cli("generate", "--file", str(tmp_path / "prompts"), *GREEDY, code=1)
     assert shown.out.endswith(f"{PROMPT}{completion}\n\n")
     assert "line 1 of" in shown.err
     assert "is not UTF-8" in shown.err
     assert "max_model_len = 512" in shown.err
 
 
-def test_the_death_of_the_engine_ends_the_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_death_of_the_engine_ends_the_line(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     fail_at(monkeypatch, LLMEngine, "step", 4, EngineDeadError("gone"))
-    assert main(["generate", PROMPT, *GREEDY]) == 1
-    shown = capsys.readouterr().out
+    shown = cli("generate", PROMPT, *GREEDY, code=1).out
     assert len(shown) > len(PROMPT) + 1
     assert shown.endswith("\n")
 
 
 def test_an_interrupt_prints_how_many_prompts_are_finished(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     fail_at(monkeypatch, LLM, "stream", 4, KeyboardInterrupt())
-    assert main(["generate", PROMPT, "a " * 600, *[PROMPT] * 3, *GREEDY]) == 130
-    shown = capsys.readouterr()
+    shown = cli("generate", PROMPT, "a " * 600, *[PROMPT] * 3, *GREEDY, code=130)
     assert shown.err.endswith("\ntpengine: interrupted; 2 of 5 prompts finished, 1 failed\n")
     assert shown.out.endswith("\n")
 
@@ -152,12 +137,12 @@ def test_signals_end_the_command_in_order(sent: signal.Signals, interrupt: Any) 
     assert re.search(r"\ntpengine: interrupted; \d+ of 201 prompts finished\n$", err)
 
 
-def test_pictures_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_prompts(tmp_path: Path, cli: Cli) -> None:
     folder, file = write_llava(tmp_path), tmp_path / "cat.png"
     file.write_bytes(PNG)
     model = ["--model", str(folder), *GREEDY, "--max-model-len", "128"]
-    assert main(["generate", "ab <image> ab", "ab", "--image", str(file), *model]) == 0
-    assert main(["generate", "ab", "--chat", "--image", str(file), *model]) == 0
+    shown = cli("generate", "ab <image> ab", "ab", "--image", str(file), *model).out
+    shown += cli("generate", "ab", "--chat", "--image", str(file), *model).out
     params, data = SamplingParams(temperature=0.0, max_tokens=12), {"image": [PNG]}
     texts = "ab <image> ab", "<image>ab"
     prompts: Any = [{"prompt": text, "multi_modal_data": data} for text in texts]
@@ -167,6 +152,6 @@ def test_pictures_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         outputs += llm.chat([{"role": "user", "content": content}], params)
     first, second, third = (output.outputs[0].text for output in outputs)
     parts = f"ab <image> ab{first}", f"ab{second}", f"> ab\n{third}"
-    assert capsys.readouterr().out == "".join(f"{part}\n\n" for part in parts)
-    assert main(["generate", "ab", "--image", str(tmp_path), *model]) == 1
-    assert f"the picture '{tmp_path}' cannot be read: " in capsys.readouterr().err
+    assert shown == "".join(f"{part}\n\n" for part in parts)
+    refused = cli("generate", "ab", "--image", str(tmp_path), *model, code=1).err
+    assert f"the picture '{tmp_path}' cannot be read: " in refused

@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 import pytest
-from support.programs import python
+from support.programs import Cli, python
 
 from tpengine.cli.main import BENCHMARKS, build_parser, main
 from tpengine.config import EMBEDDED_MODEL
@@ -86,13 +86,12 @@ def test_misuse(command: list[str], wrong: list[str], capsys: pytest.CaptureFixt
     assert all(word in error for word in wrong[:1])
 
 
-def test_a_model_without_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_its_option(capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "some/model"])
     assert capsys.readouterr().err.endswith("some/model; the model is given by --model\n")
     for command, model in (("chat", "some/model.gguf"), ("generate", EMBEDDED_MODEL)):
-        assert main([command, model]) == 1
-        assert f"{model!r} is a model, and stands" in capsys.readouterr().err
+        assert f"{model!r} is a model, and stands" in cli(command, model, code=1).err
 
 
 def test_all_mistyped_options_are_named_below_the_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from grpc import StatusCode
 from server.guarded import guarded_server
 from support.engines import greedy
-from support.programs import python
+from support.programs import Cli, python
 from support.server_process import ServerProcess, wait_until
 from support.servers import LASTING, MODEL_LENGTH
 
@@ -23,7 +23,6 @@ from client.talks import PATIENCE_S, Talk, collect, joined_parts
 from tpengine import LLM, SamplingParams, TokensPrompt, errors
 from tpengine.cli.main import main
 from tpengine.client import generation_client as client_module
-from tpengine.client.client_messages import RequestFields, to_request
 from tpengine.client.generation_client import GenerationClient, typed_errors
 from tpengine.client.load import COMPLETE, Objective, Outcome, percentiles, poisson_plan, summarise
 from tpengine.proto.status_details import write_details
@@ -220,26 +219,13 @@ async def test_a_frozen_server_is_noticed(tight: ServerProcess) -> None:
     wait_until(lambda: tight.loads().num_open_calls == 0, PATIENCE_S)
 
 
-def test_explicit_zeros_are_sent() -> None:
-    params = SamplingParams(temperature=0.0, min_tokens=0, seed=0, logprobs=0, max_tokens=None)
-    request = to_request([], params, RequestFields(max_queue_s=0.0))
-    for name in ("temperature", "min_tokens", "seed", "logprobs"):
-        assert request.sampling.HasField(name)
-        assert getattr(request.sampling, name) == 0
-    assert not request.sampling.HasField("prompt_logprobs")
-    assert request.sampling.max_tokens > 10**9
-    assert request.WhichOneof("input") == "prompt_token_ids"
-    assert request.HasField("max_queue_ms")
-
-
-def test_commands(server: ServerProcess, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands(server: ServerProcess, llm: LLM, cli: Cli) -> None:
     where = ["--target", server.target]
     (output,) = llm.generate(PROMPT, greedy(8), use_tqdm=False)
 
     def printed(*command: str, code: int = 0) -> str:
         """What a command prints; what it says of an error, and nothing else, if it fails."""
-        assert main(["client", *command]) == code
-        captured = capsys.readouterr()
+        captured = cli("client", *command, code=code)
         assert code == 0 or captured.out == ""
         return captured.err if code else captured.out
 
@@ -263,15 +249,12 @@ def test_commands(server: ServerProcess, llm: LLM, capsys: pytest.CaptureFixture
     assert "does not speak TLS" in printed("generate", PROMPT, "--tls", *where, code=1)
 
 
-def test_a_missing_token_says_where_one_is_given(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_token_says_where_one_is_given(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     with guarded_server(Authenticator(["a-token-of-enough-length"])) as target:
         for token in ("", "another-token-of-that-length"):
             monkeypatch.setenv("TPENGINE_CLIENT_TOKEN", token)
             for command in (["generate", PROMPT], ["load", "--num-requests", "1"]):
-                assert main(["client", *command, "--target", target]) == 1
-                shown = capsys.readouterr()
+                shown = cli("client", *command, "--target", target, code=1)
                 assert "UnauthenticatedError" in shown.err
                 assert "--token-file FILE or in TPENGINE_CLIENT_TOKEN" in shown.err
                 assert shown.out == ""
@@ -282,23 +265,20 @@ def test_the_examples(server: ServerProcess, name: str) -> None:
     assert "tokens" in python(EXAMPLES / name, server.target).stdout
 
 
-def test_bench_serve(
-    server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_bench_serve(server: ServerProcess, cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "latency.png"
     options = ["--rates", "20,inf", "--num-requests", "6", "--target", server.target]
-    assert main(["bench", "serve", *options, "--plot", str(plot)]) == 0
-    shown = capsys.readouterr().out
+    shown = cli("bench", "serve", *options, "--plot", str(plot)).out
     assert shown.count("6 complete") == 2
     assert "goodput" in shown
     assert "tokens a message" in shown
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_serve_refuses_what_it_cannot_do() -> None:
+def test_bench_serve_refuses_what_it_cannot_do(cli: Cli) -> None:
     for options in (["--rates", "1,0"], ["--rates", "x"], ["--num-requests", "0"]):
-        assert main(["bench", "serve", *options]) == 1
+        cli("bench", "serve", *options, code=1)
 
 
 def test_bench_serve_starts_a_server_with_its_options(capfd: pytest.CaptureFixture[str]) -> None:

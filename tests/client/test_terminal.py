@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from server.guarded import guarded_server
+from support.programs import Cli
 from support.server_process import ServerProcess
 from support.terminal import START_S, Terminal
 
-from tpengine.cli.main import main
 from tpengine.server.auth import Authenticator
 
 TOKEN = "a-token-of-enough-length"
@@ -32,9 +32,7 @@ def test_keys_in_a_chat(server: ServerProcess) -> None:
     where = ["--target", server.target, "--max-tokens", "400", "--ignore-eos"]
     with Terminal("client", "chat", *where) as terminal:
         assert "max_tokens 400 (given); defaults: the server's" in terminal.read_until("> ")
-        terminal.type("Tell me a story.\n")
-        terminal.read_until("\r\n")  # the echo; what follows is the answer
-        terminal.read_until(" ")
+        terminal.ask("Tell me a story.")
         terminal.type("\x03")  # ends the answer
         shown = terminal.read_until("\r\n> ")
         assert "tokens/s" in shown
@@ -45,7 +43,7 @@ def test_keys_in_a_chat(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("source", ["pipe", "file"])
 def test_lines_of_standard_input(
-    source: str, server: ServerProcess, tmp_path: Path, capsys: Any, monkeypatch: Any
+    source: str, server: ServerProcess, tmp_path: Path, cli: Cli, monkeypatch: Any
 ) -> None:
     lines = b"Hello\n\n  \nGood\r\nno text: \xff\nThe last"
     file = tmp_path / "lines"
@@ -58,32 +56,28 @@ def test_lines_of_standard_input(
         os.close(end)
     with os.fdopen(descriptor) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        assert main(["client", "generate", "--target", server.target, *SHORT]) == 1
-    shown = capsys.readouterr()
+        shown = cli("client", "generate", "--target", server.target, *SHORT, code=1)
     matches = [re.match("Hello|Good|The last", part) for part in shown.out.strip().split("\n\n")]
     assert [match and match[0] for match in matches] == ["Hello", "Good", "The last"]
     assert shown.err.count("InvalidPromptError") == 1
     assert "line 5 of the input is not UTF-8" in shown.err
 
 
-def test_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        assert main(["client", "generate"]) == 1
-    assert "standard input cannot be read" in capsys.readouterr().err
+        assert "standard input cannot be read" in cli("client", "generate", code=1).err
     monkeypatch.setattr(sys, "stdin", None)  # as after `<&-`
-    assert main(["client", "generate"]) == 0
+    cli("client", "generate")
 
 
-def test_values_that_are_refused(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    where = ["--target", server.target]
+def test_values_that_are_refused(server: ServerProcess, cli: Cli) -> None:
+    words = ["client", "generate", "Hello", "--target", server.target]
     endless = ["--max-tokens", "99999999999", "--stop", "."]
-    assert main(["client", "generate", "Hello", *endless, *where]) == 0
-    assert capsys.readouterr().out.startswith("Hello")
-    assert main(["client", "generate", "Hello", "--stop", "\udcff", *where]) == 1
-    shown = capsys.readouterr()
+    assert cli(*words, *endless).out.startswith("Hello")
+    shown = cli(*words, "--stop", "\udcff", code=1)
     assert shown.err.startswith("tpengine: InvalidSamplingParamsError: stop ")
     assert shown.out == ""
 
@@ -98,38 +92,37 @@ def test_values_that_are_refused(server: ServerProcess, capsys: pytest.CaptureFi
         (f"{TOKEN} b", "ConfigError: .*the weight of a token"),
     ],
 )
-def test_tokens(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens(text: str, words: str, tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "tokens"
     file.touch(0o600)
     file.write_text(text)
     with guarded_server(Authenticator([TOKEN])) as target:
-        assert main(["client", "load", "--target", target, "--token-file", str(file)]) == 1
-    error = capsys.readouterr().err
+        error = cli("client", "load", "--target", target, "--token-file", str(file), code=1).err
     assert re.search(words, error)
     assert TOKEN not in error
 
 
 def test_a_token_of_the_environment_that_cannot_be_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TPENGINE_CLIENT_TOKEN", f"{TOKEN}\nb")
-    assert main(["client", "health"]) == 1
-    error = capsys.readouterr().err
+    error = cli("client", "health", code=1).err
     assert "tpengine: ConfigError: a token must be" in error
     assert TOKEN not in error
 
 
-def test_the_timeout_of_health(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_timeout_of_health(cli: Cli) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert main(["client", "health", "--timeout", "1", "--target", target]) == 1
-    assert "DeadlineExceededError" in capsys.readouterr().err
+        error = cli("client", "health", "--timeout", "1", "--target", target, code=1).err
+    assert "DeadlineExceededError" in error
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_refused_connection_is_told_at_once(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_connection_is_told_at_once(host: str, cli: Cli) -> None:
     with socket.socket() as probe:  # bound but not listening: no server can be there
         probe.bind(("127.0.0.1", 0))
-        assert main(["client", "health", "--target", f"{host}:{probe.getsockname()[1]}"]) == 1
+        target = f"{host}:{probe.getsockname()[1]}"
+        error = cli("client", "health", "--target", target, code=1).err
     words = r"ServerUnavailableError: .*Connection refused; no server is there: start one with `"
-    assert re.search(words, capsys.readouterr().err)
+    assert re.search(words, error)

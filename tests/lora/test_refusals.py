@@ -23,7 +23,7 @@ from tpengine import LLMEngine, LoRARequest
 from tpengine.checkpoint import adapter_files
 from tpengine.errors import InvalidAdapterError, InvalidPromptError, InvalidSamplingParamsError
 
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -40,10 +40,9 @@ def folder(eight: Adapters, tmp_path: Path) -> Path:
 
 
 def refusal(engine: LLMEngine, folder: Path) -> str:
+    request = LoRARequest("bad", 9, str(folder))
     with pytest.raises(InvalidAdapterError) as raised:
-        engine.add_request(
-            "bad", None, lora_request=LoRARequest("bad", 9, str(folder)), prompt_token_ids=[5]
-        )
+        engine.add_request("bad", None, lora_request=request, prompt_token_ids=[5])
     assert not engine.has_unfinished_requests()
     assert str(folder) in str(raised.value)
     return str(raised.value)
@@ -61,10 +60,9 @@ def refusal(engine: LLMEngine, folder: Path) -> str:
     ],
 )  # fmt: skip
 def test_field_that_changes_forward(engine: LLMEngine, folder: Path, key: str, value: Any) -> None:
-    edit_json(folder / "adapter_config.json", lambda config: config.update({key: value}))
-    assert refusal(engine, folder).endswith(
-        f"cannot be served: {key} = {value!r} in adapter_config.json is not served"
-    )
+    edit_json(folder / CONFIG, lambda config: config.update({key: value}))
+    words = f"cannot be served: {key} = {value!r} in adapter_config.json is not served"
+    assert refusal(engine, folder).endswith(words)
 
 
 def test_fields_that_change_nothing(engine: LLMEngine, folder: Path) -> None:
@@ -76,7 +74,7 @@ def test_fields_that_change_nothing(engine: LLMEngine, folder: Path) -> None:
         "a_key_of_tomorrow": None,
         "another": [],
     }
-    edit_json(folder / "adapter_config.json", lambda config: config.update(harmless))
+    edit_json(folder / CONFIG, lambda config: config.update(harmless))
     assert engine.add_lora(LoRARequest("good", 1, str(folder)))
 
 
@@ -114,42 +112,41 @@ def test_other_base(engine: LLMEngine, models: ModelShop, tmp_path: Path, eight:
     assert text.endswith("more")  # there are more than a message names
     write_adapter(models.folder(TinyLlama(num_layers=3)), tmp_path / "deeper", 1)
     assert "layers.2.mlp.down_proj.lora_A.weight is of no" in refusal(engine, tmp_path / "deeper")
-    assert "is 64, and must be from 1 to max_lora_rank = 16" in refusal(
-        engine, Path(eight.requests["rank64"].lora_path)
-    )
+    wide = Path(eight.requests["rank64"].lora_path)
+    assert "is 64, and must be from 1 to max_lora_rank = 16" in refusal(engine, wide)
 
 
 def test_fields_and_tensors_that_contradict_each_other(engine: LLMEngine, folder: Path) -> None:
-    path = folder / "adapter_config.json"
+    path = folder / CONFIG
     edit_json(path, lambda config: config.update(target_modules=["k_proj", "v_proj"]))
     assert "q_proj has tensors, but the fields of adapter_config.json" in refusal(engine, folder)
     edit_json(path, lambda config: config.update(target_modules=["nothing"]))
-    save_file({}, folder / "adapter_model.safetensors")
+    save_file({}, folder / WEIGHTS)
     assert "it has no layer of this model" in refusal(engine, folder)
 
 
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("adapter_config.json", None, "No such file"),
-        ("adapter_model.safetensors", None, "No such file"),
-        ("adapter_config.json", b"{", "JSONDecodeError"),
-        ("adapter_config.json", b"[]", "damaged, or a field has a wrong type"),
-        ("adapter_config.json", b'{"r": "x", "target_modules": "all-linear"}', "damaged"),
-        ("adapter_config.json", b'{"r": 8, "lora_alpha": 8, "target_modules": "("}', "damaged"),
+        (CONFIG, None, "No such file"),
+        (WEIGHTS, None, "No such file"),
+        (CONFIG, b"{", "JSONDecodeError"),
+        (CONFIG, b"[]", "damaged, or a field has a wrong type"),
+        (CONFIG, b'{"r": "x", "target_modules": "all-linear"}', "damaged"),
+        (CONFIG, b'{"r": 8, "lora_alpha": 8, "target_modules": "("}', "damaged"),
         (
-            "adapter_config.json",
+            CONFIG,
             b'{"r": 8.5, "lora_alpha": 8, "target_modules": "all-linear"}',
             "cannot be interpreted as an integer",
         ),
         (
-            "adapter_config.json",
+            CONFIG,
             b'{"r": 8, "lora_alpha": 1e999, "target_modules": "all-linear"}',
             "the scaling of model.layers.0.self_attn.q_proj is inf; lora_alpha must be finite",
         ),
-        ("adapter_config.json", b"[" * 100_000, "RecursionError"),
-        ("adapter_model.safetensors", b"", "SafetensorError"),
-        ("adapter_model.safetensors", b"\xff" * 64, "damaged"),
+        (CONFIG, b"[" * 100_000, "RecursionError"),
+        (WEIGHTS, b"", "SafetensorError"),
+        (WEIGHTS, b"\xff" * 64, "damaged"),
     ],
 )
 def test_damaged_files(
@@ -163,7 +160,7 @@ def test_damaged_files(
 
 def test_files_of_other_kinds(engine: LLMEngine, folder: Path) -> None:
     """Half a file, a pickle, a pipe."""
-    tensors = folder / "adapter_model.safetensors"
+    tensors = folder / WEIGHTS
     tensors.write_bytes(tensors.read_bytes()[:-4])
     assert "file not fully covered" in refusal(engine, folder)
     tensors.rename(folder / "adapter_model.bin")
@@ -206,7 +203,7 @@ def test_a_rank_that_cannot_load_an_adapter(
 ) -> None:
     """It was checked, and then its files change: its requests end alone, and those that run go on;
     with the old files back it is served."""
-    path, request = folder / "adapter_config.json", LoRARequest("late", 5, str(folder))
+    path, request = folder / CONFIG, LoRARequest("late", 5, str(folder))
     jobs = eight.jobs(["rank8", None], [20])
     expected = [answer.token_ids for answer in eight.answers(jobs)]
     (_, prompt), (_, other) = jobs
@@ -241,6 +238,6 @@ def test_patterns_that_match_for_ever(
     engine: LLMEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(adapter_files, "_PATTERNS_S", 0.05)
-    edit_json(folder / "adapter_config.json", lambda config: config.update(fields))
+    edit_json(folder / CONFIG, lambda config: config.update(fields))
     words = "takes more than 0.05 s of a processor; write a simpler pattern, or list the layers"
     assert refusal(engine, folder).endswith(words)

@@ -35,6 +35,7 @@ from support.picture_files import (
     with_checksums,
     with_orientation,
 )
+from support.programs import running
 from support.waiting import PATIENCE_S, wait_until
 
 from tpengine import errors, host
@@ -259,11 +260,8 @@ def test_the_process_has_nothing_but_its_socket(monkeypatch: pytest.MonkeyPatch)
         decoder.decode(MODES["PNG"])
         process = child(decoder)
         files = Path(f"/proc/{process.pid}/fd")
-        assert sorted(os.readlink(path).split(":")[0] for path in files.iterdir()) == [
-            os.devnull,
-            os.devnull,
-            "socket",
-        ]
+        names = sorted(os.readlink(path).split(":")[0] for path in files.iterdir())
+        assert names == [os.devnull, os.devnull, "socket"]
         assert {*process.environ()} <= {*picture_decoder._VARIABLES, *picture_decoder._SET}
         for kind, value in ((resource.RLIMIT_NOFILE, 3), (resource.RLIMIT_FSIZE, 0)):
             assert process.rlimit(kind) == (value, value)
@@ -288,13 +286,10 @@ decoder.decode(bytes.fromhex("{MODES["GIF"].hex()}"))
 
 
 def test_a_stopped_process_ends_with_its_killed_parent() -> None:
-    command = [sys.executable, "-c", PARENT]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        pid = int(parent.stdout.readline())
-        process = psutil.Process(pid)
-        parent.kill()
+    with running(sys.executable, "-c", PARENT, stdout=subprocess.PIPE, text=True) as parent:
+        process = psutil.Process(int(parent.stdout.readline()))
     try:
-        wait_until(lambda: host.living_fields(pid) is None, timeout_s=30)
+        wait_until(lambda: host.living_fields(process.pid) is None, timeout_s=30)
     finally:
         with suppress(psutil.NoSuchProcess):
             process.kill()

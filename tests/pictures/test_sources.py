@@ -99,10 +99,7 @@ def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    "address",
-    PRIVATE.split(),
-)
+@pytest.mark.parametrize("address", PRIVATE.split())
 def test_names_of_private_addresses_are_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str
 ) -> None:

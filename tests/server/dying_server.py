@@ -13,6 +13,7 @@ import gc
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tpengine.cli.main import main
@@ -26,20 +27,16 @@ from tpengine.server.http.http_server import HttpServer
 gc.unfreeze()  # what a template has frozen
 when, *options = sys.argv[1:]
 schedule = Scheduler.schedule
-listen, listen_http = GrpcServer.start, HttpServer.start
 num_steps = 0
 
 
-async def told_start(*args: Any) -> int:
-    port = await listen(*args)
-    print(f"the port is {port}", flush=True)
-    return port
+def announcing(listen: Callable[..., Awaitable[int]], words: str) -> Callable[..., Awaitable[int]]:
+    async def start(*args: Any) -> int:
+        port = await listen(*args)
+        print(f"{words} {port}", flush=True)
+        return port
 
-
-async def told_http_start(*args: Any) -> int:
-    port = await listen_http(*args)
-    print(f"the HTTP port is {port}", flush=True)
-    return port
+    return start
 
 
 def failing_schedule(scheduler: Scheduler, is_alone: bool = False) -> object:
@@ -68,8 +65,8 @@ def endless_start(config: object, executor: Executor) -> None:
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 lifecycle._AT_ONCE_S, lifecycle._STEP_S, lifecycle._WRITE_S = 20.0, 0.5, 0.5
-GrpcServer.start = told_start  # type: ignore[method-assign]
-HttpServer.start = told_http_start  # type: ignore[method-assign]
+GrpcServer.start = announcing(GrpcServer.start, "the port is")  # type: ignore[method-assign]
+HttpServer.start = announcing(HttpServer.start, "the HTTP port is")  # type: ignore[method-assign]
 if when == "start":
     llm_engine.start_workers = endless_start  # type: ignore[assignment]
 else:

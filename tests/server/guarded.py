@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support.programs import run_program
 from support.system_packages import require
 
 from tpengine.server.auth import Authenticator, CertificateReloader
@@ -135,5 +135,4 @@ class Authority:
 
 
 def _openssl(*arguments: str) -> None:
-    command = [require("openssl", "openssl"), *arguments]
-    subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S)
+    run_program(require("openssl", "openssl"), *arguments)

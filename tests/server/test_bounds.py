@@ -55,9 +55,8 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     options = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--swap-space", "0"]
     options += ["--http-port", "0", "--isolate", "--max-client-requests", "3"]
     options += ["--write-timeout", str(WRITE_S)]
-    with ServerProcess(
-        *options, log=tmp_path_factory.mktemp("strict") / "log", max_files=MAX_FILES
-    ) as process:
+    log = tmp_path_factory.mktemp("strict") / "log"
+    with ServerProcess(*options, log=log, max_files=MAX_FILES) as process:
         yield process
 
 
@@ -373,14 +372,14 @@ def test_silent_connections_leave_descriptors_for_new_ranks(strict: ServerProces
         for _ in range(150):
             stack.enter_context(_connect(strict.http_address, OTHER))
             stack.enter_context(_connect(strict.target, OTHER))
-        wait_until(lambda: strict.num_file_descriptors() > MAX_FILES // 2, TIMEOUT_S)
+        wait_until(lambda: strict.system.num_fds() > MAX_FILES // 2, TIMEOUT_S)
         with _connect(strict.http_address, "127.0.0.1") as new, new.makefile("rb") as answers:
             new.sendall(request("/ready"))
             assert read_answer(answers).status == 200, "the others have the places of one address"
         os.kill(rank_pid(rank), signal.SIGKILL)
         tokens = [len(output.token_ids) for message in stream for output in message.outputs]
         assert sum(tokens) > 1400
-        assert strict.num_file_descriptors() < MAX_FILES - 64
+        assert strict.system.num_fds() < MAX_FILES - 64
         with grpc.insecure_channel(strict.target) as channel:
             stub = tpengine_pb2_grpc.GenerationServiceStub(channel)
             assert stub.Generate(long_request(1), wait_for_ready=True, timeout=TIMEOUT_S).finished

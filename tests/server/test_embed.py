@@ -12,12 +12,12 @@ import pytest
 from grpc import StatusCode
 from smg_grpc_proto import vllm_engine_pb2 as vllm_pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+from support.programs import Cli
 from support.server_process import ServerProcess, serving, wait_until
 from support.small_poolers import MOST_TOKENS, SIZE, write_embedder
 
 from server.calls import TIMEOUT_S, Refusal, ids, refused
 from tpengine import LLM, PoolingParams, errors
-from tpengine.cli.main import main
 from tpengine.client.generation_client import GenerationClient
 from tpengine.proto import tpengine_pb2 as pb
 
@@ -76,10 +76,10 @@ async def test_many_at_once_and_a_conversation(embedder: Both) -> None:
     assert by_talk.outputs == by_ids.outputs
 
 
-def test_the_command(embedder: Both, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(embedder: Both, cli: Cli) -> None:
     server, llm = embedder
-    assert main(["client", "embed", "--target", server.target, TEXT, "a"]) == 0
-    printed = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    shown = cli("client", "embed", "--target", server.target, TEXT, "a").out
+    printed = list(map(json.loads, shown.splitlines()))
     offline = llm.encode([TEXT, "a"], use_tqdm=False)
     assert printed == [output.outputs.embedding for output in offline]
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from openai import BadRequestError, OpenAI, OpenAIError
 from support import third_party
 from support.engines import greedy
 from support.gguf_files import write_embedded_gguf
+from support.programs import running
 from support.server_process import ServerProcess, wait_until
 
 from server.processes import END_S, rank_pid
@@ -44,8 +44,6 @@ def gateway(log: Path, *servers: ServerProcess) -> Iterator[OpenAI]:
     command = [third_party.smg(), "launch", "--host", "127.0.0.1", "--port", port]
     command += ["--prometheus-port", metrics_port, "--policy", "round_robin"]
     command += ["--worker-urls", *(f"grpc://{server.target}" for server in servers)]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
     def is_ready() -> bool:
@@ -56,12 +54,9 @@ def gateway(log: Path, *servers: ServerProcess) -> Iterator[OpenAI]:
             return False
         return is_up and "Successfully loaded tokenizer" in log.read_text()
 
-    try:
+    with log.open("wb") as out, running(*command, stdout=out, stderr=out) as process:
         wait_until(is_ready, END_S)
         yield client
-    finally:
-        process.kill()
-        process.wait(END_S)
 
 
 def workers(client: OpenAI) -> Any:

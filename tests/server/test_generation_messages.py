@@ -138,12 +138,9 @@ def test_the_client_checks_what_was_assigned() -> None:
     ],
 )
 def test_beam_search_arrives(sent: int, meant: bool | str) -> None:
-    params = read_sampling_params(
-        sampling({**BEAMS, "length_penalty": 0.5, "early_stopping": sent}), DELTA, {}
-    )
-    assert params == SamplingParams(
-        **BEAMS, length_penalty=0.5, early_stopping=meant, output_kind=DELTA
-    )
+    beams = {**BEAMS, "length_penalty": 0.5}
+    params = read_sampling_params(sampling({**beams, "early_stopping": sent}), DELTA, {})
+    assert params == SamplingParams(**beams, early_stopping=meant, output_kind=DELTA)
 
 
 def test_of_a_dict_only_its_fields_are_sent() -> None:
@@ -159,8 +156,16 @@ def test_of_a_dict_only_its_fields_are_sent() -> None:
 
 def test_explicit_zeros_are_zeros() -> None:
     zeros = {"temperature": 0.0, "seed": 0, "logprobs": 0, "min_tokens": 0}
-    params = read_sampling_params(sampling(zeros), DELTA, {})
-    assert {name: getattr(params, name) for name in zeros} == zeros
+    params = SamplingParams(**zeros, max_tokens=None)
+    sent = to_request([], params, RequestFields(max_queue_s=0.0))
+    for message in (sampling(zeros), sent.sampling):
+        read_params = read_sampling_params(message, DELTA, {})
+        assert {name: getattr(read_params, name) for name in zeros} == zeros
+        assert all(message.HasField(name) for name in zeros)
+    assert not sent.sampling.HasField("prompt_logprobs")
+    assert sent.sampling.max_tokens > 10**9
+    assert sent.WhichOneof("input") == "prompt_token_ids"
+    assert sent.HasField("max_queue_ms")
     assert read(pb.GenerateRequest(prompt="a", max_queue_ms=0)).max_queue_s == 0.0
     assert read(pb.GenerateRequest(prompt="a")).max_queue_s is None
 
@@ -193,9 +198,8 @@ def test_limits(fields: dict[str, Any]) -> None:
 
 
 def test_what_is_at_its_limit_is_taken() -> None:
-    params = read(
-        request(stop=["é" * 512] * 64, stop_token_ids=[1] * 64, n=128, logprobs=20)
-    ).params
+    largest = request(stop=["é" * 512] * 64, stop_token_ids=[1] * 64, n=128, logprobs=20)
+    params = read(largest).params
     assert (len(params.stop), params.n) == (64, 128)
 
 

@@ -138,10 +138,7 @@ def test_who_may_abort_whose_request(guarded: Guarded) -> None:
 
 
 def test_no_client_learns_what_others_have_sent(guarded: Guarded) -> None:
-    prompt = pb.TokenIds(ids=range(100, 164))
-    request = pb.GenerateRequest(
-        prompt_token_ids=prompt, sampling=pb.SamplingParams(max_tokens=1, temperature=0.0)
-    )
+    request = long_request(1, prompt_token_ids=pb.TokenIds(ids=range(100, 164)))
     answers = [guarded.stub.Generate(request, **as_client(key)) for key in (TOKEN, ADMIN, TOKEN)]
     first, other, again = (answer.usage.num_cached_tokens for answer in answers)
     assert first == other == 0 < again

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from smg_grpc_proto.generated.common_pb2 import Modality
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from support.engines import greedy
 from support.picture_files import encoded
+from support.programs import Cli
 from support.server_process import ServerProcess
 from support.small_llavas import PNG, QUESTION, data_url
 from support.whole_models import PICTURES
@@ -21,7 +20,6 @@ from support.whole_models import PICTURES
 from server.calls import refused
 from server.cutting_proxy import CuttingProxy
 from tpengine import LLM, SamplingParams, errors
-from tpengine.cli.main import main
 from tpengine.client.client_messages import RequestFields, to_request
 from tpengine.client.generation_client import GenerationClient
 from tpengine.proto import tpengine_pb2 as pb
@@ -43,14 +41,13 @@ def asks(*parts: Any) -> list[dict[str, Any]]:
 
 
 async def test_outputs_are_those_of_the_engine(
-    seeing: ServerProcess, server: ServerProcess
+    seeing: ServerProcess, seeing_llm: LLM, server: ServerProcess
 ) -> None:
     prompts = [pictured(PNG), pictured(JPEG, PNG, prompt="<image> and <image>")]
     chats = [asks(PART), asks(PART, URL_PART)]
-    with LLM(seeing.log.parent, dtype="float32", cpu_kv_cache_space=0.05) as llm:
-        prompts.append(pictured(PNG, prompt=llm.get_tokenizer().encode("<image> ?")))
-        wanted = llm.generate(prompts, PARAMS, use_tqdm=False)
-        wanted += llm.chat(chats, PARAMS, use_tqdm=False)
+    prompts.append(pictured(PNG, prompt=seeing_llm.get_tokenizer().encode("<image> ?")))
+    wanted = seeing_llm.generate(prompts, PARAMS, use_tqdm=False)
+    wanted += seeing_llm.chat(chats, PARAMS, use_tqdm=False)
     async with GenerationClient(seeing.target) as client:
         assert (await client.model_info()).max_images == 16
         for prompt, offline in zip((*prompts, *chats), wanted, strict=True):
@@ -135,19 +132,15 @@ async def test_references_of_a_gateway(seeing: ServerProcess) -> None:
     assert (refusal.code.name, refusal.field) == ("INVALID_ARGUMENT", "media_refs")
 
 
-def test_a_chat_with_a_server(
-    seeing: ServerProcess, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chat_with_a_server(seeing: ServerProcess, seeing_llm: LLM, cli: Cli) -> None:
     folder = seeing.log.parent
     (folder / "cat.jpg").write_bytes(JPEG)
-    for name in ("config.json", "cat.jpg"):
-        lines = f"/system Look.\n/image {folder / name}\n{QUESTION['text']}"
-        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        options = ["--temperature", "0", "--max-tokens", "9", "--target", seeing.target]
-        assert main(["client", "chat", *options]) == (name == "config.json")
-    with LLM(folder, dtype="float32", cpu_kv_cache_space=0.05) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=9)
-        (blind,), (wanted,) = (llm.chat(asks(*parts), params) for parts in ([], [PART]))
-    shown = capsys.readouterr()
-    assert shown.out == f"{blind.outputs[0].text}\n{wanted.outputs[0].text}\n"
-    assert "config.json' cannot be read: the picture is no PNG" in shown.err
+    words = ["client", "chat", "--temperature", "0", "--max-tokens", "9", "--target", seeing.target]
+    without, seen = (
+        cli(*words, typed=f"/system Look.\n/image {folder / name}\n{QUESTION['text']}", code=code)
+        for name, code in (("config.json", 1), ("cat.jpg", 0))
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=9)
+    (blind,), (wanted,) = (seeing_llm.chat(asks(*parts), params) for parts in ([], [PART]))
+    assert without.out + seen.out == f"{blind.outputs[0].text}\n{wanted.outputs[0].text}\n"
+    assert "config.json' cannot be read: the picture is no PNG" in without.err

@@ -32,13 +32,12 @@ RAY_S = 120.0
 
 @pytest.fixture(autouse=True)
 def _own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Servers have a Ray of their own."""
+    """Servers have a Ray of their own, with the variables of `support.ray_cluster`."""
     pytest.importorskip("ray")
     # Ray's sockets are in its folder, and paths of sockets must be short.
     folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
-    variables = {"TMPDIR": folder, "ADDRESS": "local", "AUTH_MODE": "disabled"}
-    for name, value in {**variables, "USAGE_STATS_ENABLED": "0"}.items():
-        monkeypatch.setenv(f"RAY_{name}", value)
+    for name, value in {"RAY_TMPDIR": folder, "RAY_ADDRESS": "local"}.items():
+        monkeypatch.setenv(name, value)
     yield
     shutil.rmtree(folder, ignore_errors=True)
 

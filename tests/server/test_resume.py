@@ -21,7 +21,7 @@ from support.server_process import ServerProcess, serving, wait_until
 from server import calls
 from server.cutting_proxy import CuttingProxy
 from server.http import openai_door as http_door
-from server.http.openai_door import joined
+from server.http.openai_door import QUESTIONS, joined
 from server.processes import rank_pid
 from tpengine import errors
 from tpengine.client.generation_client import GenerationClient
@@ -34,7 +34,6 @@ ONE, TWO, ADMIN = (f"{name}-0123456789abcdef" for name in ("one", "two", "admin"
 WINDOW_S, LONG = 120.0, 1900
 OPTIONS = ["--dtype", "float32", "--cpu-kv-cache-space", "0.05", "--max-model-len", "2048"]
 AT_ONCE = 8
-QUESTIONS = ["What is two plus three?", "Tell me a story.", "Wie heißt die Hauptstadt von Ærø?"]
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +41,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that keeps streams, for two clients and the operator."""
     folder = tmp_path_factory.mktemp("resume")
     options = ["--http-port", "0", "--resume-window", str(WINDOW_S)]
-    with serving(
-        folder, *OPTIONS, *options, *calls.token_files(folder, ONE, TWO, admin=ADMIN)
-    ) as process:
+    options += calls.token_files(folder, ONE, TWO, admin=ADMIN)
+    with serving(folder, *OPTIONS, *options) as process:
         yield process
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from typing import Any
 
 import pytest
 from support import third_party
 from support.engines import greedy
+from support.programs import run_program
 from support.server_process import ServerProcess
 
 from tpengine import LLM
@@ -16,27 +15,11 @@ from tpengine import LLM
 pytestmark = pytest.mark.check
 SERVICE = "tpengine.v1.GenerationService"
 PROMPT, NUM_TOKENS = "Once upon a time", 12
-PATIENCE_S = 60
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
-    return done.stdout
 
 
 def _curl(target: str, *words: str) -> str:
     curl = [third_party.buf(), "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
-    return _run(*curl, *words[:-1], f"http://{target}{words[-1]}")
-
-
-def _json_stream(text: str) -> list[dict[str, Any]]:
-    decoder, values, at = json.JSONDecoder(), [], 0
-    while at < len(text.rstrip()):
-        value, end = decoder.raw_decode(text, at)
-        values.append(value)
-        at = end + len(text[end:]) - len(text[end:].lstrip())
-    return values
+    return run_program(*curl, *words[:-1], f"http://{target}{words[-1]}").stdout
 
 
 def test_buf_lists_what_there_is(server: ServerProcess) -> None:
@@ -52,15 +35,13 @@ def test_buf_asks_for_health(server: ServerProcess) -> None:
 
 def test_buf_reads_a_stream(server: ServerProcess, llm: LLM) -> None:
     (offline,) = llm.generate(PROMPT, greedy(NUM_TOKENS), use_tqdm=False)
-    request = {
-        "prompt": PROMPT,
-        "sampling": {"temperature": 0, "maxTokens": NUM_TOKENS, "ignoreEos": True},
-    }
-    words = ["-d", json.dumps(request), f"/{SERVICE}/GenerateStream"]
-    messages = _json_stream(_curl(server.target, *words))
+    sampling = {"temperature": 0, "maxTokens": NUM_TOKENS, "ignoreEos": True}
+    request = json.dumps({"prompt": PROMPT, "sampling": sampling})
+    words = ["-d", request, f"/{SERVICE}/GenerateStream"]
+    shown = _curl(server.target, *words).replace("}\n{", "},\n{")  # one object after another
+    messages = json.loads(f"[{shown}]")
     outputs = [output for message in messages for output in message.get("outputs", [])]
-    assert [token for output in outputs for token in output.get("tokenIds", [])] == [
-        *offline.outputs[0].token_ids
-    ]
+    token_ids = tuple(token for output in outputs for token in output.get("tokenIds", []))
+    assert token_ids == offline.outputs[0].token_ids
     assert messages[-1]["finished"]
     assert outputs[-1]["finishReason"] == "FINISH_REASON_LENGTH"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import running
 from support.tiny_llama import byte_level_tokenizer
 from support.waiting import PATIENCE_S, wait_until
 
@@ -120,16 +120,13 @@ def test_processes_that_were_killed(checks: GrammarChecks, vocabulary: Vocabular
 
 
 def test_a_process_ends_with_its_driver_in_a_check(vocabulary: Vocabulary) -> None:
-    command = [sys.executable, "-c", PROGRAM, ENDLESS[0]["grammar"]]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as driver:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with running(sys.executable, "-c", PROGRAM, ENDLESS[0]["grammar"], **pipes) as driver:
         driver.stdin.write(json.dumps(vocabulary.__reduce__()[1]) + "\n")
         driver.stdin.flush()
         child = Path(f"/proc/{int(driver.stdout.readline())}")
         ticks = cpu_ticks(child)
         wait_until(lambda: cpu_ticks(child) > ticks + 20)  # it compiles
-        driver.send_signal(signal.SIGKILL)
     wait_until(lambda: not child.exists() or " Z " in (child / "stat").read_text())
 
 

@@ -55,6 +55,7 @@ class Adapters:
 
     Attributes:
         requests: a `LoRARequest` for each name.
+        oracles: PEFT's model for each name; None: the base.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class Adapters:
     ) -> None:
         self.base = base
         self.requests: dict[str, LoRARequest] = {}
-        self._oracles: dict[str | None, Oracle] = {None: Oracle(base, num_tokens)}
+        self.oracles: dict[str | None, Oracle] = {None: Oracle(base, num_tokens)}
         for number, (name, config) in enumerate(configs.items(), start=1):
             folder = root / name
             write_adapter(base, folder, seed=number, **config)
             self.requests[name] = LoRARequest(name, number, str(folder))
             model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
             adapted = PeftModel.from_pretrained(model, folder).eval()
-            self._oracles[name] = Oracle(base, num_tokens, adapted)
+            self.oracles[name] = Oracle(base, num_tokens, adapted)
 
     def request(self, name: str | None) -> LoRARequest | None:
         """The request for an adapter; None: for none."""
@@ -81,13 +82,7 @@ class Adapters:
 
     def answers(self, jobs: Sequence[Job]) -> list[Answer]:
         """PEFT's answers to prompts, each with its adapter."""
-        return [self._oracles[name].answers([prompt])[0] for name, prompt in jobs]
-
-    def logprobs(self, name: str, token_ids: Sequence[int]) -> torch.Tensor:
-        """PEFT's log probabilities after each of these tokens, `[num_tokens, vocab_size]`."""
-        with torch.inference_mode():
-            logits = self._oracles[name].model(torch.tensor([list(token_ids)])).logits[0]
-        return torch.log_softmax(logits.float(), dim=-1)
+        return [self.oracles[name].answers([prompt])[0] for name, prompt in jobs]
 
     def jobs(self, names: Sequence[str | None], lengths: Sequence[int], seed: int = 1) -> list[Job]:
         """A prompt of each length for each name. Rounding does not change their answers, but the
@@ -95,7 +90,7 @@ class Adapters:
         chosen: list[Job] = []
         for number, name in enumerate(names):
             own: list[Job] = [
-                (name, prompt) for prompt in self._oracles[name].prompts(lengths, seed + number)
+                (name, prompt) for prompt in self.oracles[name].prompts(lengths, seed + number)
             ]
             bare = self.answers([(None, prompt) for _, prompt in own])
             for answer, other in zip(self.answers(own), bare, strict=True):

@@ -32,9 +32,7 @@ def greedy(num_tokens: int = 64, **fields: Any) -> SamplingParams:
 
 
 def generate(
-    llm: LLM,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams],
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[RequestOutput]:
     """All prompts at once; every one must be served."""
     outputs = llm.generate(None, params, [list(prompt) for prompt in prompts], use_tqdm=False)

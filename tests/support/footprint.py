@@ -23,8 +23,8 @@ def _footprint(server: ServerProcess) -> Footprint:
         "waiting": loads.num_waiting,
         "open calls": loads.num_open_calls,
         "tasks": loads.num_tasks,
-        "descriptors": server.num_file_descriptors(),
-        "threads": server.num_threads(),
+        "descriptors": server.system.num_fds(),
+        "threads": server.system.num_threads(),
     }
 
 

@@ -15,7 +15,7 @@ STREAM = 1
 """The one call of a connection."""
 HEAD_BYTES = 9
 DEFAULT_WINDOW = 65535
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _END_HEADERS = 4
 _HEADER_TABLE_SIZE, MAX_CONCURRENT_STREAMS, _INITIAL_WINDOW_SIZE = 1, 3, 4
 _STATUS_NAME = b"grpc-status"
@@ -37,7 +37,7 @@ def greeting(window: int = DEFAULT_WINDOW) -> bytes:
     """What a client says before its first call: see `opening`."""
     # Without a table of headers the server writes out every name, which `read_status` looks for.
     settings = struct.pack(">HIHI", _HEADER_TABLE_SIZE, 0, _INITIAL_WINDOW_SIZE, window)
-    return _PREFACE + frame(SETTINGS, 0, 0, settings)
+    return PREFACE + frame(SETTINGS, 0, 0, settings)
 
 
 def call(target: str, method: str, request: bytes, stream: int = STREAM) -> bytes:

@@ -1,16 +1,21 @@
-"""Programs that tests run, each in a process of its own."""
+"""Programs that tests run: `tpengine` in this process, others each in a process of its own."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from tpengine.cli.main import main
 
 TESTS = Path(__file__).parents[1]
 PYTHONPATH = f"{TESTS}:{TESTS.parent}"
@@ -32,6 +37,21 @@ for script in sys.argv[1:]:
 """
 
 
+def run_program(
+    *command: object, code: int = 0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program until it ends; nothing comes from its standard input.
+
+    Args:
+        code: the exit status that it must have.
+        options: of `subprocess.run`.
+    """
+    options = {"input": "", "capture_output": True, "text": True, "timeout": 240.0, **options}
+    done = subprocess.run(list(map(str, command)), check=False, **options)
+    assert done.returncode == code, f"{command}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
+    return done
+
+
 def python(
     *words: object,
     code: int = 0,
@@ -40,24 +60,14 @@ def python(
     timeout_s: float = 240.0,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python with these words on its command line until it ends.
+    """Runs Python with these words on its command line; see `run_program`.
 
     Args:
-        code: the exit status that it must have.
         environment: variables besides those of this process.
     """
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        input=stdin,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
-    return done
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, **environment}
+    options = {"input": stdin, "cwd": cwd, "env": env, "timeout": timeout_s}
+    return run_program(sys.executable, *words, code=code, **options)
 
 
 def forks(*scripts: Path, cwd: Path | None = None, **environment: str) -> list[str]:
@@ -65,6 +75,26 @@ def forks(*scripts: Path, cwd: Path | None = None, **environment: str) -> list[s
     from one that has imported torch, which takes longer than most of them."""
     python("-c", _FORKS, *scripts, cwd=cwd, **environment)
     return [script.with_name(f"{script.name}.out").read_text() for script in scripts]
+
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Runs `tpengine` in this process with words of a command line; returns what it has printed.
+
+    The function takes also `code`, the exit status that it must have, and `typed`, its standard
+    input.
+    """
+
+    def run(*words: str, code: int = 0, typed: str | None = None) -> Any:
+        if typed is not None:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        assert main(list(words)) == code
+        return capsys.readouterr()
+
+    return run
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.waiting import wait_until
@@ -39,6 +40,7 @@ class ServerProcess:
     Attributes:
         target: HOST:PORT of the service.
         metrics_url: of the page for Prometheus.
+        system: what the system counts of the process.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class ServerProcess:
         self.target, self.metrics_url = match.groups()
         self.channel = grpc.insecure_channel(self.target)
         self.stub = tpengine_pb2_grpc.GenerationServiceStub(self.channel)
+        self.system = psutil.Process(self.pid)
 
     @property
     def http_address(self) -> str:
@@ -105,19 +108,6 @@ class ServerProcess:
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )
-
-    def num_file_descriptors(self) -> int:
-        """As the system counts them."""
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
-
-    def num_threads(self) -> int:
-        """As the system counts them."""
-        return len(os.listdir(f"/proc/{self.pid}/task"))
-
-    def resident_bytes(self) -> int:
-        """As the system counts them."""
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
 
     def stop(self) -> int | None:
         """Ends it by SIGTERM; returns the exit code, None if it had to be killed."""

@@ -49,6 +49,13 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
+def seeing_llm(seeing: ServerProcess) -> Iterator[LLM]:
+    """The offline engine with the model of `seeing`."""
+    with LLM(seeing.log.parent, dtype="float32", cpu_kv_cache_space=0.05) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
     """The offline engine with the model and the length of `server`."""
     with LLM(dtype="float32", cpu_kv_cache_space=0.05, max_model_len=MODEL_LENGTH) as llm:

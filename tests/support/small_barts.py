@@ -19,7 +19,7 @@ MAX_POSITIONS = 96
 VOCAB_SIZE = 319
 PAD = VOCAB_SIZE - 1
 """The last id, as in Marian's files: it begins each output there, and no output has it."""
-_CONFIG = {
+SIZES = {
     "vocab_size": VOCAB_SIZE,
     "d_model": 64,
     "encoder_layers": 2,
@@ -28,6 +28,8 @@ _CONFIG = {
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 96,
     "decoder_ffn_dim": 80,
+}
+_CONFIG = SIZES | {
     "max_position_embeddings": MAX_POSITIONS,
     "init_std": 0.4,
     "forced_eos_token_id": None,

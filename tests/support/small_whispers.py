@@ -15,28 +15,19 @@ import torch
 import transformers
 from tokenizers import AddedToken
 
-from support.small_barts import randomize
+from support.small_barts import SIZES, randomize
 from support.tiny_llama import byte_level_tokenizer
 
 RATE = 16_000
 MAX_POSITIONS = 50
 """Of the encoder: a second of sound."""
-VOCAB_SIZE = 319
 END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, BEFORE, NO_TIMES = range(311, 319)
 """The last ids, because transformers takes what follows NO_TIMES for times."""
 BEGIN = [START, ENGLISH, TRANSCRIBE, NO_TIMES]
 SUPPRESSED = [*range(40, 120), START, BEFORE, NO_TIMES]
 NOT_FIRST = [END, *range(120, 200)]
-_CONFIG = {
-    "vocab_size": VOCAB_SIZE,
+_CONFIG = SIZES | {
     "num_mel_bins": 16,
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 80,
     "max_source_positions": MAX_POSITIONS,
     "max_target_positions": 64,
     "init_std": 0.3,

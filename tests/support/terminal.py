@@ -36,6 +36,12 @@ class Terminal:
         """Presses keys; \\x03 is Ctrl-C."""
         os.write(self._keys, keys.encode())
 
+    def ask(self, question: str) -> None:
+        """Types a question, and waits for the beginning of the answer."""
+        self.type(f"{question}\n")
+        self.read_until("\r\n")  # the echo
+        self.read_until(" ")
+
     def read_until(self, words: str) -> str:
         """The output until these words appear."""
         shown = self._collect(words, START_S)
@@ -63,20 +69,15 @@ class Terminal:
 
     def _collect(self, words: str, limit_s: float) -> str:
         shown, deadline = b"", time.monotonic() + limit_s
-        while words.encode() not in shown and time.monotonic() < deadline:
-            if select.select([self._keys], [], [], 0.1)[0]:
-                shown += os.read(self._keys, 4096)  # may end within a character
+        with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+            while words.encode() not in shown and time.monotonic() < deadline:
+                if select.select([self._keys], [], [], 0.1)[0]:
+                    shown += os.read(self._keys, 4096)  # may end within a character
         return shown.decode(errors="replace")
 
     def read_rest(self) -> str:
-        """The rest of the output until the process ends."""
-        shown = b""
-        while select.select([self._keys], [], [], 0.1)[0]:
-            try:
-                shown += os.read(self._keys, 4096)
-            except OSError:  # Linux's way to say that the other end is closed
-                break
-        return shown.decode(errors="replace")
+        """The rest of the output of a process that has ended."""
+        return self._collect("\0", END_S)
 
     def __enter__(self) -> Terminal:
         return self

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, Timeout
 
+from support.programs import run_program
 from support.system_packages import require
 
 CACHE = Path(__file__).parent.parent.parent / ".cache" / "clients"
@@ -130,7 +131,7 @@ def _install(
     **environment: str,
 ) -> None:
     """Runs the commands in a fresh folder, unless an earlier run got to its end there."""
-    stamp = folder / ".installed"
+    stamp, variables = folder / ".installed", {**os.environ, **environment}
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder.with_name(f"{folder.name}.lock"), timeout=patience_s):
@@ -139,19 +140,10 @@ def _install(
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             for command in commands:
-                done = subprocess.run(
-                    command,
-                    cwd=folder,
-                    env={**os.environ, **environment},
-                    capture_output=True,
-                    text=True,
-                    timeout=patience_s,
-                    check=False,
-                )
-                if done.returncode != 0:
-                    said = (done.stdout + done.stderr)[-1000:]
-                    pytest.skip(f"{wanted} cannot be installed: {said}")
+                run_program(*command, cwd=folder, env=variables, timeout=patience_s)
             stamp.write_text(wanted)
+    except AssertionError as error:
+        pytest.skip(f"{wanted} cannot be installed: {str(error)[-1000:]}")
     except (Timeout, subprocess.TimeoutExpired):
         pytest.skip(f"{wanted} is not installed within {patience_s} s")
 

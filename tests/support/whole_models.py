@@ -127,8 +127,8 @@ class Whole:
         return ids, torch.cat(output.logits).log_softmax(dim=-1)
 
 
-def write_llava(folder: Path) -> Whole:
-    model = write_whole(folder, "llava", image_token_index=IMAGE)
+def write_llava(folder: Path, image: int = IMAGE) -> Whole:
+    model = write_whole(folder, "llava", image_token_index=image)
     size = {"height": 28, "width": 28}
     processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size)
     return Whole(folder, model, processor)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from support import third_party, tool_models
+from support.programs import run_program
 from support.server_process import ServerProcess, serving
 
 from tpengine import LLM, SamplingParams
@@ -23,7 +23,6 @@ from tpengine.config import EMBEDDED_MODEL
 pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
 KEY, MODEL = "sk-0123456789abcdef", "embedded"
 PROMPT, NUM_TOKENS = "Once upon a time", 12
-PATIENCE_S = 120
 NUM_LOAD, STREAMS, LOAD_TOKENS, CROWD = 24, 8, 10, 48
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": NUM_TOKENS}
 COMPLETION = {**GREEDY, "prompt": PROMPT}
@@ -52,17 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def _run(*command: str | Path, **environment: str) -> str:
     clean = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    done = subprocess.run(
-        [str(word) for word in command],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        env={**clean, **environment},
-    )
-    assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return done.stdout
+    return run_program(*command, env={**clean, **environment}).stdout
 
 
 def _client(server: ServerProcess) -> openai.OpenAI:

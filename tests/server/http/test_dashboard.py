@@ -6,22 +6,20 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
 import urllib.request
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
+from support.programs import running
 from support.server_process import ServerProcess
 from support.system_packages import require
 from support.waiting import wait_until
 
 from server.http.openai_door import Door
 
-DASHBOARD = json.loads(
-    (Path(__file__).parents[3] / "cluster" / "grafana.json").read_text(encoding="utf-8")
-)
+DASHBOARD = json.loads((Path(__file__).parents[3] / "cluster" / "grafana.json").read_text())
 WAIT_S = 60.0
 VARIABLES = {"$__rate_interval": "10s", "$model": ".*", "$instance": ".*"}
 MAY_BE_EMPTY = ("requests_refused", "changes(", "spec_decode")
@@ -64,11 +62,8 @@ def test_prometheus_answers_its_queries(server: ServerProcess, door: Door, tmp_p
     config = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
     (tmp_path / "config.yml").write_text(json.dumps(config))  # JSON is YAML
     assert door.whole("completions", {"prompt": [5, 6, 7], "max_tokens": 5})
-    options = [f"--web.listen-address={address}", f"--storage.tsdb.path={tmp_path / 'data'}"]
-    with (tmp_path / "log").open("wb") as log:
-        prometheus = subprocess.Popen(
-            [program, f"--config.file={tmp_path / 'config.yml'}", *options], stdout=log, stderr=log
-        )
+    command = [program, f"--config.file={tmp_path / 'config.yml'}"]
+    command += [f"--web.listen-address={address}", f"--storage.tsdb.path={tmp_path / 'data'}"]
 
     def ask(query: str) -> list[Any]:
         """The samples of a query at this moment."""
@@ -83,7 +78,7 @@ def test_prometheus_answers_its_queries(server: ServerProcess, door: Door, tmp_p
         except OSError:  # it starts
             return False
 
-    try:
+    with (tmp_path / "log").open("wb") as log, running(*command, stdout=log, stderr=log):
         wait_until(has_samples, WAIT_S, more=(tmp_path / "log").read_text)
         for query, legend in queries().items():
             for name, value in VARIABLES.items():
@@ -92,6 +87,3 @@ def test_prometheus_answers_its_queries(server: ServerProcess, door: Door, tmp_p
             assert series or any(part in query for part in MAY_BE_EMPTY), query
             labels = set(re.findall(r"{{(\w+)}}", legend))
             assert all(labels <= line["metric"].keys() for line in series), query
-    finally:
-        prometheus.terminate()
-        prometheus.wait(WAIT_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import openai
 import pytest
 from async_engine.tools import Gate
 from support import byte_llama, third_party
+from support.programs import run_program
 from support.server_process import serving
 from support.small_poolers import LABELS, LENGTH, PROMPTS, SIZE, write_pooler
 from support.waiting import wait_until
@@ -46,14 +46,9 @@ class Served:
     """A server in this process, and the offline engine of the same model."""
 
     url: str
+    door: Door
     engine: AsyncLLMEngine
     llm: LLM
-
-    def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        with Door(self.url).open(path, body) as answer:
-            fields: dict[str, Any] = json.load(answer)
-        assert answer.status == 200, fields
-        return fields
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +65,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
             stack.callback(lambda port=port, engine=engine: port.run(engine.shutdown()))
             port.state.serve(engine)
             llm = stack.enter_context(LLM(str(folder), **SMALL))
-            all_served[task] = Served(f"http://127.0.0.1:{port.port}", engine, llm)
+            url = f"http://127.0.0.1:{port.port}"
+            all_served[task] = Served(url, Door(url), engine, llm)
         yield all_served
 
 
@@ -146,7 +142,7 @@ def test_a_client_leaves_whose_inputs_wait_for_places(
     """Its requests are aborted, and its other inputs do not begin."""
     engine = served["embed"].engine
     gate, count = Gate(engine, monkeypatch), engine.get_num_unfinished_requests
-    call = Door(served["embed"].url).begin("embeddings", {"input": ["a"] * 50 * QUEUE})
+    call = served["embed"].door.begin("embeddings", {"input": ["a"] * 50 * QUEUE})
     wait_until(lambda: count() == QUEUE // 2 and any(gate.steps), WAIT_S)
     call.close()
     wait_until(lambda: count() == 0, WAIT_S)
@@ -169,7 +165,7 @@ def test_ranks(served: dict[str, Served], task: str, path: str) -> None:
         scores = [cosine(query, vector) for vector in vectors]
     order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
     mixed = [{"text": DOCUMENTS[0]}, *DOCUMENTS[1:]]
-    whole = served[task].ask(path, {"query": QUERY, "documents": mixed, "model": "none"})
+    whole = served[task].door.whole(path, {"query": QUERY, "documents": mixed, "model": "none"})
     results = whole["results"]
     assert [result["index"] for result in results] == order
     assert [result["document"] for result in results] == [{"text": DOCUMENTS[i]} for i in order]
@@ -177,13 +173,13 @@ def test_ranks(served: dict[str, Served], task: str, path: str) -> None:
     assert whole["usage"]["total_tokens"] > len(QUERY)
     assert (whole["model"], "meta" in whole) == ("none", path == "/v2/rerank")
     two = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": False}
-    bare = served[task].ask(path, two)["results"]
+    bare = served[task].door.whole(path, two)["results"]
     assert [set(result) for result in bare] == [{"index", "relevance_score"}] * 2
 
 
 @pytest.mark.parametrize("task", ["score", "embed"])
 def test_scores(served: dict[str, Served], task: str) -> None:
-    llm, ask = served[task].llm, served[task].ask
+    llm, ask = served[task].llm, served[task].door.whole
     for firsts in (QUERY, DOCUMENTS[::-1]):
         wanted = [o.outputs.score for o in llm.score(firsts, DOCUMENTS, use_tqdm=False)]
         got = ask("/v1/score", {"text_1": firsts, "text_2": DOCUMENTS})
@@ -201,7 +197,7 @@ def test_scores(served: dict[str, Served], task: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/classify", "/classify"])
 def test_classes(served: dict[str, Served], path: str) -> None:
     outputs = served["classify"].llm.classify(DOCUMENTS, use_tqdm=False)
-    got = served["classify"].ask(path, {"input": DOCUMENTS})
+    got = served["classify"].door.whole(path, {"input": DOCUMENTS})
     for place, (each, output) in enumerate(zip(got["data"], outputs, strict=True)):
         probs = output.outputs.probs
         label = LABELS[probs.index(max(probs))]
@@ -231,7 +227,7 @@ def test_endpoints_of_other_models(
     served: dict[str, Served], task: str, calls: Any, says: str
 ) -> None:
     for path, body in calls:
-        status, error = Door(served[task].url).refused(path, body)
+        status, error = served[task].door.refused(path, body)
         assert (status, error["code"]) == (400, "wrong_endpoint")
         assert path in error["message"]
         assert says in error["message"]
@@ -269,7 +265,7 @@ def test_endpoints_of_other_models(
 def test_fields_at_fault(
     served: dict[str, Served], task: str, call: Any, fields: Any, param: str, says: str
 ) -> None:
-    status, error = Door(served[task].url).refused(call[0], {**call[1], **fields})
+    status, error = served[task].door.refused(call[0], {**call[1], **fields})
     assert (status, error["param"]) == (404 if "model" in fields else 400, param), error
     assert says in error["message"]
     assert served[task].engine.get_num_unfinished_requests() == 0, "the others are aborted"
@@ -313,9 +309,7 @@ def test_the_example_finds_and_answers(tmp_path: Path) -> None:
             model = ["--model", str(own)] if own else []
             server = stack.enter_context(serving(tmp_path / name, *options, *model))
             command += [f"--{name}", f"{server.http_address}/v1"]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert shown.returncode == 0, shown.stderr[-2000:]
-    lines = shown.stdout.splitlines()
+        lines = run_program(*command).stdout.splitlines()
     assert [lines[0], lines[5]] == ["close to the question:", "best:"]
     with LLM(str(models[1]), **SMALL) as llm:
         outputs = llm.score(QUERY, [line.strip() for line in lines[1:5]], use_tqdm=False)

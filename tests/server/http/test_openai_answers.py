@@ -139,9 +139,7 @@ def test_ids_of_gateways_are_no_keys(server: ServerProcess, door: Door, own_id: 
         assert (answer.status, answer.headers["x-request-id"]) == (200, own_id)
         assert json.loads(answer.readline().removeprefix(b"data: "))["id"] == f"cmpl-{own_id}"
     if own_id == "same":
-        request = pb.GenerateRequest(
-            prompt="a", request_id=own_id, sampling=pb.SamplingParams(max_tokens=1)
-        )
+        request = long_request(1, request_id=own_id)
         assert server.stub.Generate(request, timeout=TIMEOUT_S).request_id == own_id
         assert server.stub.Abort(pb.AbortRequest(request_id=own_id), timeout=TIMEOUT_S).aborted
         for answer in answers:

@@ -14,11 +14,11 @@ import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from support.costs import count_work
+from support.programs import Cli
 from support.small_barts import write_bart
 
 from server.http.openai_door import Door, written
 from tpengine.async_engine.async_llm_engine import AsyncLLMEngine
-from tpengine.cli.main import main
 from tpengine.engine_args import AsyncEngineArgs
 from tpengine.errors import RequestError
 from tpengine.inputs import Owner
@@ -178,7 +178,7 @@ def test_a_wrong_value_is_refused(
         assert "did you mean temperature?" in text
 
 
-def test_a_mistake_is_told_what_is_right(door: Door, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_told_what_is_right(door: Door, cli: Cli) -> None:
     for path, body, words in (
         ("/chat/completions", {}, "did you mean /v1/chat/completions?"),
         ("/responses", {}, "base URL ends in /v1"),
@@ -188,8 +188,8 @@ def test_a_mistake_is_told_what_is_right(door: Door, capsys: pytest.CaptureFixtu
         (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id is missing"),
     ):
         assert words in door.refused(path, body)[1]["message"]
-    assert main(["client", "health", "--target", door.host]) == 1
-    assert "OpenAI's port is not this client's" in capsys.readouterr().err
+    shown = cli("client", "health", "--target", door.host, code=1).err
+    assert "OpenAI's port is not this client's" in shown
 
 
 def test_a_path_that_is_missing_names_those_that_are_there(door: Door) -> None:

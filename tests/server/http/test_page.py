@@ -320,13 +320,11 @@ def test_pictures_are_chosen_pasted_dropped_and_removed(browser: Browser, tmp_pa
         browser.find("#picture-file").send_keys("\n".join(map(str, files)))
         wait_until(lambda: num_shown(browser, "#pictures") == 2, WAIT_S)
         browser.find("#pictures button").click()
-        for place, (file, answer) in enumerate(
-            zip(reversed(files), reversed(lessons), strict=True)
-        ):
+        shown = zip(reversed(files), reversed(lessons), strict=True)
+        for place, (file, answer) in enumerate(shown):
             if place:
-                browser.driver.execute_script(
-                    TRANSFER, base64.b64encode(file.read_bytes()).decode()
-                )
+                encoded = base64.b64encode(file.read_bytes()).decode()
+                browser.driver.execute_script(TRANSFER, encoded)
                 wait_until(lambda: num_shown(browser, "#pictures") == 2, WAIT_S)
                 browser.find("#pictures button").click()
                 browser.find("#new").click()

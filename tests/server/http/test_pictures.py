@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import openai
 import pytest
 from PIL import Image
-from support.engines import greedy, open_llm
+from support.engines import greedy
 from support.picture_files import encoded, noise, png
 from support.server_process import ServerProcess
 from support.small_llavas import NUM_ROWS, QUESTION, data_url, url_part, user
 from support.whole_models import PICTURES
 
 from server.http.openai_door import Door
+from tpengine import LLM
 
 CHAT = "chat/completions"
 PART = url_part(data_url(PICTURES[0]))
@@ -30,18 +30,18 @@ def body(*parts: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": user(*parts), "max_tokens": 6, "temperature": 0, **fields}
 
 
-def test_answers_are_those_of_the_offline_engine(seeing: ServerProcess, eyes: Door) -> None:
+def test_answers_are_those_of_the_offline_engine(
+    seeing: ServerProcess, seeing_llm: LLM, eyes: Door
+) -> None:
     """By the package `openai`, in one piece and as a stream; the counts include pictures."""
     images = [{"type": "image", "image": picture} for picture in PICTURES[:2]]
-    with open_llm(seeing.log.parent) as llm:
-        (wanted,) = llm.chat(user(QUESTION, *images), greedy(6), use_tqdm=False)
+    (wanted,) = seeing_llm.chat(user(QUESTION, *images), greedy(6), use_tqdm=False)
     text, ids = wanted.outputs[0].text, wanted.prompt_token_ids
     assert len(ids) > 2 * NUM_ROWS
     url = f"{seeing.http_address}/v1"
     chats = openai.OpenAI(base_url=url, api_key="x", max_retries=0).chat.completions
     fields: Any = body(QUESTION, *(url_part(data_url(picture)) for picture in PICTURES[:2]))
-    with eyes.open("/tokenize", {"messages": fields["messages"]}) as answer:
-        assert json.load(answer)["tokens"] == ids
+    assert eyes.whole("/tokenize", {"messages": fields["messages"]})["tokens"] == ids
     fields |= {"model": "llava", "extra_body": {"ignore_eos": True}}
     whole = chats.create(**fields)
     assert (whole.choices[0].message.content, whole.usage.prompt_tokens) == (text, len(ids))

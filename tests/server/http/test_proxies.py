@@ -10,17 +10,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import third_party, tool_models
+from support.programs import running
 from support.server_process import ServerProcess, serving
 from support.system_packages import require
 from support.waiting import wait_until
 
 from server.calls import as_client
 from server.http.openai_door import TIMEOUT_S, Door
+from server.http.test_tools import tool
 from tpengine.proto import tpengine_pb2 as pb
 
 pytestmark = [pytest.mark.check, pytest.mark.timeout(600)]
@@ -28,19 +31,12 @@ HERE = Path(__file__).parent
 KEY, MODEL, LATE_SEED, LATE_S = "sk-0123456789abcdef", "model", 70, 70
 """nginx waits 60 s for the next byte of a server."""
 PATIENCE_S = 300
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}, "day": {"enum": ["today", "later"]}},
-    "required": ["city", "day"],
-    "additionalProperties": False,
-}
-WEATHER = {"type": "function", "function": {"name": "Weather", "parameters": SCHEMA}}
 CALL: dict[str, Any] = {
     "model": MODEL,
     "temperature": 1,
     "seed": 3,
     "max_tokens": 300,
-    "tools": [WEATHER],
+    "tools": [tool("Weather")],
     "messages": [{"role": "user", "content": "Do I need an umbrella?"}],
     "tool_choice": {"type": "function", "function": {"name": "Weather"}},
 }
@@ -87,12 +83,8 @@ def nginx(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def commands(base_url: str) -> dict[str, list[str]]:
     """The clients: of Python, Node and Java, and curl, which offers HTTP/2 as Java does."""
-    node, java, ai_sdk = (
-        require("node", "nodejs"),
-        require("java", "default-jdk"),
-        third_party.ai_sdk(),
-    )
-    script = str(shutil.copy(HERE / "ai_client.mjs", ai_sdk))
+    node, java = require("node", "nodejs"), require("java", "default-jdk")
+    script = str(shutil.copy(HERE / "ai_client.mjs", third_party.ai_sdk()))
     langchain = third_party.programs("langchain", "langchain-openai>=0.3") / "python"
     words = [base_url, KEY, json.dumps(CALL), json.dumps(LATE)]
     head = [require("curl", "curl"), "-sS", "-N", "--http2", f"{base_url}/chat/completions"]
@@ -120,30 +112,19 @@ def of_lines(said: str) -> tuple[str, Any, str]:
 
 def test_clients_of_many_kinds_at_once(server: ServerProcess, nginx: str) -> None:
     """A chat with a tool, and a stream whose first token comes after 70 s."""
-    running = {
-        (name, way): subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for way, address in (("direct", server.http_address), ("nginx", nginx))
-        for name, words in commands(f"{address}/v1").items()
-    }
-    results = {}
-    try:
-        for (name, way), process in running.items():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started, results = {}, {}
+    with ExitStack() as stack:
+        for way, address in (("direct", server.http_address), ("nginx", nginx)):
+            for name, words in commands(f"{address}/v1").items():
+                started[name, way] = stack.enter_context(running(*words, **pipes))
+        for (name, way), process in started.items():
             said, _ = process.communicate(timeout=PATIENCE_S)
             assert process.returncode == 0, (name, way, said[-3000:])
-            read = (
-                of_lines
-                if name in ("java", "curl")
-                else lambda said: json.loads(said.splitlines()[-1])
-            )
-            results[name, way] = read(said)
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait(TIMEOUT_S)
-    for (name, way), (tool, arguments, _) in results.items():
-        assert (tool, set(arguments)) == ("Weather", {"city", "day"})
+            is_lines = name in ("java", "curl")
+            results[name, way] = of_lines(said) if is_lines else json.loads(said.splitlines()[-1])
+    for (name, way), (called, arguments, _) in results.items():
+        assert (called, set(arguments)) == ("Weather", {"city", "days"})
         assert arguments == results[name, "direct"][1], way
     texts = {text for _, _, text in results.values()}
     assert len(texts) == 1

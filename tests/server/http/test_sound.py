@@ -129,15 +129,12 @@ def test_a_large_file(client: openai.OpenAI) -> None:
     assert answer.usage.seconds == 1
 
 
-def form(fields: dict[str, Any], file: bytes | None = FILE, boundary: str = "xx") -> bytes:
-    parts = [
-        f'--{boundary}\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
-        for name, value in fields.items()
-    ]
+def form(fields: dict[str, Any], file: bytes | None = FILE) -> bytes:
+    head = "--xx\r\ncontent-disposition: form-data; name="
+    parts = [f'{head}"{name}"\r\n\r\n{value}\r\n'.encode() for name, value in fields.items()]
     if file is not None:
-        head = f'--{boundary}\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
-        parts.append(head.encode() + file + b"\r\n")
-    return b"".join([*parts, f"--{boundary}--\r\n".encode()])
+        parts.append(f'{head}"file"; filename="a"\r\n\r\n'.encode() + file + b"\r\n")
+    return b"".join([*parts, b"--xx--\r\n"])
 
 
 def test_refusals(url: str) -> None:

@@ -42,11 +42,8 @@ TOOLS = [tool("get_weather", description="The weather."), tool("get-rain")]
 NAMED = {"type": "function", "function": {"name": "get-rain"}}
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS}
 SAMPLED = {**ASKED, "temperature": 1.0, "max_tokens": 400, "return_token_ids": True}
-CALL = {
-    "id": "abcdefghi",
-    "type": "function",
-    "function": {"name": "get-rain", "arguments": '{"city": "Ærø"}'},
-}
+RAIN = {"name": "get-rain", "arguments": '{"city": "Ærø"}'}
+CALL = {"id": "abcdefghi", "type": "function", "function": RAIN}
 DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(2000), dict[str, Any]())
 ENDLESS = {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 DONE = [
@@ -125,8 +122,8 @@ def test_a_choice_is_held(tooled: Door, form: str, choice: Any, names: set[str])
 
 def test_a_choice_is_held_after_a_thought(tmp_path: Path) -> None:
     with served(tmp_path, "thinking") as door:
-        with door.open("/tokenize", {"prompt": "</think>", "add_special_tokens": False}) as answer:
-            (closing,) = json.load(answer)["tokens"]
+        asked = {"prompt": "</think>", "add_special_tokens": False}
+        (closing,) = door.whole("/tokenize", asked)["tokens"]
         body = {**SAMPLED, "tool_choice": NAMED, "parallel_tool_calls": False, "seed": 1}
         body["logit_bias"] = {str(closing): 5.0}  # thoughts end by themselves, and are not long
         for answered in (door.whole, door.streamed):
@@ -159,18 +156,15 @@ def test_a_conversation_with_calls(tooled: Door, form: str) -> None:
     assert "<wet>" in text
     text = tooled_text(tooled, {"messages": DONE, "tools": TOOLS, "tool_choice": "none"})
     assert "get_weather" not in text
-    broken = {**CALL, "function": {"name": "get-rain", "arguments": "{"}}
+    broken = {**CALL, "function": {**RAIN, "arguments": "{"}}
     messages = [DONE[0], {**DONE[1], "tool_calls": [broken]}, DONE[2]]
     assert tooled_text(tooled, {"messages": messages})
 
 
 def tooled_text(door: Door, body: dict[str, Any]) -> str:
     """The prompt that the template makes of a body."""
-    with door.open("/tokenize", body) as answer:
-        tokens = json.load(answer)["tokens"]
-    with door.open("/detokenize", {"tokens": tokens}) as answer:
-        text: str = json.load(answer)["prompt"]
-    return text
+    tokens = door.whole("/tokenize", body)["tokens"]
+    return str(door.whole("/detokenize", {"tokens": tokens})["prompt"])
 
 
 def test_text_without_a_call_is_the_answer(tooled: Door) -> None:
@@ -290,7 +284,7 @@ def test_extras_in_tools_and_calls_change_nothing(state: ServerState) -> None:
         {**entry, **extras, "function": {**entry["function"], "example": 1, "strict": None}}
         for entry in TOOLS
     ]
-    function = {**CALL["function"], "parsed_arguments": {"a": 1}, "output": None}
+    function = {**RAIN, "parsed_arguments": {"a": 1}, "output": None}
     calls = [{**CALL, "index": 0.5, "extra_content": {"x": 1}, "function": function}]
     messages = [DONE[0], {**DONE[1], "tool_calls": calls, "refusal": None}, {**DONE[2], "id": 1}]
     wanted = read(state, CHAT, {"messages": DONE, "tools": TOOLS})
