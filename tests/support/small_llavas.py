@@ -14,9 +14,10 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, processors
 
+from support import whole_models
 from support.picture_files import encoded
 from support.tiny_llama import byte_level_tokenizer
-from support.whole_models import PICTURES, write_whole
+from support.whole_models import PICTURES
 
 NUM_ROWS = 4
 """Tokens of a picture."""
@@ -49,10 +50,8 @@ def write_llava(folder: Path, template: str = LLAVA_TEMPLATE, of_processor: bool
     tokenizer.save_pretrained(folder)
     if of_processor:
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    write_whole(folder, "llava", image_token_index=tokenizer.convert_tokens_to_ids("<image>"))
-    size = {"height": 28, "width": 28}
-    processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size)
-    processor.save_pretrained(folder)
+    whole = whole_models.write_llava(folder, tokenizer.convert_tokens_to_ids("<image>"))
+    whole.processor.save_pretrained(folder)
     return folder
 
 
