@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.random_runs import SAME_EXAMPLES
 
@@ -26,7 +26,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
     float: st.floats(allow_nan=False),
     bytes: st.binary(),
-    str: st.text(st.characters()),  # paths that are no UTF-8 have lone surrogates
+    str: st.text("a\0ä✗\udcff"),  # paths that are no UTF-8 have lone surrogates
     type(None): st.none(),
 }
 OF_PARTS: dict[Any, Any] = {
@@ -53,7 +53,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     ("kind", "decode"),
     [(messages.StepInput, codec.decode_step), (messages.StepOutput, codec.decode_output)],
 )
-@settings(SAME_EXAMPLES, max_examples=150)
+@settings(SAME_EXAMPLES, max_examples=150, phases=[Phase.generate])  # to shrink one takes minutes
 @given(data=st.data())
 def test_a_message_survives(kind: Any, decode: Any, data: Any) -> None:
     message = data.draw(values(kind))
