@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 from support import forked
 from support.event_loop import pytest_pyfunc_call  # noqa: F401  # for tests that are coroutines
+from support.gpu_walk import walk  # noqa: F401  # a fixture
 from support.hub import hub, opt  # noqa: F401  # fixtures
 from support.models import ModelShop
 from support.oracle import Oracle
 from support.programs import cli  # noqa: F401  # a fixture
 from support.ray_cluster import ray_address  # noqa: F401  # a fixture
 from support.servers import llm, seeing, seeing_llm, server, tight  # noqa: F401  # fixtures
-from support.small_llamas import folders, make_engine, oracles  # noqa: F401  # fixtures
+from support.small_llamas import make_engine  # noqa: F401  # a fixture
 from support.subjects import Subjects
 
 from tpengine.config import EMBEDDED_MODEL

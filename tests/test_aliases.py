@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.imports import imported
-from support.programs import python
+from support.programs import imported, python
 
 import tpengine
 from tpengine import inputs

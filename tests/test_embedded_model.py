@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from oracle.test_embedded import PROMPTS
+from oracle.test_greedy import PROMPTS
 from support.oracle import Oracle
 from transformers import AutoTokenizer
 

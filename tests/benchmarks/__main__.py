@@ -14,7 +14,6 @@ from tpengine.errors import TPEngineError
 
 BENCHMARKS = {
     "engines": "decode and prefill beside llama.cpp, ik_llama.cpp, OpenVINO GenAI and vLLM on CPU",
-    "lookahead": "answers with and without drafts, on ten prompts",
     "kernels": "the kernels of CPU or GPU: bytes and operations per second",
     "peers": "output tokens/s beside transformers' continuous batching, on the same requests",
     "recovery": "kills of ranks: found, ready, longest gap on a stream; Ray also with spares",

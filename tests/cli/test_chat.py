@@ -14,7 +14,7 @@ import pytest
 from support.patches import on_call
 from support.programs import Cli
 from support.small_llavas import PNG, write_llava
-from support.terminal import END_S, START_S, Terminal
+from support.terminal import END_S, Terminal
 from support.tiny_llama import edit_json
 
 from tpengine import LLM, SamplingParams
@@ -205,13 +205,13 @@ def test_keys_at_a_terminal(tmp_path: Path) -> None:
         assert "once more" not in terminal.interrupt("\r\n> ")  # only the line is gone
         assert "once more" in terminal.interrupt("\r\n> ")
         terminal.interrupt("\r\n")
-        assert terminal.process.wait(END_S) == 130
+        assert terminal.end_status(END_S) == 130
 
 
 def test_sigterm_ends_the_program_in_an_answer() -> None:
     with Terminal("chat", *ENDLESS) as terminal:
         terminal.read_until("> ")
         terminal.ask("Tell me a story.")
-        terminal.process.send_signal(signal.SIGTERM)
-        assert terminal.process.wait(START_S) == 128 + signal.SIGTERM
-        assert "Traceback" not in terminal.read_rest()
+        terminal.kill(signal.SIGTERM)
+        assert terminal.end_status() == 128 + signal.SIGTERM
+        assert "Traceback" not in terminal.before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.imports import imported
+from support.programs import imported
 
 from tpengine import client
 

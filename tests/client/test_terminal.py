@@ -13,7 +13,7 @@ import pytest
 from server.guarded import guarded_server
 from support.programs import Cli
 from support.server_process import ServerProcess
-from support.terminal import START_S, Terminal
+from support.terminal import Terminal
 
 from tpengine.server.auth import Authenticator
 
@@ -38,7 +38,7 @@ def test_keys_in_a_chat(server: ServerProcess) -> None:
         assert "tokens/s" in shown
         assert "cut at" not in shown
         terminal.type("\x04")
-        assert terminal.process.wait(START_S) == 0
+        assert terminal.end_status() == 0
 
 
 @pytest.mark.parametrize("source", ["pipe", "file"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.resident import status_bytes
 
 from distributed.ranks import Rank
 from tpengine.checkpoint import loader
@@ -66,15 +67,7 @@ def load(state: Rank, config: ModelConfig, dtype: torch.dtype = torch.float32) -
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(loader, "read_tensors", counting)
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        held, resident = _status("RssAnon"), _status("VmRSS")
+        held, resident = status_bytes("RssAnon"), status_bytes("VmRSS")
         state.kept["model"] = loader.load_model(config, weights)
-        peak = _status("VmHWM") - resident
-    return LoadReport(dict(asked), weights.num_bytes, _status("RssAnon") - held, peak)
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    raise KeyError(key)
+        peak = status_bytes("VmHWM") - resident
+    return LoadReport(dict(asked), weights.num_bytes, status_bytes("RssAnon") - held, peak)

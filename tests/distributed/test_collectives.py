@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -256,18 +257,9 @@ def test_graphs_are_recorded_at_all_ranks_or_at_none(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda_graph.logger, "warning", lambda text, *args: lines.append(text % args))
     monkeypatch.setattr(cuda_graph, "has_cuda_kernels", lambda: True)
 
-    class Peer:
-        """Answers for the other of two ranks."""
-
-        def __init__(self, can_be_recorded: bool, can: float) -> None:
-            self.can_be_recorded = can_be_recorded
-            self.can = can
-
-        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.can
-
-    def agree(*peer: Any) -> bool:
-        group: Any = Peer(*peer)
+    def agree(can_be_recorded: bool, can: float) -> bool:
+        """With another rank that answers `can`."""
+        group: Any = Mock(can_be_recorded=can_be_recorded, all_reduce=lambda x: x + can)
         return cuda_graph.agree_on_graphs(ParallelState(1, 2, group), cpu)
 
     assert agree(True, 1.0)

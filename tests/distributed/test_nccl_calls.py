@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,67 +17,45 @@ from tpengine.messages import Rendezvous
 CPU = torch.device("cpu")
 
 
-class StandIn:
-    """Answers like a group of one, and records each call with its asyncOp."""
-
-    class Options:
-        """Options of a real group; only the timeout is set."""
-
-    calls: list[tuple[str, bool]]
-    error: Exception | None = None
-
-    def __init__(self, *_: object) -> None:
-        type(self).calls = []
-
-    def _note(self, name: str, options: Any = None) -> None:
-        # A call without options uses the defaults, as in the real group.
-        self.calls.append((name, True if options is None else options.asyncOp))
-        if self.error is not None:
-            raise self.error
-
-    def allreduce(self, _: object, options: Any = None) -> None:
-        self._note("allreduce", options)
-
-    def broadcast(self, _: object, options: Any = None) -> None:
-        self._note("broadcast", options)
-
-    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, options: Any = None) -> None:
-        out.copy_(x)
-        self._note("allgather", options)
-
-    def abort(self) -> None:
-        self.calls.append(("abort", False))
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Answers like torch's group of one, and notes each call."""
+    group = Mock()
+    group._allgather_base.side_effect = lambda out, x, _: out.copy_(x)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Mock(return_value=group), raising=False)
+    return group
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
+def meeting(group: Mock) -> Meeting:
     store = make_store(ADDRESS)
     return Meeting(0, Rendezvous("nccl", 0, [ADDRESS], store.port, 5.0, 5.0), store)
 
 
-def test_every_call_runs_on_the_current_stream(meeting: Meeting) -> None:
-    """torch returns no handle for such calls, so nothing waits for one."""
-    group = NcclCollectives(meeting, CPU)
+def test_every_call_runs_on_the_current_stream(group: Mock, meeting: Meeting) -> None:
+    """torch returns no handle for such calls, so nothing waits for one. Without options a call has
+    a stream of its own."""
+    nccl = NcclCollectives(meeting, CPU)
     x = torch.arange(6.0).view(2, 3)
-    for answer in (group.all_reduce(x), group.all_gather(x), group.gather(x), group.broadcast(x)):
+    for answer in (nccl.all_reduce(x), nccl.all_gather(x), nccl.gather(x), nccl.broadcast(x)):
         assert torch.equal(answer, x)
-    names = ["allreduce", "allreduce", "allgather", "allgather", "broadcast"]
-    assert StandIn.calls == [(name, False) for name in names]  # the first connects
+    names = ["allreduce", "allreduce", "_allgather_base", "_allgather_base", "broadcast"]
+    assert [name for name, *_ in group.method_calls] == names  # the first connects
+    assert not any(args[-1].asyncOp for _, args, _ in group.method_calls)
 
 
-def test_unconnected_group_is_aborted(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StandIn, "error", RuntimeError("a rank is missing"))
+def test_unconnected_group_is_aborted(group: Mock, meeting: Meeting) -> None:
+    group.allreduce.side_effect = RuntimeError("a rank is missing")
     with pytest.raises(RendezvousError, match=r"by NCCL.*a rank is missing"):
         NcclCollectives(meeting, CPU)
-    assert StandIn.calls[-1][0] == "abort"
+    group.abort.assert_called_once_with()
 
 
-def test_a_gpu_fault_is_not_a_lost_peer(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_fault_is_not_a_lost_peer(group: Mock, meeting: Meeting) -> None:
     """A kernel that failed earlier is reported by the next exchange; no other rank has failed."""
-    group = NcclCollectives(meeting, CPU)
+    nccl = NcclCollectives(meeting, CPU)
     fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     fault.error_code = 700
-    monkeypatch.setattr(StandIn, "error", fault)
+    group.allreduce.side_effect = fault
     with pytest.raises(torch.AcceleratorError):
-        group.all_reduce(torch.ones(2))
+        nccl.all_reduce(torch.ones(2))

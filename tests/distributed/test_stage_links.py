@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,52 +21,54 @@ TIMEOUT_S = 30.0
 LINKS = [SocketLink, MemoryLink, QueuedLink]
 
 
-def pair(link: type[SocketLink], timeout_s: float = TIMEOUT_S) -> tuple[SocketLink, SocketLink]:
-    """Both ends of a link, from rank 3 to rank 5."""
+@contextmanager
+def pair(
+    link: type[SocketLink], timeout_s: float = TIMEOUT_S
+) -> Iterator[tuple[SocketLink, SocketLink]]:
+    """Both ends of a link, from rank 3 to rank 5, which are closed after it."""
     ends = socket.socketpair()
     memory = [torch.zeros(2, 1 << 16, dtype=torch.uint8)] if link is MemoryLink else []
     sender = link(ends[0], 3, 5, timeout_s, *memory)
-    receiver = link if link is MemoryLink else SocketLink
-    return sender, receiver(ends[1], 5, 3, timeout_s, *memory)
+    reader = link if link is MemoryLink else SocketLink
+    receiver = reader(ends[1], 5, 3, timeout_s, *memory)
+    yield sender, receiver
+    sender.close()
+    receiver.close()
 
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_what_is_sent_arrives_in_order(link: type[SocketLink], dtype: torch.dtype) -> None:
     """Messages of several sizes; the sender may use its memory again as soon as it is back."""
-    sender, receiver = pair(link)
-    sizes = [(5, 16), (1, 16), (60, 16), (2, 16)] * 3
-    noise = torch.manual_seed(0)
-    sent = [torch.randn(size, generator=noise).mul(9.0).to(dtype) for size in sizes]
+    with pair(link) as (sender, receiver):
+        sizes = [(5, 16), (1, 16), (60, 16), (2, 16)] * 3
+        noise = torch.manual_seed(0)
+        sent = [torch.randn(size, generator=noise).mul(9.0).to(dtype) for size in sizes]
 
-    def send_all() -> None:
+        def send_all() -> None:
+            for x in sent:
+                copy = x.clone()
+                sender.send(copy)
+                copy.zero_()
+
+        thread = threading.Thread(target=send_all, daemon=True)
+        thread.start()
         for x in sent:
-            copy = x.clone()
-            sender.send(copy)
-            copy.zero_()
-
-    thread = threading.Thread(target=send_all, daemon=True)
-    thread.start()
-    for x in sent:
-        out = torch.empty_like(x)
-        assert receiver.receive(out) is out
-        assert torch.equal(out, x)
-    thread.join(TIMEOUT_S)
-    sender.close()
-    receiver.close()
+            out = torch.empty_like(x)
+            assert receiver.receive(out) is out
+            assert torch.equal(out, x)
+        thread.join(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("link", [MemoryLink, QueuedLink])
 def test_a_sender_may_be_two_messages_ahead(link: type[SocketLink]) -> None:
     """Of messages that no socket's buffer holds."""
-    sender, receiver = pair(link)
-    sent = [torch.full((1 << 14,), float(number)) for number in range(2)]
-    for x in sent:
-        sender.send(x)  # it would wait for its timeout otherwise
-    for x in sent:
-        assert torch.equal(receiver.receive(torch.empty_like(x)), x)
-    sender.close()
-    receiver.close()
+    with pair(link) as (sender, receiver):
+        sent = [torch.full((1 << 14,), float(number)) for number in range(2)]
+        for x in sent:
+            sender.send(x)  # it would wait for its timeout otherwise
+        for x in sent:
+            assert torch.equal(receiver.receive(torch.empty_like(x)), x)
 
 
 def gone(sender: SocketLink, receiver: SocketLink) -> None:
@@ -92,43 +95,33 @@ def another_size(sender: SocketLink, receiver: SocketLink) -> None:
 def test_failures_name_the_other_rank(
     link: type[SocketLink], do: Callable[[Any, Any], None], text: str, culprit: int | None
 ) -> None:
-    sender, receiver = pair(link, 0.2 if do is nothing else TIMEOUT_S)
-    do(sender, receiver)
-    with pytest.raises(CollectiveError, match=text) as raised:
-        receiver.receive(torch.empty(4, 4))
-    assert raised.value.failed_rank == culprit
-    sender.close()
-    receiver.close()
+    with pair(link, 0.2 if do is nothing else TIMEOUT_S) as (sender, receiver):
+        do(sender, receiver)
+        with pytest.raises(CollectiveError, match=text) as raised:
+            receiver.receive(torch.empty(4, 4))
+        assert raised.value.failed_rank == culprit
+
+
+def send_again_and_again(sender: SocketLink) -> None:
+    for _ in range(100):
+        sender.send(torch.zeros(1 << 14))
+        threading.Event().wait(0.01)
 
 
 @pytest.mark.parametrize("link", LINKS)
 def test_a_sender_whose_receiver_has_gone(link: type[SocketLink]) -> None:
-    sender, receiver = pair(link, 5.0)
-    receiver.close()
-
-    def send_until_it_is_noticed() -> None:
-        for _ in range(100):
-            sender.send(torch.zeros(1 << 14))
-            threading.Event().wait(0.01)
-
-    with pytest.raises(CollectiveError, match="rank 5 has died or left"):
-        send_until_it_is_noticed()
-    sender.close()
+    with pair(link, 5.0) as (sender, receiver):
+        receiver.close()
+        with pytest.raises(CollectiveError, match="rank 5 has died or left"):
+            send_again_and_again(sender)
 
 
 @pytest.mark.parametrize("link", [MemoryLink, QueuedLink])
 def test_a_receiver_that_is_frozen(link: type[SocketLink]) -> None:
-    sender, receiver = pair(link, 0.3)
-
-    def send_too_much() -> None:
-        for _ in range(100):
-            sender.send(torch.zeros(1 << 14))
-
-    with pytest.raises(CollectiveError, match=r"rank 5 .* 0.3 s") as raised:
-        send_too_much()
-    assert raised.value.failed_rank == 5
-    sender.close()
-    receiver.close()
+    with pair(link, 0.3) as (sender, _):
+        with pytest.raises(CollectiveError, match=r"rank 5 .* 0.3 s") as raised:
+            send_again_and_again(sender)
+        assert raised.value.failed_rank == 5
 
 
 def exchange(state: Rank) -> tuple[list[str], list[float], list[int]]:

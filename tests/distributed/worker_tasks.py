@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from support.workers import loaded_worker
 
 from distributed.ranks import ADDRESS, Rank
 from tpengine import messages
@@ -69,12 +70,9 @@ def shut_down(state: Rank) -> None:
 
 def run_alone(config: EngineConfig) -> list[messages.StepOutput]:
     """Answers of a group of one rank."""
-    state = Rank(0, 1)
-    worker = state.kept["worker"] = Worker(config)
-    before = torch.get_num_threads()
-    worker.init_device()
+    state, before = Rank(0, 1), torch.get_num_threads()
+    worker = state.kept["worker"] = loaded_worker(config)
     torch.set_num_threads(1)
-    worker.load_model()
     worker.init_cache_engine(32)
     answers = run_steps(state)
     worker.shutdown()

@@ -15,6 +15,7 @@ from scheduling.loop import make_request
 from support.costs import cost_ratio
 from support.engines import preemptions
 from support.engines import run as run_engine
+from support.models import ModelShop
 from support.small_llamas import SHAPES, VOCAB_SIZE, Job, MakeEngine, run
 from support.step_log import log_steps
 
@@ -104,9 +105,10 @@ def oracle_beams(model: Any, case: Case) -> Beams:
 
 
 @pytest.fixture(scope="module")
-def expected(oracles: dict[str, Any]) -> Expected:
+def expected(models: ModelShop) -> Expected:
     """What transformers gives, computed when it is first asked for."""
-    return functools.cache(lambda case: oracle_beams(oracles[case.model], case))
+    oracles = {name: models.oracle(models.folder(shape)) for name, shape in SHAPES.items()}
+    return functools.cache(lambda case: oracle_beams(oracles[case.model].model, case))
 
 
 def check(outputs: dict[str, RequestOutput], expected: Expected) -> None:

@@ -3,16 +3,13 @@ with room for all."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from executor.ray_engines import at_step, executor_of
+from executor.ray_engines import at_step, kill_rank
 from support.engines import bits, open_engine
 from support.messages import refused
 from support.patches import on_call
@@ -23,7 +20,7 @@ from tpengine.engine_args import EngineArgs
 from tpengine.errors import ConfigError, InvalidPromptError
 from tpengine.models.vision_tower import VisionTower
 from tpengine.sampling_params import StructuredOutputsParams
-from tpengine.worker import picture_store, tower_turns
+from tpengine.worker import tower_turns
 from tpengine.worker.tower_turns import TowerTurns
 
 _LENGTH = {"ignore_eos": True, "max_tokens": 30}
@@ -105,22 +102,12 @@ def test_a_tower_that_rests_before_each_layer_changes_nothing(
     folder: Path, expected: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tower_turns, "_ALONE_S", 1e-9)
-    begin, shares, turns = TowerTurns.begin_turn, list[float](), itertools.count()
-
-    class Counted(TowerTurns):
-        def __init__(self, tower: Any, share: float, *args: Any) -> None:
-            super().__init__(tower, share, *args)
-            shares.append(share)
-
-        def begin_turn(self, is_alone: bool) -> None:
-            next(turns)
-            begin(self, is_alone)
-
-    monkeypatch.setattr(picture_store, "TowerTurns", Counted)
+    made = on_call(monkeypatch, TowerTurns, "__init__")
+    turns = on_call(monkeypatch, TowerTurns, "begin_turn")
     with open_engine(folder, **SIZES, encoder_share=1e-6) as engine:
         assert summaries(serve_prompts(engine, REQUESTS, PARAMS)) == expected["float32"]
-    assert shares == [1e-6]
-    assert next(turns) > 100
+    assert [share for _, _, share, *_ in made] == [1e-6]
+    assert len(turns) > 100
 
 
 def test_lost_ranks(folder: Path) -> None:
@@ -131,10 +118,10 @@ def test_lost_ranks(folder: Path) -> None:
         pipeline_parallel_size=2, pp_layer_partition="2,1", max_num_batched_tokens=8,
     )  # fmt: skip
     with LLMEngine.from_engine_args(args) as engine:
-        expected, executor = summaries(serve_prompts(engine, REQUESTS, PARAMS)), executor_of(engine)
+        expected = summaries(serve_prompts(engine, REQUESTS, PARAMS))
         for rank in range(2):
-            kill = partial(os.kill, executor.places[rank].pid, signal.SIGKILL)
-            outputs = serve_prompts(engine, REQUESTS, PARAMS, at_step(4, kill))
+            kill = at_step(4, partial(kill_rank, engine, rank))
+            outputs = serve_prompts(engine, REQUESTS, PARAMS, kill)
             assert summaries(outputs) == expected
             assert len(engine.recoveries) == rank + 1
 

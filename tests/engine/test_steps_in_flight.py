@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.engines import greedy, with_steps_in_flight
 from support.foretold import foretell, totals
+from support.gpu_walk import GpuWalk
 from support.models import ModelShop
 from support.ranks import ThreadedExecutor
 from support.zoo import PLAIN, ZOO
@@ -112,6 +113,10 @@ def answers(
 
 @pytest.fixture(scope="module")
 def check(models: ModelShop) -> Callable[..., Served]:
+    return make_check(models)
+
+
+def make_check(models: ModelShop) -> Callable[..., Served]:
     """Serves in a mode with so many steps in flight, and compares with one step at a time."""
     whole = answers(models, 1, [{}, {}]).outputs
     text, ids = whole[-2][0][0][1], whole[-1][0][0][0]
@@ -137,6 +142,14 @@ def check(models: ModelShop) -> Callable[..., Served]:
 @pytest.mark.parametrize("num_steps", [2, 4])
 def test_outputs_are_the_same(check: Callable[..., Served], mode: str, num_steps: int) -> None:
     assert check(mode, num_steps).most == num_steps
+
+
+def test_ids_on_their_way_change_nothing(models: ModelShop, walk: GpuWalk) -> None:
+    """As on a GPU, where steps are launched on ids that have not arrived on the host."""
+    check = make_check(models)
+    assert walk.early == 0
+    assert check("roomy", 2).most == 2
+    assert walk.ahead > 50
 
 
 @pytest.mark.parametrize("mode", MODES)

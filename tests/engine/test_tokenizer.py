@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.imports import imported
 from support.messages import refused, said
+from support.programs import imported
 from support.small_tokenizers import load
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors
+from support.tiny_llama import byte_level_backend
+from tokenizers import AddedToken, decoders, processors
 from transformers import PreTrainedTokenizerFast
 
 from tpengine.engine.tokenizer import Tokenizer
@@ -52,12 +52,8 @@ def talk(*contents: Any) -> list[dict[str, Any]]:
 
 
 def make_hf(**options: Any) -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<|begin|>": 0, "<|end|>": 1, **{char: i + 2 for i, char in enumerate(alphabet)}}
-    backend = Backend(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|begin|>", "<|end|>", "<|turn|>"])
+    specials, turn = ["<|begin|>", "<|end|>"], AddedToken("<|turn|>", special=True)
+    backend = byte_level_backend([], specials=specials, added=[turn])
     backend.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
     )

@@ -44,6 +44,25 @@ def receive(channel: wire.Channel, timeout_s: float) -> wire.Frame:
     return frame
 
 
+def check_frames(*ends: wire.Channel) -> None:
+    """Frames that both ends of a channel send at once arrive whole and in order."""
+    payloads = [b"", b"x", bytes(range(256)) * 40_000, b"y" * 100, b"z" * (3 << 20), b""]
+    frames = [(wire.FrameKind.STEP, number, payload) for number, payload in enumerate(payloads)]
+
+    def send(end: wire.Channel) -> None:
+        for frame in frames:
+            end.send(*frame, TIMEOUT_S)
+
+    def receive_all(end: wire.Channel) -> list[wire.Frame]:
+        return [receive(end, TIMEOUT_S) for _ in frames]
+
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(send, end) for end in ends]
+        assert list(pool.map(receive_all, ends)) == [[wire.Frame(*frame) for frame in frames]] * 2
+        for future in sent:
+            future.result(TIMEOUT_S)
+
+
 def answer(channel: wire.Channel, number: int, payload: bytes) -> None:
     """What a rank sends at the end of a step."""
     channel.send(wire.FrameKind.ANSWER, number, payload, TIMEOUT_S)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import resource
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,11 @@ def executor_of(engine: LLMEngine) -> GroupExecutor:
     return executor
 
 
+def kill_rank(engine: LLMEngine, rank: int, number: int = signal.SIGKILL) -> None:
+    """Sends a signal to a rank."""
+    os.kill(executor_of(engine).places[rank].pid, number)
+
+
 def at_step(number: int, act: Callable[[], object]) -> Callable[[], None]:
     """For `after_step` of `serve`: acts once, after this many steps."""
     num_steps = itertools.count(1)
@@ -74,17 +80,6 @@ def is_alive(engine_places: list[Any]) -> list[bool]:
 def free_cpus() -> float:
     """CPUs of the cluster that are free."""
     return float(ray.available_resources().get("CPU", 0.0))
-
-
-@contextmanager
-def limited(kind: int, at_most: int) -> Iterator[None]:
-    """Lowers a limit of this process."""
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (at_most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, before)
 
 
 def replace_ranks(patch: pytest.MonkeyPatch, actor_class: type[RayWorker]) -> None:

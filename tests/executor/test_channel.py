@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.waiting import wait_until
 
-from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
+from executor.channels import EPOCH, SECRET, TIMEOUT_S, check_frames, open_channels, receive
 from tpengine.executor import channel as wire
 from tpengine.executor.channel import Listener
 
@@ -34,21 +34,9 @@ def close_all(channels: list[wire.Channel]) -> None:
 
 
 def test_frames_arrive_whole_and_in_order() -> None:
-    payloads = [b"", b"x", bytes(range(256)) * 40_000]
     with open_channels(2) as ends:
-        for rank, (driver, receiver) in enumerate(zip(*ends, strict=True)):
-            sender = threading.Thread(
-                target=lambda r=rank, d=driver: [
-                    d.send(wire.FrameKind.STEP, step, payload + bytes([r]), TIMEOUT_S)
-                    for step, payload in enumerate(payloads)
-                ]
-            )
-            sender.start()
-            for step, payload in enumerate(payloads):
-                frame = receive(receiver, TIMEOUT_S)
-                assert (frame.kind, frame.number) == (wire.FrameKind.STEP, step)
-                assert frame.payload == payload + bytes([rank])
-            sender.join(TIMEOUT_S)
+        for pair in zip(*ends, strict=True):
+            check_frames(*pair)
 
 
 def test_strangers_are_turned_away(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:

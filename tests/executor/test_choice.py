@@ -19,32 +19,22 @@ from tpengine.errors import ConfigError, ModelLoadError, is_shortage, is_tempora
 from tpengine.executor.local_executor import LocalExecutor
 
 
-class FakeConnection:
-    """Counts those that are open."""
-
-    num_open = 0
-
-    def __init__(self, address: str | None) -> None:
-        FakeConnection.num_open += 1
-
-    def close(self) -> None:
-        FakeConnection.num_open -= 1
-
-
 def test_connection_is_closed_when_no_executor_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_connection = pytest.importorskip("tpengine.executor.launch.ray_connection")
     from tpengine.executor.launch import ray_home
 
     def fail(*_: Any) -> None:
-        assert FakeConnection.num_open == 1
+        connect.assert_called_once()
+        connect.return_value.close.assert_not_called()
         raise ZeroDivisionError
 
-    monkeypatch.setattr(ray_connection, "RayConnection", FakeConnection)
+    connect = Mock()
+    monkeypatch.setattr(ray_connection, "RayConnection", connect)
     monkeypatch.setattr(ray_home, "detect_device", lambda wanted: "cpu")
     monkeypatch.setattr(ray_home, "RayHome", fail)
     with pytest.raises(ZeroDivisionError):
         LLMEngine.from_engine_args(EngineArgs(EMBEDDED_MODEL, executor="ray"))
-    assert FakeConnection.num_open == 0
+    connect.return_value.close.assert_called_once_with()
 
 
 @pytest.mark.parametrize("part", ["Recovery", "OutputProcessor"])

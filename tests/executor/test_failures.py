@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from support.messages import refused
+from support.messages import refused, said
 from support.waiting import PATIENCE_S, wait_until
 
 from executor import sabotage
 from executor.ray_engines import free_cpus, is_alive, rank_engine, ray_engine, sabotaged_rank
 from tpengine import EngineArgs, LLMEngine, errors
 from tpengine.executor.channel import Listener
-from tpengine.executor.launch import placement, ray_home
+from tpengine.executor.launch import ray_home
 from tpengine.executor.launch.placement import Placer
 
 TRACEBACK = "Traceback (most recent call last)"
@@ -69,10 +69,8 @@ def test_a_driver_that_holds_a_bundle() -> None:
         ray.util.remove_placement_group(group)
 
 
-def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_possible_but_busy(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Groups of other engines that have the room are named, and whether their driver has ended."""
-    warnings: list[str] = []
-    monkeypatch.setattr(placement.logger, "warning", lambda text, *a: warnings.append(text % a))
     ended = f"tpengine-{ray.util.get_node_ip_address()}-{1 << 30}-0123abcd"
     words = rf"{ended} \(2 bundles, of process \d+ on \S+, which has ended\)"
     others = [
@@ -81,17 +79,16 @@ def test_possible_but_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     assert all(group.wait(10.0) for group in others)
     try:
-        with pytest.raises(
-            errors.PlacementError, match=r"within 2 s: wanted 2 x \{CPU: 1\}.*CPU: 1.*of"
-        ) as caught:
+        wanted = r"within 2 s: wanted 2 x \{CPU: 1\}.*CPU: 1.*of"
+        with said(caplog) as lines, pytest.raises(errors.PlacementError, match=wanted) as caught:
             ray_engine(folder, 2, placement_timeout_s=2.0)
     finally:
         for group in others:
             ray.util.remove_placement_group(group)
     assert re.search(words, str(caught.value))
-    assert "tpengine-10.0.0.7-4711-0123abcd (1 bundle, of process 4711 on 10.0.0.7)" in warnings[0]
-    assert len(warnings) == 1
-    assert re.search(r"waiting up to 2 s .* at \S+:\d+: wanted 2 x {CPU: 1}", warnings[0])
+    [line] = [line for line in lines if "waiting up to 2 s" in line]
+    assert "tpengine-10.0.0.7-4711-0123abcd (1 bundle, of process 4711 on 10.0.0.7)" in line
+    assert re.search(r"waiting up to 2 s .* at \S+:\d+: wanted 2 x {CPU: 1}", line)
 
 
 def test_nodes_that_are_excluded(ray_address: str) -> None:

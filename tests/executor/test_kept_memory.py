@@ -27,7 +27,7 @@ from support.waiting import PATIENCE_S, wait_until
 from support.zoo import PLAIN, ZOO
 
 from executor.moments import Orders, install
-from executor.ray_engines import FOUR_KINDS, executor_of, is_alive, sabotaged_rank
+from executor.ray_engines import FOUR_KINDS, executor_of, is_alive, kill_rank, sabotaged_rank
 from executor.sabotage import in_step, kill_self
 from tpengine import EngineArgs, LLMEngine, RequestOutput
 from tpengine.errors import EngineDeadError
@@ -95,7 +95,7 @@ class Served:
         assert self.serve(kills) == self.expected
 
     def kill(self, rank: int) -> None:
-        os.kill(self.executor.places[rank].pid, signal.SIGKILL)
+        kill_rank(self.engine, rank)
 
     @property
     def resumed(self) -> list[bool]:
@@ -208,15 +208,12 @@ class Campaign:
         """Patches the driver's code, so that `_beside` happens while a rank is replaced."""
 
         def before(owner: Any, name: str, what: str, act: Callable[..., None]) -> None:
-            function = getattr(owner, name)
-
-            def run(target: Any, *args: Any) -> Any:
+            def act_once(target: Any, *_: Any) -> None:
                 if self._beside == what:
                     self._beside = ""
                     act(target)
-                return function(target, *args)
 
-            patch.setattr(owner, name, run)
+            on_call(patch, owner, name, act_once)
 
         def kill(*children: Any) -> None:
             for child in children:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.messages import said
 
 from executor.ray_engines import executor_of, rank_engine
 from tpengine.distributed.shared_memory import CAPACITY_BYTES
-from tpengine.engine import startup
 from tpengine.engine.startup import memory_table
 from tpengine.messages import MemoryLedger
 from tpengine.ops.shared_memory_ops import segment_bytes
@@ -41,12 +42,10 @@ def test_equal_ranks_do_not_blame_each_other() -> None:
     assert len(memory_table([ledger(0, 512), ledger(1, 512)], ["a", "b"])) == 3
 
 
-def test_poor_rank_lowers_all_and_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poor_rank_lowers_all_and_is_named(folder: Path, caplog: Any) -> None:
     """Real ranks, with a budget for each."""
-    lines: list[str] = []
-    monkeypatch.setattr(startup.logger, "info", lambda text, *args: lines.append(text % args))
     budgets = {"cpu_kv_cache_space": [0.02, 0.01], "num_device_blocks_override": None}
-    with rank_engine(folder, 2, **budgets) as engine:
+    with said(caplog) as lines, rank_engine(folder, 2, **budgets) as engine:
         ledgers = executor_of(engine).profile_num_available_blocks()
         more, less = (ledger.num_device_blocks for ledger in ledgers)
         assert [ledger.kv_budget_bytes for ledger in ledgers] == [int(0.02 * GIB), int(0.01 * GIB)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from support.engines import bits, open_engine, serve
 from support.models import ModelShop
 from support.zoo import ZOO
 
-from executor.ray_engines import FOUR_KINDS, at_step, executor_of, rank_engine
+from executor.ray_engines import FOUR_KINDS, at_step, executor_of, kill_rank, rank_engine
 from tpengine import LLMEngine
 from tpengine.executor.codec import encode
 from tpengine.messages import StepInput, StepOutput
@@ -54,8 +53,8 @@ def test_a_lost_rank_of_any_stage(stages: Stages, rank: int, number: int) -> Non
     """Tokens and log probabilities are those of one process, with and without the loss."""
     engine, prompts, expected = stages
     assert answers(engine, prompts) == expected
-    count, pid = len(engine.recoveries), executor_of(engine).places[rank].pid
-    assert answers(engine, prompts, lambda: os.kill(pid, number)) == expected
+    count = len(engine.recoveries)
+    assert answers(engine, prompts, lambda: kill_rank(engine, rank, number)) == expected
     assert len(engine.recoveries) == count + 1
     assert engine.recoveries[-1].loss.rank == rank
 

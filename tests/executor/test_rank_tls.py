@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from server.guarded import Authority, TlsFiles
 from support.engines import complete, greedy, ids, outputs_of
+from support.patches import limited
 
-from executor.channels import EPOCH, SECRET, TIMEOUT_S, open_channels, receive
-from executor.ray_engines import limited, ray_engine
+from executor.channels import EPOCH, SECRET, TIMEOUT_S, check_frames, open_channels, receive
+from executor.ray_engines import ray_engine
 from tpengine.errors import ConfigError, is_shortage, is_temporary
 from tpengine.executor import channel as wire
 from tpengine.executor.rank_tls import check_at_start
@@ -45,24 +46,8 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
 
 def test_frames_go_both_ways_at_once(use: Use) -> None:
     use("ours")
-    payloads = [bytes([i]) * size for i, size in enumerate((0, 1, 5 << 20, 100, 3 << 20, 17))]
-
-    def send(channel: wire.Channel) -> None:
-        for step, payload in enumerate(payloads):
-            channel.send(wire.FrameKind.STEP, step, payload, TIMEOUT_S)
-
     with open_channels(1) as ([driver], [rank]):
-        senders = [threading.Thread(target=send, args=(end,)) for end in (driver, rank)]
-        for sender in senders:
-            sender.start()
-        with ThreadPoolExecutor(2) as pool:
-            futures = [
-                pool.submit(lambda e=end: [receive(e, TIMEOUT_S).payload for _ in payloads])
-                for end in (driver, rank)
-            ]
-            assert [of_one.result(TIMEOUT_S) for of_one in futures] == [payloads, payloads]
-        for sender in senders:
-            sender.join(TIMEOUT_S)
+        check_frames(driver, rank)
         assert driver.take() is None
         rank.close()
         with pytest.raises(wire.ChannelClosedError):

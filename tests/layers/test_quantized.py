@@ -13,13 +13,13 @@ import torch
 from support.bare_model import BareModel, logits_in_transformers
 from support.models import ModelShop
 from support.ranks import run_ranks
-from support.rounded_rows import quantize_weight, round_rows
+from support.rounded_rows import round_rows, rounded_weight
 from support.tiny_llama import TinyLlama
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tpengine.layers.gpu_quantized import KERNEL_ROWS, GpuQuantizedForm
-from tpengine.ops import quantized_ops, weight_only
+from tpengine.ops import weight_only
 from tpengine.ops.quantized_ops import QuantizedFormat, per_output
 
 SPECS = {
@@ -42,10 +42,7 @@ round a value halfway between two steps to the other step."""
 def round_weight(weight: torch.Tensor, kind: str) -> torch.Tensor:
     """A part of a weight as it is stored (`tests/ops` hold that against the original)."""
     form = per_output(weight.shape[1]) if kind == "int8" else QuantizedFormat(4, SIZES[kind])
-    stored = quantize_weight(weight, form)
-    out = torch.empty_like(weight)
-    quantized_ops.quantized_embedding(out, stored, torch.arange(len(weight), dtype=torch.int32))
-    return out
+    return rounded_weight(weight, form)
 
 
 def by_parts(

@@ -22,7 +22,7 @@ from support.engines import greedy, ids, open_engine, serve
 from support.matrix import matrix
 from support.messages import refused
 from support.ranks import run_ranks
-from support.rounded_rows import quantize_weight
+from support.rounded_rows import rounded_weight
 from support.subjects import BY_NAME, Subjects
 from support.tiny_llama import edit_json
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -36,7 +36,7 @@ from tpengine.config import EMBEDDED_MODEL
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.layers.weights import QuantizedSource, TensorSource
-from tpengine.ops.quantized_ops import QuantizedFormat, quantized_embedding
+from tpengine.ops.quantized_ops import QuantizedFormat
 
 ROOT = Path(__file__).parent.parent / "data" / "quantized"
 EIGHT_BITS = "rounded to 8 bits in groups of 32"
@@ -118,14 +118,6 @@ def engine_ids(
         return ids(serve(engine, prompts, greedy(num_tokens)))
 
 
-def in_eight_bits(values: torch.Tensor) -> torch.Tensor:
-    """A weight as it is rounded in groups of 32 (`tests/ops` hold that against the original)."""
-    out = torch.empty_like(values)
-    rows = torch.arange(len(values), dtype=torch.int32)
-    quantized_embedding(out, quantize_weight(values, QuantizedFormat(8, 32)), rows)
-    return out
-
-
 @pytest.mark.parametrize(
     ("name", "tp_size", "model_impl"),
     [
@@ -144,7 +136,7 @@ def test_a_model_as_stored(name: str, tp_size: int, model_impl: str) -> None:
             is_split = key.removesuffix(".weight").endswith(SPLIT_OVER_INPUTS)
             layer.register_forward_pre_hook(rounding_hook(tp_size if is_split else 1))
             if FORMS[name] == EIGHT_BITS or (is_cut and is_split):
-                layer.weight.data = in_eight_bits(layer.weight.data)
+                layer.weight.data = rounded_weight(layer.weight.data, QuantizedFormat(8, 32))
 
     def one(parallel: ParallelState) -> tuple[torch.Tensor, str]:
         bare = BareModel(folder, parallel, as_stored=True, model_impl=model_impl)

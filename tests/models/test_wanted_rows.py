@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.bare_model import BareModel, prefill_metadata, tensor
 from support.engines import open_engine, serve
+from support.patches import on_call
 from support.subjects import Subjects
 from support.variants import VARIANTS, Variant
 
@@ -28,7 +29,7 @@ STEP_TOKENS = 16
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_bits_and_work(variant: Variant, subjects: Subjects) -> None:
+def test_bits_and_work(variant: Variant, subjects: Subjects, monkeypatch: Any) -> None:
     bare = BareModel(subjects.folder(variant))
     caches = [x for pair in bare.kv_caches for x in pair]
     metadata = prefill_metadata(PROMPT_LENGTHS)
@@ -42,7 +43,7 @@ def test_bits_and_work(variant: Variant, subjects: Subjects) -> None:
     everything = forward(metadata)
     cached = [x.clone() for x in caches]
     activated: list[int] = []
-    count_rows(bare.model, activated)
+    count_rows(monkeypatch, bare.model, activated)
     some = forward(replace(metadata, wanted_rows=torch.tensor(WANTED)))
     assert torch.equal(some, everything[WANTED])
     assert activated == [len(WANTED)]
@@ -69,7 +70,7 @@ def test_rows_of_mixed_steps(
 
     def load_and_count(config: ModelConfig, weights: Weights, check: Callable[[Any], None]) -> Any:
         model = load_model(config, weights, check)
-        count_rows(model, rows)
+        count_rows(monkeypatch, model, rows)
         return model
 
     monkeypatch.setattr(worker, "load_model", load_and_count)
@@ -83,7 +84,7 @@ def test_rows_of_mixed_steps(
     assert rows == expected
 
 
-def count_rows(model: Any, rows: list[int]) -> None:
+def count_rows(patch: pytest.MonkeyPatch, model: Any, rows: list[int]) -> None:
     """Records how many rows reach the last layer's MLP, which begins with a column-parallel linear
     layer or with a router."""
     layer = next(value for value in vars(model).values() if isinstance(value, list))[-1]
@@ -91,10 +92,4 @@ def count_rows(model: Any, rows: list[int]) -> None:
     parts = [part for m in (layer, getattr(mlp, "experts", mlp)) for part in vars(m).values()]
     firsts = (MergedColumnParallelLinear, Router)
     linear: Any = next(part for part in parts if isinstance(part, firsts))
-    forward = linear.forward
-
-    def counting(x: torch.Tensor) -> torch.Tensor:
-        rows.append(len(x))
-        return forward(x)
-
-    linear.forward = counting
+    on_call(patch, linear, "forward", lambda x: rows.append(len(x)))

@@ -17,26 +17,12 @@ from .cuda_host_library import far_pointer, load_host, pointer, struct
 FP8 = torch.float8_e4m3fn
 BOUND = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-BlockPlace = struct("BlockPlace")
-CopyBlocksArgs = struct("CopyBlocksArgs")
-StoreArgs = struct("StoreArgs")
-GatherArgs = struct("GatherArgs")
-NormArgs = struct("NormArgs")
-GatedArgs = struct("GatedArgs")
-LogitsArgs = struct("LogitsArgs")
-SampleArgs = struct("SampleArgs")
-LoRAArgs = struct("LoRAArgs")
-PackedWeight = struct("PackedWeight")
-WeightOnlyArgs = struct("WeightOnlyArgs")
-DequantizeArgs = struct("DequantizeArgs")
-DecodeArgs = struct("DecodeArgs")
-PlanArgs = struct("PlanArgs")
 
 
 def _packed_weight(
     packed: Tensor, outputs: int, inputs: int, group_size: int, offsets: int
 ) -> ctypes.Structure:
-    return PackedWeight(
+    return struct("PackedWeight")(
         packed.data_ptr(), -(-outputs // 32), -(-inputs // 32), -(-inputs // group_size),
         group_size // 32, offsets,
     )  # fmt: skip
@@ -84,7 +70,8 @@ class StandIn:
         strides = [y.stride(i) if i < y.dim() - 1 else 0 for y in (out, x) for i in (0, 1)]
         strides.append(0 if residual is None else residual.stride(0))
         wide = self._fits([x, out, *([] if residual is None else [residual])], *strides, size)
-        args = NormArgs(*map(pointer, (out, x, residual, weight)), *strides, heads, size, eps)
+        pointers = map(pointer, (out, x, residual, weight))
+        args = struct("NormArgs")(*pointers, *strides, heads, size, eps)
         is_float = weight.dtype == torch.float32
         rows = len(x) * heads
         self._launch("elementwise", "rms_norm", CODES[x.dtype], is_float, wide, args, rows)
@@ -96,7 +83,8 @@ class StandIn:
 
     def _gated(self, activation: int, out: Tensor, x: Tensor) -> None:
         sizes = out.stride(0), x.stride(0), out.shape[1]
-        args, wide = GatedArgs(pointer(out), pointer(x), *sizes), self._fits([x, out], *sizes)
+        args = struct("GatedArgs")(pointer(out), pointer(x), *sizes)
+        wide = self._fits([x, out], *sizes)
         self._launch("elementwise", "gated", CODES[x.dtype], activation, wide, args, len(x))
 
     _silu_and_mul = partialmethod(_gated, 0)
@@ -114,7 +102,7 @@ class StandIn:
         strides = [0 if part is None else part.stride(i) for part in parts for i in (0, 1)]
         num_positions, rotary_dim = (0, 0) if table is None else table.shape
         k, is_fp8 = there[-1], caches[0].dtype == FP8
-        args = StoreArgs(
+        args = struct("StoreArgs")(
             *map(pointer, parts), *map(self._cache, caches),
             *map(pointer, (slots, positions, table)), *strides, heads[0], heads[1], k.shape[2],
             rotary_dim, num_positions,
@@ -140,7 +128,7 @@ class StandIn:
     ) -> None:
         table, start, *scales = rest
         is_fp8, row_size = k_cache.dtype == FP8, k[0].numel()
-        args = GatherArgs(
+        args = struct("GatherArgs")(
             pointer(k), pointer(v), self._cache(k_cache), self._cache(v_cache), pointer(table),
             pointer(start), table.stride(0), len(k), len(table), k_cache.shape[1], row_size,
             *(scales if is_fp8 and scales else (1.0, 1.0)),
@@ -149,7 +137,8 @@ class StandIn:
         self._launch("elementwise", "gather_kv", CODES[k.dtype], is_fp8, wide, args)
 
     def _move(self, source: Any, target: Any, size: int, count: int, pieces: int) -> None:
-        args = CopyBlocksArgs(BlockPlace(*source), BlockPlace(*target), size)
+        places = [struct("BlockPlace")(*place) for place in (source, target)]
+        args = struct("CopyBlocksArgs")(*places, size)
         self._launch("elementwise", "copy_blocks", args, count, pieces)
 
     def _copy_blocks(self, k_cache: Tensor, v_cache: Tensor, pairs: Tensor) -> None:
@@ -177,17 +166,17 @@ class StandIn:
 
     def _logits(self, out: Tensor, logits: Tensor, logprobs: Tensor | None) -> ctypes.Structure:
         shape = logits.stride(0), logits.shape[1]
-        return LogitsArgs(pointer(out), pointer(logits), *shape, pointer(logprobs))
+        return struct("LogitsArgs")(pointer(out), pointer(logits), *shape, pointer(logprobs))
 
     def _sample_tokens(self, out: Tensor, logits: Tensor, *rest: Tensor) -> None:
         row = self._logits(out, logits, rest[5] if len(rest) > 5 else None)
-        args = SampleArgs(row, *map(pointer, rest[:5]))
+        args = struct("SampleArgs")(row, *map(pointer, rest[:5]))
         self._launch("sampling", "sample_tokens", CODES[logits.dtype], args, len(logits))
 
     def _add_lora(self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
         ranks, first_outputs, rows, groups, shrunk = rest
         _, num_parts, column_tiles, num_lines = a.shape[:4]
-        args = LoRAArgs(
+        args = struct("LoRAArgs")(
             *map(pointer, (out, x, a, b, ranks, first_outputs, rows, groups, shrunk)),
             out.stride(0), x.stride(0), len(groups), len(rows), num_parts, column_tiles, num_lines,
             b.shape[1], x.shape[1], self._fits([x], x.stride(0) / 2, align=32),
@@ -198,7 +187,7 @@ class StandIn:
         self, out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, bits: int, *form: int
     ) -> None:
         weight = _packed_weight(packed, out.shape[1], x.shape[1], *form)
-        args = WeightOnlyArgs(
+        args = struct("WeightOnlyArgs")(
             *map(pointer, (out, x, bias)), weight, out.stride(0), x.stride(0), *x.shape[:1],
             out.shape[1], x.shape[1], 1,
         )  # fmt: skip
@@ -208,7 +197,7 @@ class StandIn:
         self, out: Tensor, packed: Tensor, first: int, outputs: int, bits: int, *form: int
     ) -> None:
         weight = _packed_weight(packed, outputs, out.shape[1], *form)
-        args = DequantizeArgs(out.data_ptr(), weight, first // 32)
+        args = struct("DequantizeArgs")(out.data_ptr(), weight, first // 32)
         codes = CODES[out.dtype], bits
         self._launch("quantized", "dequantize_weight", *codes, args, len(out) // 32)
 

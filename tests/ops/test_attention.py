@@ -83,31 +83,18 @@ def _problem(
     return case, q, expected
 
 
-def _decode(
+def _attend(
     attend: Callable[..., None],
     case: PagedCase,
     q: torch.Tensor,
     *rest: object,
     rows: slice = slice(None),
 ) -> torch.Tensor:
-    """Attention of the sequences `rows`, one query each; rest: scale, slopes, window, cap."""
+    """Attention of the sequences `rows`; `rest` begins with their lengths, for a prompt after the
+    places where the queries of each begin."""
     out = nan_like(q)
-    attend(out, q, case.k_cache, case.v_cache, case.block_table[rows], case.seq_lens[rows], *rest)
-    return out
-
-
-def _prefill(
-    attend: Callable[..., None],
-    case: PagedCase,
-    q: torch.Tensor,
-    starts: list[int],
-    seq_lens: torch.Tensor,
-    *rest: object,
-    rows: slice = slice(None),
-) -> torch.Tensor:
-    """Attention of several queries of a sequence; rest: scale, slopes, window, cap."""
-    out, start = nan_like(q), torch.tensor(starts, dtype=torch.int32)
-    attend(out, q, case.k_cache, case.v_cache, case.block_table[rows], start, seq_lens, *rest)
+    tensors = [torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for x in rest]
+    attend(out, q, case.k_cache, case.v_cache, case.block_table[rows], *tensors)
     return out
 
 
@@ -118,10 +105,10 @@ def test_decode_agrees_with_dense_float64(
     block_size = shape[3]
     lengths = (1, block_size - 1, block_size, block_size + 1, 0, 2, 77, 255, 256, 257)
     case, q, expected = _problem(shape, (dtype, cache_dtype), lengths, (1,) * len(lengths))
-    for (use_alibi, *rest), answer in zip(OPTIONS, expected, strict=True):
-        slopes = _slopes(shape[0], use_alibi)
+    for (use_alibi, *limits), answer in zip(OPTIONS, expected, strict=True):
+        rest = (shape[2] ** -0.5, _slopes(shape[0], use_alibi), *limits)
         with backend(name) as op:
-            out = _decode(op("paged_attention"), case, q, shape[2] ** -0.5, slopes, *rest)
+            out = _attend(op("paged_attention"), case, q, case.seq_lens, *rest)
         assert relative_error(out, answer) < ATTENTION_BOUND[dtype]
         assert not out[4].any(), "a sequence of length 0 gives zeros"
 
@@ -139,7 +126,7 @@ def test_prefill_agrees_with_dense_float64(
     for (use_alibi, *limits), answer in zip(OPTIONS, expected, strict=True):
         rest = (shape[2] ** -0.5, _slopes(shape[0], use_alibi), *limits)
         with backend(name) as op:
-            out = _prefill(op("prefill_attention"), case, q, starts, case.seq_lens, *rest)
+            out = _attend(op("prefill_attention"), case, q, starts, case.seq_lens, *rest)
         assert relative_error(out, answer) < ATTENTION_BOUND[dtype]
 
 
@@ -154,7 +141,7 @@ def test_long_context_over_several_partitions(
     q = case.queries(6, counts, gen)
     for rest in ((None, None), (1500, 1.0)):
         with backend(name) as op:
-            out = _decode(op("paged_attention"), case, q, 0.125, None, *rest)
+            out = _attend(op("paged_attention"), case, q, case.seq_lens, 0.125, None, *rest)
         expected = dense_attention(case, q, counts, None, *rest)
         assert relative_error(out, expected) < ATTENTION_BOUND[dtype]
 
@@ -168,21 +155,21 @@ def test_a_sequence_is_the_same_alone_and_in_a_crowd(
     lengths = [2300, 40, 1030, 300, 17, 1, 512]
     case = make_case(lengths, 2, 64, dtype, gen, cache_dtype=cache_dtype)
     q = case.queries(14, [1] * len(lengths), gen)
+    decode = functools.partial(_attend, attention.paged_attention, case)
+    prefill = functools.partial(_attend, attention.prefill_attention, case)
     with backend(name):
         for window in (None, 1100):
             rest = (0.125, None, window)
-            expected = _decode(attention.paged_attention, case, q, *rest)
+            expected = decode(q, case.seq_lens, *rest)
             with threads(4):
-                assert torch.equal(_decode(attention.paged_attention, case, q, *rest), expected)
+                assert torch.equal(decode(q, case.seq_lens, *rest), expected)
             for row in range(len(lengths)):
                 rows = slice(row, row + 1)
-                alone = _decode(attention.paged_attention, case, q[rows], *rest, rows=rows)
+                own = (case.seq_lens[rows], *rest)
+                alone = decode(q[rows], *own, rows=rows)
                 with threads(4):  # more threads than kv heads: the context is split
-                    four = _decode(attention.paged_attention, case, q[rows], *rest, rows=rows)
-                seq_len = case.seq_lens[rows]
-                chunk = _prefill(
-                    attention.prefill_attention, case, q[rows], [0, 1], seq_len, *rest, rows=rows
-                )
+                    four = decode(q[rows], *own, rows=rows)
+                chunk = prefill(q[rows], [0, 1], *own, rows=rows)
                 for out in (alone, four, chunk):
                     assert torch.equal(out, expected[rows])
 
@@ -198,9 +185,8 @@ def test_chunks_of_a_prompt_give_what_the_whole_gives(
     q = case.queries(3, [length], gen)
 
     def chunk(first: int, last: int) -> torch.Tensor:
-        seq_len, rest = torch.tensor([last], dtype=torch.int32), (0.125, None, window)
-        queries, starts = q[first:last], [0, last - first]
-        return _prefill(attention.prefill_attention, case, queries, starts, seq_len, *rest)
+        rest = ([0, last - first], [last], 0.125, None, window)
+        return _attend(attention.prefill_attention, case, q[first:last], *rest)
 
     with backend(name), threads(3):
         whole = chunk(0, length)
@@ -228,8 +214,8 @@ def test_queries_that_see_later_keys(
         with backend(backend_name) as op:
             attend = op("prefill_attention")
             answers += [
-                _prefill(attend, case, q, starts, case.seq_lens, *rest, key_ends)
-                for key_ends in (ends, None, torch.tensor(own, dtype=torch.int32))
+                _attend(attend, case, q, starts, case.seq_lens, *rest, key_ends)
+                for key_ends in (ends, None, own)
             ]
     seeing, causal, same, expected, *_ = answers
     assert relative_error(seeing, expected) < ATTENTION_BOUND[dtype]
@@ -248,9 +234,9 @@ def test_key_ends_out_of_order_are_refused(ends: list[int], words: str) -> None:
     gen = generator(9)
     case = make_case([4], 1, 16, torch.float32, gen)
     q = case.queries(1, [4], gen)
-    rest = (0.25, None, None, None, 1.0, 1.0, torch.tensor(ends, dtype=torch.int32))
+    rest = (0.25, None, None, None, 1.0, 1.0, ends)
     with pytest.raises(RuntimeError, match=words):
-        _prefill(attention.prefill_attention, case, q, [0, 4], case.seq_lens, *rest)
+        _attend(attention.prefill_attention, case, q, [0, 4], case.seq_lens, *rest)
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -258,14 +244,10 @@ def test_padding_rows_are_left_alone(name: str) -> None:
     gen = generator(5)
     case = make_case([9], 2, 64, torch.bfloat16, gen)
     q = case.queries(4, [9], gen)
-    padded = torch.cat([q, nan_like(q[:3])])
-    out = torch.full_like(padded, 7.0)
+    padded = torch.cat([q, torch.zeros_like(q[:3])])
     with backend(name):
-        attention.prefill_attention(
-            out, padded, case.k_cache, case.v_cache, case.block_table,
-            torch.tensor([0, 9], dtype=torch.int32), case.seq_lens, 0.125,
-        )  # fmt: skip
-    assert (out[9:] == 7.0).all()
+        out = _attend(attention.prefill_attention, case, padded, [0, 9], case.seq_lens, 0.125)
+    assert out[9:].isnan().all()
     assert relative_error(out[:9], dense_attention(case, q, [9])) < 4e-3
 
 
@@ -275,7 +257,7 @@ def test_large_logits_stay_finite(name: str) -> None:
     case = make_case([100], 1, 64, torch.float32, gen)
     q = case.queries(2, [1], gen) * 1e4
     with backend(name):
-        out = _decode(attention.paged_attention, case, q, 1.0)
+        out = _attend(attention.paged_attention, case, q, case.seq_lens, 1.0)
     best = (case.k[0][:, 0].double() @ q[0].double().T).argmax(0)
     expected = case.v[0][best, 0][None]
     assert math.isfinite(float(out.sum()))

@@ -21,8 +21,8 @@ from tpengine.ops import reference
 from tpengine.ops.attention_ops import TENSOR_CORE_HEAD_DIMS
 
 from .cases import dense_attention, generator, make_case, needs_compiler, relative_error
-from .cuda_host_library import FAR_BLOCKS, far_pointer, load_host, pointer, set_schedule
-from .cuda_host_ops import BOUND, FP8, DecodeArgs, PlanArgs
+from .cuda_host_library import FAR_BLOCKS, far_pointer, load_host, pointer, set_schedule, struct
+from .cuda_host_ops import BOUND, FP8
 
 pytestmark = needs_compiler
 
@@ -71,7 +71,7 @@ class Problem:
         seq_lens = self.case.seq_lens
         start = torch.full((len(seq_lens) + 1,), -7, dtype=torch.int32)
         items = torch.full((len(seq_lens) + 2 * wave, 4), -7, dtype=torch.int32)
-        args = PlanArgs(
+        args = struct("PlanArgs")(
             pointer(start), pointer(items), pointer(seq_lens), len(seq_lens), wave, min_chunks,
             self.window,
         )  # fmt: skip
@@ -102,7 +102,7 @@ class Problem:
         if is_far:
             table = table + FAR_BLOCKS
             caches = [far_pointer(self.k_cache), far_pointer(self.v_cache)]
-        args = DecodeArgs(
+        args = struct("DecodeArgs")(
             pointer(out), pointer(self.q), *caches, pointer(table), pointer(case.seq_lens),
             pointer(self.slopes), pointer(start), pointer(items), pointer(partials),
             out.stride(0), out.stride(1),

@@ -89,6 +89,11 @@ def make_case(form: QuantizedFormat, rows: int, outputs: int, dtype: torch.dtype
     return Case(x, q[:outputs, :INPUTS].long(), scales[:outputs], offsets[:outputs], bias, weight)
 
 
+def middle_of(form: QuantizedFormat) -> int:
+    """What is stored for 0 where there are no offsets."""
+    return 8 if form.bits == 4 else 128
+
+
 def once_rounded(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
@@ -103,11 +108,10 @@ def product(case: Case, with_bias: bool) -> Tensor:
         beyond = x[:, four : four + 4].abs().amax(1, keepdim=True) > limit
         high[:, four : four + 4] = (a[:, four : four + 4] / 128).round().long() * beyond
     total = torch.zeros(len(x), len(case.q))
+    numbers = case.q - (middle_of(form) if form.offsets == NO_OFFSETS else 0)
     for g, first in enumerate(range(0, INPUTS, form.group_size)):
         inputs = (a - 128 * high)[:, first : first + form.group_size]
-        q, scale = case.q[:, first : first + form.group_size], case.scales[:, g].float()
-        if form.offsets == NO_OFFSETS:
-            q = q - (8 if form.bits == 4 else 128)
+        q, scale = numbers[:, first : first + form.group_size], case.scales[:, g].float()
         total = once_rounded((inputs @ q.t()).float(), scale, total)
         offset = case.offsets[:, g].float()
         if form.offsets == ZERO_POINTS:
@@ -119,11 +123,8 @@ def product(case: Case, with_bias: bool) -> Tensor:
     apart = torch.zeros_like(total)
     for first in range(0, INPUTS, INPUTS if is_whole else 4):
         place = slice(first, INPUTS if is_whole else first + 4)
-        q = case.q[:, place]
-        if form.offsets == NO_OFFSETS:
-            q = q - (8 if form.bits == 4 else 128)
         scale = case.scales[:, first // form.group_size].float()
-        apart = once_rounded((high[:, place] @ q.t()).float(), scale, apart)
+        apart = once_rounded((high[:, place] @ numbers[:, place].t()).float(), scale, apart)
     total = once_rounded(apart, torch.tensor(128.0), total)
     bias = case.bias.float() if with_bias else torch.zeros(len(case.bias))
     return once_rounded(total, limit / 127.0, bias)
@@ -186,8 +187,7 @@ def test_embedding(name: str, kind: str, dtype: torch.dtype) -> None:
     if form.offsets == quantized_ops.MINIMA:
         table = once_rounded(q, scales, offsets)
     else:
-        middle = 8.0 if form.bits == 4 else 128.0
-        table = (q - (offsets if form.offsets == ZERO_POINTS else middle)) * scales
+        table = (q - (offsets if form.offsets == ZERO_POINTS else middle_of(form))) * scales
     ids = torch.tensor([69, 0, 31, 32, 69, 15, 16, 5], dtype=torch.int32)
     out = padded_out(len(ids), INPUTS, dtype)
     with backend(name) as op:

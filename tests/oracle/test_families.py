@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.foretold import totals
-from support.gpu_walk import walk_the_gpus_way
+from support.gpu_walk import GpuWalk
 from support.oracle import Oracle
 from support.step_log import log_steps
 from support.subjects import (
@@ -162,22 +162,18 @@ def test_every_family_is_in_every_mode() -> None:
 
 
 @pytest.mark.parametrize(("variant", "mode"), variants_of("gpu"))
-def test_on_a_gpus_way(
-    variant: Variant, mode: str, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpus_way(variant: Variant, mode: str, subjects: Subjects, walk: GpuWalk) -> None:
     """Windows, linear biases and learned positions, over gathered context and in padded batches,
     with and without drafts."""
-    walk = walk_the_gpus_way(monkeypatch)
     subject = subjects(variant)
     args = {"max_num_batched_tokens": 3 * CHUNK, "max_num_seqs": 8}
     assert_equal_to_oracle(subject, generate(subject, **args, speculative_model="[ngram]"))
     assert min(walk.gathers, walk.prefills, walk.replays, walk.whole) > 0
 
 
-def test_ranks_on_a_gpus_way(subjects: Subjects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_a_gpus_way(subjects: Subjects, walk: GpuWalk) -> None:
     """Graphs that contain sums, and steps that begin early. All ranks must do the same, or one of
     them waits for the others in a different exchange."""
-    walk = walk_the_gpus_way(monkeypatch)
     subject = subjects(next(variant for variant in VARIANTS if divides(variant, 2)))
     args = {"max_num_batched_tokens": 3 * CHUNK, "num_device_blocks_override": JUST_TWO + 1}
     assert_equal_to_oracle(subject, generate(subject, 2, max_num_seqs=8, **args))

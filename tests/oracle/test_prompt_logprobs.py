@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.byte_llama import make_engine, random_prompts, run
 from support.oracle import Oracle
+from support.patches import on_call
 
 from tpengine import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from tpengine.worker import model_runner
@@ -62,18 +63,12 @@ def test_equal_transformers(folder: Any, oracle: Oracle, max_num_batched_tokens:
 
 def test_slices_are_bounded(folder: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """No slice has more rows of logits than the memory profile ran with."""
-    sizes = []
-    softmax = torch.log_softmax
-
-    def watched(logits: torch.Tensor, dim: int) -> torch.Tensor:
-        sizes.append(len(logits))
-        return softmax(logits, dim=dim)
-
     monkeypatch.setattr(model_runner, "PROMPT_SLICE_ROWS", 11)
     with make_engine(folder, max_num_batched_tokens=512, max_num_seqs=2) as engine:
-        monkeypatch.setattr(torch, "log_softmax", watched)
+        calls = on_call(monkeypatch, torch, "log_softmax")
         outputs = run(engine, _requests())
     monkeypatch.undo()
+    sizes = [len(logits) for logits, *_ in calls]
     assert max(sizes) == 11
     assert len(sizes) > sum(LENGTHS) // 11
     _check_all(oracle, outputs)

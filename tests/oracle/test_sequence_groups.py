@@ -168,16 +168,3 @@ def test_prompt_logprobs_of_a_group(engine: LLMEngine) -> None:
     # Again, with the prompt in the prefix cache.
     again = run(engine, [(prompt, SamplingParams(prompt_logprobs=2, max_tokens=3))])[0]
     assert again.prompt_logprobs == single.prompt_logprobs
-
-
-def test_a_processor_that_fails_ends_all_sequences_of_its_request(engine: LLMEngine) -> None:
-    bad = SamplingParams(
-        n=3, seed=0, max_tokens=9, logits_processors="support.logits_processors:fail_at_third"
-    )
-    good = SamplingParams(n=2, seed=4, max_tokens=9, ignore_eos=True)
-    prompt = random_prompts([20], seed=8)[0]
-    (alone,) = run(engine, [(prompt, good)])
-    failed, other = run(engine, [(prompt, bad), (prompt, good)])
-    assert [c.token_ids for c in other.outputs] == [c.token_ids for c in alone.outputs]
-    assert "the third token" in str(failed.error)
-    assert {completion.finish_reason for completion in failed.outputs} == {"error"}

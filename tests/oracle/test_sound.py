@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.engines import greedy, open_engine, open_llm, preemptions, serve
-from support.small_barts import logits_after
+from support.engines import greedy, open_engine, open_llm, serve
+from support.small_barts import distance, serve_preempted
 from support.small_whispers import (
     BEFORE,
     BEGIN,
@@ -32,7 +32,6 @@ from support.small_whispers import (
     wav,
     write_whisper,
 )
-from support.step_log import log_steps
 from support.tiny_llama import edit_json
 from transformers import GenerationMixin, WhisperFeatureExtractor
 
@@ -134,17 +133,6 @@ def test_beams(whisper: Path, num_beams: int) -> None:
         assert [i for i in answers[0] if i != END] == own
 
 
-def distance(model: Any, samples: Samples, output: Any) -> float:
-    """Of the log probabilities of an output's tokens from those of transformers, the largest."""
-    distances, features = [], features_of(model, samples)
-    for completion in output.outputs:
-        ids = completion.token_ids
-        logits = logits_after(model, output.prompt_token_ids, ids, input_features=features)
-        chosen = logits.log_softmax(1).gather(1, torch.tensor([ids]).t())
-        distances.append(abs(completion.cumulative_logprob - float(chosen.sum())) / len(ids))
-    return max(distances)
-
-
 @pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_ranks(whisper: Path, tp_size: int) -> None:
     model, prompts = transformers_whisper(whisper), sounds(LENGTHS, seed=3)
@@ -155,7 +143,6 @@ def test_ranks(whisper: Path, tp_size: int) -> None:
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preemption(whisper: Path, mode: str) -> None:
-    """A cache for few requests: the encoder's blocks are swapped, or filled again."""
     model, prompts = transformers_whisper(whisper), sounds(LENGTHS, seed=4)
     fields = {"max_tokens": 40, "ignore_eos": True}
     params = [
@@ -163,18 +150,9 @@ def test_preemption(whisper: Path, mode: str) -> None:
         SamplingParams(n=2, use_beam_search=True, temperature=0.0, **fields),
         SamplingParams(temperature=0.0, **fields),
     ] * 2
-    tiny = {"block_size": 8, "num_device_blocks_override": 24, "preemption_mode": mode}
-    with open_llm(whisper) as llm:
-        expected = llm.generate([of_sound(s) for s in prompts], params, use_tqdm=False)
-    with log_steps() as log, open_llm(whisper, **tiny) as llm:
-        outputs = llm.generate([of_sound(s) for s in prompts], params, use_tqdm=False)
-        assert llm.llm_engine.num_free_blocks == llm.llm_engine.num_total_blocks
-    assert preemptions(outputs) > 0
-    log.assert_only(mode)
-    for samples, output, other in zip(prompts, outputs, expected, strict=True):
-        ids = [completion.token_ids for completion in output.outputs]
-        assert ids == [completion.token_ids for completion in other.outputs]
-        assert distance(model, samples, output) < 1e-3
+    outputs = serve_preempted(whisper, [of_sound(s) for s in prompts], params, mode)
+    for samples, output in zip(prompts, outputs, strict=True):
+        assert distance(model, output, input_features=features_of(model, samples)) < 1e-3
 
 
 def test_forms_of_a_prompt(whisper: Path, tmp_path: Path) -> None:
@@ -197,7 +175,8 @@ def test_forms_of_a_prompt(whisper: Path, tmp_path: Path) -> None:
     assert [output.prompt_token_ids for output in own_outputs] == [german, [BEFORE, *BEGIN]]
     expected = as_transformers(model, samples, language="de", task="translate")
     assert ids_of(own_outputs[:1]) == [expected]
-    assert max(distance(model, samples, output) for output in own_outputs) < 1e-3
+    features = features_of(model, samples)
+    assert max(distance(model, output, input_features=features) for output in own_outputs) < 1e-3
 
 
 @pytest.mark.parametrize(

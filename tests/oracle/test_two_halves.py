@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import greedy, open_engine, open_llm, preemptions, serve
+from support.engines import greedy, open_engine, open_llm, serve
 from support.small_barts import (
     FAMILIES,
     MAX_POSITIONS,
     START,
     assert_right,
+    distance,
     encoder_prompts,
     logits_after,
+    serve_preempted,
     transformers_bart,
     write_bart,
 )
-from support.step_log import log_steps
 from support.tiny_llama import byte_level_tokenizer, edit_json
 from transformers import BartModel
 
@@ -48,8 +49,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "forced_bos_token_id": START,
     },
 } | {family: {"family": family} for family in FAMILIES if family != "Bart"}
-TINY: dict[str, Any] = {"block_size": 8, "num_device_blocks_override": 24, "max_model_len": 64}
-"""Room for the longest request, and for few beside it."""
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +131,6 @@ def test_ranks(tmp_path: Path, family: str, tp_size: int, chunked: bool) -> None
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("kind", ["greedy", "n", "best_of", "beams"])
 def test_preemption(bart: Path, mode: str, kind: str) -> None:
-    """A cache for few requests: the encoder's blocks are swapped, or filled again."""
     fields: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0.0},
         "n": {"n": 2, "top_p": 0.9},
@@ -144,19 +142,9 @@ def test_preemption(bart: Path, mode: str, kind: str) -> None:
         for seed in range(6)
     ]
     prompts = [of_ids(p) for p in encoder_prompts([40, 9, 33, 60, 1, 22], seed=5)]
-    with open_llm(bart) as llm:
-        expected = llm.generate(prompts, params, use_tqdm=False)
-    with log_steps() as log, open_llm(bart, preemption_mode=mode, **TINY) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        engine = llm.llm_engine
-        assert engine.num_free_blocks == engine.num_total_blocks
-    assert preemptions(outputs) > 0
-    log.assert_only(mode)
+    outputs = serve_preempted(bart, prompts, params, mode, max_model_len=64)
     assert_right(transformers_bart(bart), outputs, is_greedy=kind == "greedy")
-    for output, other in zip(outputs, expected, strict=True):
-        ids = [completion.token_ids for completion in output.outputs]
-        assert ids == [completion.token_ids for completion in other.outputs]
-        assert len(ids) == params[0].n
+    assert all(len(output.outputs) == params[0].n for output in outputs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -180,22 +168,19 @@ def test_recorded_steps(tmp_path: Path, family: str) -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize(("form", "most"), [("int8", 0.1), ("int4", 2.0)])
+@pytest.mark.parametrize(("form", "most"), [("int8", 0.025), ("int4", 0.5)])
 def test_rounded_weights(tmp_path: Path, form: str, most: float) -> None:
     """Close to those that are not rounded, and not equal."""
     bart = write_bart(tmp_path, init_std=0.1)
     prompts = [of_ids(p) for p in encoder_prompts(LENGTHS, seed=6)]
     with open_llm(bart, quantization=form) as llm:
         outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
-    model, differences = transformers_bart(bart), []
-    for output in outputs:
-        (completion,) = output.outputs
-        encoder = torch.tensor([output.encoder_prompt_token_ids])
-        ids = output.prompt_token_ids, completion.token_ids
-        logits = logits_after(model, *ids, input_ids=encoder)
-        chosen = logits.log_softmax(1).gather(1, torch.tensor([completion.token_ids]).t())
-        differences.append(abs(completion.cumulative_logprob - float(chosen.sum())))
-    assert 0.0 < sum(differences) / len(differences) < most
+    model = transformers_bart(bart)
+    distances = [
+        distance(model, output, input_ids=torch.tensor([output.encoder_prompt_token_ids]))
+        for output in outputs
+    ]
+    assert 0.0 < sum(distances) / len(distances) < most
 
 
 def test_texts(bart: Path, tmp_path: Path) -> None:

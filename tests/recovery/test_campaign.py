@@ -166,12 +166,11 @@ class Campaign:
     def __init__(self, model: Path, executor: str, log: Path) -> None:
         self.log = log
         self.is_hurt = False
-        self._executor = executor
+        self.executor = executor
         # Ray's sockets lie in this folder, and their paths must be short.
         self.folder = tempfile.mkdtemp(prefix="tpe", dir="/tmp")
         self._mark = uuid.uuid4().hex
-        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "MARK": self._mark}
-        environment |= SECRETS
+        environment = {**os.environ, **SECRETS, "PYTHONPATH": PYTHONPATH, "MARK": self._mark}
         environment |= {"TMPDIR": self.folder, "RAY_TMPDIR": self.folder}
         as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
         program = [sys.executable, HERE / "campaign_driver.py", model, executor, "local"]
@@ -200,7 +199,7 @@ class Campaign:
         self.driver.say("prefill" if row.moment == "prefill" else "decode", pace_s)
         ranks = self.driver.hear(ROW_S)
         known = self.ranks()
-        assert known, f"no rank was started by {self._executor}"
+        assert known, f"no rank was started by {self.executor}"
         with ExitStack() as stack:
             fault = self.fault(row.below, stack)
             for rank in row.lose:
@@ -260,7 +259,7 @@ class Campaign:
         return set(filter(self.is_rank, actors(self.pid)))
 
     def is_rank(self, pid: int) -> bool:
-        return name_of(pid).startswith(RANKS[self._executor])
+        return name_of(pid).startswith(RANKS[self.executor])
 
     def marked(self) -> list[int]:
         """Processes that the driver has started, and those that they have."""
@@ -330,26 +329,24 @@ class Campaigns:
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._model, self._folder = model, folder
-        self._executor, self._found = "", None
-
-    _found: Campaign | None
+        self._running: Campaign | None = None
 
     def of(self, executor: str) -> Campaign:
-        if self._found is not None and (self._found.is_hurt or executor != self._executor):
+        running = self._running
+        if running is not None and (running.is_hurt or executor != running.executor):
             self.close()
-        if self._found is None:
-            log = self._folder / f"{executor}.log"
-            self._executor, self._found = executor, Campaign(self._model, executor, log)
-        return self._found
+        if self._running is None:
+            self._running = Campaign(self._model, executor, self._folder / f"{executor}.log")
+        return self._running
 
     def close(self) -> None:
-        campaign, self._found = self._found, None
+        campaign, self._running = self._running, None
         if campaign is None:
             return
         try:
             if not campaign.is_hurt:
                 left = campaign.end()
-                print(f"| {self._executor} | after the end of the driver | | | | {left} |")
+                print(f"| {campaign.executor} | after the end of the driver | | | | {left} |")
                 assert left == "nothing"
         finally:
             campaign.close()

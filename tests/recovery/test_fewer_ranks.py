@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
-from executor.ray_engines import executor_of, rank_engine
+from executor.ray_engines import executor_of, kill_rank, rank_engine
 from support.models import ModelShop
 from support.namespaces import children_of
 from support.patches import on_call
@@ -109,8 +109,7 @@ def engine_of(models: ModelShop, size: int, **args: Any) -> Iterator[Served]:
     assert [served.outputs[number] for number in range(3)] == [x.token_ids for x in answers]
 
 
-def lose(engine: LLMEngine) -> None:
-    os.kill(executor_of(engine).places[-1].pid, signal.SIGKILL)
+lose = partial(kill_rank, rank=-1)
 
 
 @pytest.mark.parametrize("sizes", [[2, 1], [4, 2, 1], [4, 1]], ids=str)

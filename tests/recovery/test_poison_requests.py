@@ -6,10 +6,11 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scheduling.fake_worker import FakeWorker
 from scheduling.loop import Limits, Loop, make_request, plain
+from support.random_runs import SAME_EXAMPLES
 
 from tpengine import SamplingParams
 from tpengine.engine.poison_requests import PoisonSearch
@@ -223,14 +224,7 @@ def test_random_poisons(fake_config: MakeConfig) -> None:
     config = fake_config(max_num_seqs=8, max_num_batched_tokens=32)
     num_poisonous = accidents = 0
 
-    @settings(
-        max_examples=60,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(SAME_EXAMPLES, max_examples=60, phases=[Phase.generate])
     @given(
         count=st.integers(1, 14),
         poisonous=st.dictionaries(

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.engines import with_steps_in_flight
 from support.patches import on_call
+from support.random_runs import SAME_EXAMPLES
+from support.step_log import log_steps
 
 from tpengine import RequestOutputKind, SamplingParams
 from tpengine.config import EngineConfig
 from tpengine.engine import recovery
 from tpengine.scheduling.scheduler import Scheduler
 from tpengine.scheduling.sequence import SequenceStatus
-from tpengine.scheduling.step import SchedulerOutput
 
 from .client import Answer, Job, open_client, serve, summary
 from .conftest import MakeConfig
@@ -172,7 +173,6 @@ def test_random_losses(
 ) -> None:
     events: Counter[str] = Counter()
     configs = {k: fake_config(max_num_seqs=6, max_model_len=64, **v) for k, v in ENGINES.items()}
-    schedule = Scheduler.schedule
 
     def count(scheduler: Scheduler, *_: Any) -> None:
         events["ahead when lost"] += len(scheduler.unanswered) > 1
@@ -184,28 +184,18 @@ def test_random_losses(
             events["prefilling when lost"] += running and not begun
             events["decoding when lost"] += running and begun
 
-    def counting_schedule(scheduler: Scheduler, is_alone: bool = False) -> SchedulerOutput:
-        output = schedule(scheduler, is_alone)
-        events["preempted"] += len(output.preempted)
-        return output
-
     monkeypatch.setattr(recovery, "pause_s", lambda _: 0.0)
     on_call(monkeypatch, Scheduler, "restart", count)
-    monkeypatch.setattr(Scheduler, "schedule", counting_schedule)
 
-    @settings(
-        max_examples=60 if keeps_memory else 140,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],  # shrinking a failure takes too long
-        suppress_health_check=list(HealthCheck),
-    )
+    # Shrinking a failure takes too long.
+    @settings(SAME_EXAMPLES, max_examples=60 if keeps_memory else 140, phases=[Phase.generate])
     @given(trace=traces)
     def run(trace: Trace) -> None:
         play(trace, configs[trace.engine], events, keeps_memory)
 
-    run()
+    with log_steps() as log:
+        run()
+    events["preempted"] = log.num_preemptions
     # The traces reach the cases that this test is for.
     wanted = ["execute_model", "idle", "rebuild", "cache", "shrunk", "preempted"]
     wanted += ["swapped when lost", "prefilling when lost", "decoding when lost"]

@@ -64,6 +64,7 @@ ENGINES |= {
 }
 """By name: what engines are told, and how many blocks each group has. All are compared with
 tpengine's code."""
+ENGINES["a GPU's way"] = ({}, [(200, 0)])
 # Its sequences keep the blocks behind a window.
 ENGINES["window, transformers' code"][1][:] = [(48, 200), (38, 200)]
 
@@ -91,13 +92,14 @@ def logprobs_of(answer: Answer) -> list[float]:
     return logprobs + [o.cumulative_logprob or 0.0 for o in answer.outputs.values()]
 
 
-IN_EACH_RUN = ("swap", "drafts", "recompute", "window, transformers' code")
+IN_EACH_RUN = ("swap", "drafts", "recompute", "window, transformers' code", "a GPU's way")
 
 
 @pytest.mark.parametrize("name", only(IN_EACH_RUN, ENGINES))
 def test_everything_a_user_sees_is_the_same(name: str, request: pytest.FixtureRequest) -> None:
-    """Also if a lost step had drafts."""
+    """Also if a lost step had drafts, or ids of steps in flight had not arrived."""
     args, blocks = ENGINES[name]
+    walk = request.getfixturevalue("walk") if "GPU" in name else None
     make = request.getfixturevalue("window_config" if "window" in name else "real_config")
     config = make(**args)
     jobs = make_jobs(config.scheduler.policy == "priority")
@@ -118,6 +120,7 @@ def test_everything_a_user_sees_is_the_same(name: str, request: pytest.FixtureRe
         drafted, accepted = totals(drafter)
         assert 20 < accepted < drafted
     assert len(served.executor.losses) >= 5
+    assert walk is None or walk.ahead > 200
     assert (log.num_swapped > 0) == name.startswith(("swap", "window"))
     # Also with swap a request is recomputed that has several sequences and computes its prompt.
     assert log.num_recomputed > 0 or not name.startswith("recompute")

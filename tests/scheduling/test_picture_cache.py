@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tpengine.config import PicturesConfig
-from tpengine.messages import PictureLoad, PictureSpan, SamplingRules, StepInput
-from tpengine.outputs import RequestMetrics
-from tpengine.sampling_params import SamplingParams
+from tpengine.messages import PictureLoad, PictureSpan, StepInput
 from tpengine.scheduling.picture_cache import PictureCache
-from tpengine.scheduling.sequence import PromptPictures, Request, Sequence, SequenceStatus
+from tpengine.scheduling.sequence import PromptPictures, Request, SequenceStatus
+
+from .loop import make_request
 
 
 def ask(*pictures: str, num_computed: int = 0) -> Request:
@@ -20,14 +20,11 @@ def ask(*pictures: str, num_computed: int = 0) -> Request:
         for i, (name, size) in enumerate(zip(pictures, sizes, strict=True))
     ]
     loads = {s.digest: PictureLoad(s.digest, s.num_tokens, 1, 1, b"\0\0\0") for s in spans}
-    ids = list(range(5 * len(pictures) + 1))
-    sequence = Sequence(0, 0, ids, len(ids), num_computed_tokens=num_computed)
-    sequence.move_to(SequenceStatus.RUNNING)
-    return Request(
-        prompt=None, prompt_token_ids=ids, sampling_params=SamplingParams(), rules=SamplingRules(),
-        request_id="", seed=0, arrival_index=0, sequences=[sequence],
-        metrics=RequestMetrics(0.0, None, None, None, None), pictures=PromptPictures(spans, loads),
-    )  # fmt: skip
+    request = make_request(0, 5 * len(pictures) + 1)
+    request.pictures = PromptPictures(spans, loads)
+    request.sequences[0].num_computed_tokens = num_computed
+    request.sequences[0].move_to(SequenceStatus.RUNNING)
+    return request
 
 
 def cache(num_rows: int, most: int = 100, are_whole: bool = False) -> PictureCache:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.patches import on_call
 
 from tpengine.inputs import Owner
 from tpengine.scheduling.passing import Passing
@@ -164,11 +165,7 @@ def test_steps_are_full_and_the_first_prompt_has_its_half(
 def test_a_step_asks_once_how_long_the_first_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many wait behind it that run too long to pass it: the answer takes a look at all
     running requests."""
-    asked: list[Any] = []
-    answer = Passing._steps_until_room
-    monkeypatch.setattr(
-        Passing, "_steps_until_room", lambda *args: asked.append(args) or answer(*args)
-    )
+    asked = on_call(monkeypatch, Passing, "_steps_until_room")
     loop = Loop(LIMITS)
     loop.add_plain(LONG, LONG * 3)
     for index in range(2, 30):

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_runs import SAME_EXAMPLES
 
 from tpengine.inputs import NO_OWNER, Owner
 from tpengine.outputs import RequestOutput
@@ -373,13 +374,7 @@ def test_random_traces(name: str, share: int) -> None:
     mix, fields, max_examples, wanted = MIXES[name]
     events: Counter[str] = Counter()
 
-    @settings(
-        max_examples=max_examples // share,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(SAME_EXAMPLES, max_examples=max_examples // share)
     @given(trace=mix, arguments=fields)
     def run(trace: Trace, arguments: dict[str, Any]) -> None:
         loop, requests = play(trace, **arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.imports import imported
+from support.programs import imported
 
 NAMES = {f"tpengine.server.{name}" for name in ("auth", "limits", "server_args", "state")}
 

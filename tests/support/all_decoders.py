@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import random
 import resource
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from support.engines import greedy, open_engine, serve  # noqa: E402
+from support.oracle import MIN_MARGIN  # noqa: E402
 from support.tables import read_table  # noqa: E402
 from tpengine import EngineArgs  # noqa: E402
 from tpengine.errors import ConfigError  # noqa: E402
@@ -39,14 +41,14 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- all_decoders: begin -->\n", "<!-- all_decoders: end -->\n"
 PROMPT_LENGTHS = (61, 23, 5)
 NUM_OUTPUT_TOKENS = 12
-CANDIDATES = 6
 MAX_ELEMENTS = 15_000_000
 _TABLES = read_table("tiny_decoders")
 SIZES: dict[str, Any] = _TABLES["sizes"]
 """Fields of the tiny models, where a configuration has them."""
 SPECIAL: dict[str, dict[str, Any]] = _TABLES["special"]
 """By model type: fields that only some classes have, or that need other values."""
-VOCAB_SIZE: int = SIZES["vocab_size"]
+_RANDOM = random.Random(1)
+PROMPTS = [[_RANDOM.randrange(3, SIZES["vocab_size"]) for _ in range(n)] for n in PROMPT_LENGTHS]
 
 
 @dataclass(frozen=True)
@@ -135,39 +137,6 @@ def write_model(model_type: str, folder: Path) -> Any:
     return model
 
 
-@dataclass(frozen=True)
-class Expected:
-    """transformers' answer to one prompt: greedy ids, and the prompt's log probabilities."""
-
-    prompt: list[int]
-    token_ids: tuple[int, ...]
-    prompt_logprobs: list[float]
-
-
-@torch.inference_mode()
-def expected_answers(model: Any) -> list[Expected]:
-    """Answers to random prompts: of several of a length, the one that is farthest from a tie."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        _best_of(model, torch.randint(3, VOCAB_SIZE, (CANDIDATES, length), generator=generator))
-        for length in PROMPT_LENGTHS
-    ]
-
-
-def _best_of(model: Any, prompts: torch.Tensor) -> Expected:
-    ids, length = prompts, prompts.shape[1]
-    margins = torch.full((len(prompts),), float("inf"))
-    for _ in range(NUM_OUTPUT_TOKENS):
-        logits = model(ids, use_cache=False).logits.float()
-        best = logits[:, -1].topk(2)
-        margins = torch.minimum(margins, best.values[:, 0] - best.values[:, 1])
-        ids = torch.cat([ids, best.indices[:, :1]], dim=1)
-    row = int(margins.argmax())
-    prompt, logprobs = prompts[row], torch.log_softmax(logits[row], dim=-1)[: length - 1]
-    chosen = logprobs.gather(1, prompt[1:].unsqueeze(1))[:, 0].tolist()
-    return Expected(prompt.tolist(), tuple(ids[row, length:].tolist()), chosen)
-
-
 SETTINGS: dict[str, Any] = {
     "model_impl": "transformers",
     "max_model_len": 96,
@@ -177,17 +146,20 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def run(folder: Path, expected: Sequence[Expected], tp_size: int = 1, **args: Any) -> str:
-    """Runs a model; returns what differs from transformers, or nothing."""
+def run(folder: Path, model: Any, tp_size: int = 1, **args: Any) -> str:
+    """Runs a model; returns what differs from `model`, that of transformers, or nothing."""
     with open_engine(folder, tp_size, **{**SETTINGS, **args}) as engine:
-        params = greedy(NUM_OUTPUT_TOKENS, prompt_logprobs=0)
-        outputs = serve(engine, [answer.prompt for answer in expected], params)
-    for answer, output in zip(expected, outputs, strict=True):
-        if tuple(output.outputs[0].token_ids) != answer.token_ids:
-            return f"other ids after a prompt of {len(answer.prompt)} tokens"
-        pairs = zip(answer.prompt[1:], output.prompt_logprobs[1:], strict=True)
-        chosen = [entry[token].logprob for token, entry in pairs]
-        if max(abs(a - b) for a, b in zip(chosen, answer.prompt_logprobs, strict=True)) > 1e-3:
+        outputs = serve(engine, PROMPTS, greedy(NUM_OUTPUT_TOKENS, prompt_logprobs=0))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids, last = torch.tensor([*prompt, *output.outputs[0].token_ids]), len(prompt) - 1
+        with torch.inference_mode():
+            logits = model(ids[None], use_cache=False).logits[0, :-1].float()
+        chosen = logits.gather(1, ids[1:, None])[:, 0]
+        if (logits.amax(1) - chosen)[last:].max() > MIN_MARGIN:
+            return f"other ids after a prompt of {len(prompt)} tokens"
+        pairs = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        logprobs = torch.tensor([entry[token].logprob for token, entry in pairs])
+        if (logprobs - (chosen - logits.logsumexp(1))[:last]).abs().max() > 1e-3:
             return "other log probabilities of a prompt"
     return ""
 
@@ -198,11 +170,9 @@ def try_class(model_type: str, architecture: str) -> Verdict:
         folder = Path(name)
         try:
             model = write_model(model_type, folder)
-            run(folder, [])  # a refusal comes before transformers' slow answers
-            expected = expected_answers(model)
-            problem = run(folder, expected)
+            problem = run(folder, model)
             problem = problem or run(
-                folder, expected, max_num_batched_tokens=16, num_device_blocks_override=6
+                folder, model, max_num_batched_tokens=16, num_device_blocks_override=6
             )
         except NotMadeError as error:
             reason = f"not tried, transformers makes no tiny one: {first_line(error)}"
@@ -214,7 +184,7 @@ def try_class(model_type: str, architecture: str) -> Verdict:
         if problem:
             return Verdict(model_type, architecture, False, reason=problem, is_typed=False)
         try:
-            problem = run(folder, expected, 2)
+            problem = run(folder, model, 2)
         except ConfigError as error:
             return Verdict(model_type, architecture, True, short(error))
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tokenizers import AddedToken
 
 from support import engines
 from support.engines import serve
-from support.small_llamas import write_llama
+from support.small_llamas import SHAPES
 from support.tiny_llama import byte_level_tokenizer
 from tpengine import LLMEngine, RequestOutput, SamplingParams
 
@@ -21,7 +22,7 @@ END_TOKEN_ID = 2
 
 def write(path: Path) -> Path:
     """A random Llama and its tokenizer."""
-    write_llama(path, 4, 2, 16, 2, VOCAB_SIZE, seed=11)
+    replace(SHAPES["grouped"], vocab_size=VOCAB_SIZE, seed=15).write(path)
     write_tokenizer(path)
     return path
 

@@ -7,6 +7,7 @@ The ops are the same on the CPU. Substitutes replay the graphs and copy the samp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,22 +77,30 @@ class GpuWalk:
         return finish
 
 
-class NoGrowth:
-    """Replaces `CudaGrowth`: graphs on the CPU take no memory of a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def num_bytes(self) -> int:
-        return 0
-
-
 def gpu_attention(worker: Worker, model: Any) -> GpuAttention:
     """Replaces `Worker._make_gpu_attention`: makes on the CPU what attention needs on a GPU."""
     assert len(list(attention_layers(model))) == worker._config.model.num_layers
     return GpuAttention(
         model, worker._config, worker._dtype, worker._cache_dtype, torch.device("cpu")
     )
+
+
+def record_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+    make_capture: Callable[[torch.device], Capture],
+    num_bytes: int = 0,
+) -> None:
+    """Has workers on the CPU record graphs from now on, which take so many bytes of a device."""
+    growth = SimpleNamespace(num_bytes=lambda: num_bytes)
+    monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
+    monkeypatch.setattr(Recorder, "_uses_graphs", lambda self: True)
+    monkeypatch.setattr("tpengine.worker.recorder.CudaCapture", make_capture)
+    monkeypatch.setattr(graphs, "CudaGrowth", lambda device: growth)
+
+
+@pytest.fixture
+def walk(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
+    return walk_the_gpus_way(monkeypatch)
 
 
 def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
@@ -126,11 +135,8 @@ def walk_the_gpus_way(monkeypatch: pytest.MonkeyPatch) -> GpuWalk:
 
     monkeypatch.setattr(EngineArgs, "create_engine_config", with_two_steps)
     monkeypatch.setattr(ModelRunner, "_ids_in_flight", count_ids)
-    monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
-    monkeypatch.setattr(Recorder, "_uses_graphs", lambda self: True)
+    record_graphs(monkeypatch, lambda device: walk.captures())
     monkeypatch.setattr(Worker, "_works_ahead", True)
-    monkeypatch.setattr("tpengine.worker.recorder.CudaCapture", lambda device: walk.captures())
-    monkeypatch.setattr(graphs, "CudaGrowth", NoGrowth)
     monkeypatch.setattr(Downloads, "start", lambda self, tensors: walk.download(tensors))
     monkeypatch.setattr(DecodeGraphs, "record", record)
     monkeypatch.setattr(

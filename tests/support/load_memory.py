@@ -19,25 +19,16 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from safetensors.torch import save_file
 
+from support.resident import status_bytes
+from support.tiny_llama import TinyLlama
 from tpengine.checkpoint.loader import load_model
 from tpengine.distributed.parallel_state import ParallelState
 from tpengine.engine_args import EngineArgs
 from tpengine.layers.weights import Weights
 
 LAYERS, HIDDEN, INNER, HEADS, VOCABULARY = 8, 1024, 4096, 16, 8_000
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+CONFIG = TinyLlama(64, HEADS, HEADS, HIDDEN, INNER, LAYERS, VOCABULARY, 128).config().to_dict()
+CONFIG["architectures"] = ["LlamaForCausalLM"]
 
 
 def write(path: Path, kind: str) -> None:
@@ -101,11 +92,6 @@ def write_gptq(folder: Path) -> int:
     return sum(tensor.nbytes for tensor in state.values())
 
 
-def private_bytes() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
-
-
 def measure(model: Path, quantization: str | None = None, load_format: str = "auto") -> list[int]:
     """Returns the peak above the start, and the bytes of the weights."""
     args = EngineArgs(str(model), load_format=load_format, quantization=quantization)
@@ -113,12 +99,13 @@ def measure(model: Path, quantization: str | None = None, load_format: str = "au
     weights = Weights(
         torch.bfloat16, torch.device("cpu"), ParallelState(), quantization, quantization is None
     )
-    base, peak, is_over = private_bytes(), 0, threading.Event()
+    fields, is_over = ("RssAnon", "RssShmem"), threading.Event()
+    base = peak = status_bytes(*fields)
 
     def watch() -> None:
         nonlocal peak
         while not is_over.wait(0.002):
-            peak = max(peak, private_bytes())
+            peak = max(peak, status_bytes(*fields))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -127,7 +114,7 @@ def measure(model: Path, quantization: str | None = None, load_format: str = "au
     is_over.set()
     thread.join()
     del loaded
-    return [max(peak, base) - base, weights.num_bytes]
+    return [peak - base, weights.num_bytes]
 
 
 def main() -> None:

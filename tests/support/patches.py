@@ -1,8 +1,11 @@
-"""Calls of the package's own code: what a test does before them, and what they were given."""
+"""Calls of the package's own code, what a test does before them and what they were given; and
+limits of this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -26,6 +29,17 @@ def on_call(
 
     patch.setattr(owner, name, run)
     return calls
+
+
+@contextmanager
+def limited(kind: int, at_most: int) -> Iterator[None]:
+    """Lowers a limit of this process."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (at_most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
 
 
 def fail_at(

@@ -70,6 +70,12 @@ def python(
     return run_program(sys.executable, *words, code=code, **options)
 
 
+def imported(*statements: str) -> set[str]:
+    """Names of all modules after these statements in a fresh interpreter."""
+    program = "\n".join([*statements, "import sys", "print(*sys.modules, sep='\\n')"])
+    return set(python("-c", program).stdout.split())
+
+
 def forks(*scripts: Path, cwd: Path | None = None, **environment: str) -> list[str]:
     """What each of these scripts prints. One after another runs in a process of its own, forked
     from one that has imported torch, which takes longer than most of them."""

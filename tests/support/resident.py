@@ -1,4 +1,4 @@
-"""What of a tensor's memory is really there."""
+"""What memory is really there, of a tensor and of this process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+
+def status_bytes(*names: str) -> int:
+    """The sum of these fields of /proc/self/status."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) for name in names) * 1024
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:

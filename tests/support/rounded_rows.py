@@ -16,6 +16,13 @@ def quantize_weight(
     return result
 
 
+def rounded_weight(weight: Tensor, form: quantized.QuantizedFormat) -> Tensor:
+    """A weight as it is stored (`tests/ops` hold that against the original)."""
+    out, ids = torch.empty_like(weight), torch.arange(len(weight), dtype=torch.int32)
+    quantized.quantized_embedding(out, quantize_weight(weight, form), ids)
+    return out
+
+
 def limits_of(x: Tensor) -> Tensor:
     """Of the largest magnitude of each row and its neighbours below, by eighths of octaves, the
     least that few enough fours of the row exceed: `[num_rows, 1]`."""

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import transformers
 
+from support.engines import open_llm, preemptions
 from support.oracle import MIN_MARGIN
+from support.step_log import log_steps
+from support.tiny_llama import random_model
 
 START = 2
 """The id before each output, which is the end token too, as in BART's files."""
@@ -29,6 +32,7 @@ SIZES = {
     "encoder_ffn_dim": 96,
     "decoder_ffn_dim": 80,
 }
+"""Whisper's too."""
 _CONFIG = SIZES | {
     "max_position_embeddings": MAX_POSITIONS,
     "init_std": 0.4,
@@ -37,6 +41,8 @@ _CONFIG = SIZES | {
 }
 
 
+GROWN = {"out_proj": 3.0, "fc2": 3.0}
+"""Weights that are larger, so that not only the last token decides."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bart": {},
     "MBart": {"scale_embedding": True, "forced_bos_token_id": 7},
@@ -64,34 +70,20 @@ def write_bart(folder: Path, family: str = "Bart", **config: Any) -> Path:
     config = FAMILIES[family] | config
     fields = getattr(transformers, f"{family}Config")(**{**_CONFIG, **config})
     head = "MTModel" if family == "Marian" else "ForConditionalGeneration"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    share = 0.1 if family in ("MBart", "Pegasus") else 1.0  # a norm before the head
+
+    def make() -> Any:
         model = getattr(transformers, f"{family}{head}")(fields)
-        with torch.no_grad():
-            model.final_logits_bias.normal_(0.0, 0.5)
-            randomize(model, ("positions", "out_proj", "fc2"))
-            if family in ("MBart", "Pegasus"):  # a norm before the head
-                model.model.shared.weight.mul_(0.1)
-                model.final_logits_bias.mul_(0.1)
+        model.final_logits_bias.normal_(0.0, 0.5 * share)
+        return model
+
+    model = random_model(make, 0, 0.1, GROWN | {"positions": 3.0, "shared": share})
     if family == "Marian":
         model.final_logits_bias[0, PAD] = 3.0
         model.generation_config.bad_words_ids = [[PAD]]
     model.generation_config.forced_bos_token_id = config.get("forced_bos_token_id")
     model.save_pretrained(folder)
     return folder
-
-
-@torch.no_grad()
-def randomize(model: Any, grown: Sequence[str]) -> None:
-    """Makes biases that are not zero, norms that are not one, and larger weights where a name has a
-    part of `grown`, so that not only the last token decides. Tables of sines stay."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            parameter.normal_(0.0, 0.1)
-        elif "norm" in name:
-            parameter.uniform_(0.5, 1.5)
-        elif parameter.requires_grad and any(part in name for part in grown):
-            parameter.mul_(3.0)
 
 
 @functools.cache
@@ -119,6 +111,36 @@ def logits_after(
     with torch.inference_mode():
         logits = model(decoder_input_ids=decoder, **encoder).logits[0]
     return logits[len(decoder_ids) - 1 : -1].clone()
+
+
+def distance(model: Any, output: Any, **encoder: torch.Tensor) -> float:
+    """Of the mean log probability of an output's tokens from that of transformers, the largest of
+    all sequences. `encoder`: see `logits_after`."""
+    distances = []
+    for completion in output.outputs:
+        ids = completion.token_ids
+        logits = logits_after(model, output.prompt_token_ids, ids, **encoder)
+        chosen = logits.log_softmax(1).gather(1, torch.tensor([ids]).t())
+        distances.append(abs(completion.cumulative_logprob - float(chosen.sum())) / len(ids))
+    return max(distances)
+
+
+def serve_preempted(
+    folder: Path, prompts: Sequence[Any], params: Any, mode: str, **options: Any
+) -> list[Any]:
+    """The outputs of a cache for few requests, where the encoder's blocks are swapped, or filled
+    again: they are those of a cache for all."""
+    with open_llm(folder) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    options |= {"block_size": 8, "num_device_blocks_override": 24, "preemption_mode": mode}
+    with log_steps() as log, open_llm(folder, **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.llm_engine.num_free_blocks == llm.llm_engine.num_total_blocks
+    assert preemptions(outputs) > 0
+    log.assert_only(mode)
+    for output, other in zip(outputs, expected, strict=True):
+        assert [o.token_ids for o in output.outputs] == [o.token_ids for o in other.outputs]
+    return outputs
 
 
 def assert_right(model: Any, outputs: Sequence[Any], is_greedy: bool = True) -> None:

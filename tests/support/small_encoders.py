@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
-from support.tiny_llama import INITIALIZER_RANGE
+from support.tiny_llama import INITIALIZER_RANGE, random_model
 
 LABELS = {0: "no", 1: "perhaps", 2: "yes"}
 MAX_POSITIONS = 64
@@ -68,16 +68,14 @@ def write_encoder(
     config = transformers.AutoConfig.for_model(
         model_type, **{**_COMMON, **ENCODERS[name], **fields}
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+
+    def make() -> Any:
         model = auto.from_config(config, dtype=torch.float32).eval()
-        for key, parameter in model.named_parameters():
-            if key.endswith(".bias"):
-                parameter.data.normal_(0.0, INITIALIZER_RANGE)
-            elif "norm" in key.lower():
-                parameter.data.uniform_(0.5, 1.5)
-            else:
-                parameter.data.normal_(0.0, INITIALIZER_RANGE)
+        for parameter in model.parameters():
+            parameter.normal_(0.0, INITIALIZER_RANGE)
+        return model
+
+    model = random_model(make)
     model.save_pretrained(folder)
     return model
 

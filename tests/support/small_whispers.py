@@ -15,13 +15,13 @@ import torch
 import transformers
 from tokenizers import AddedToken
 
-from support.small_barts import SIZES, randomize
-from support.tiny_llama import byte_level_tokenizer
+from support.small_barts import GROWN, SIZES, VOCAB_SIZE
+from support.tiny_llama import byte_level_tokenizer, random_model
 
 RATE = 16_000
 MAX_POSITIONS = 50
 """Of the encoder: a second of sound."""
-END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, BEFORE, NO_TIMES = range(311, 319)
+END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, BEFORE, NO_TIMES = range(311, VOCAB_SIZE)
 """The last ids, because transformers takes what follows NO_TIMES for times."""
 BEGIN = [START, ENGLISH, TRANSCRIBE, NO_TIMES]
 SUPPRESSED = [*range(40, 120), START, BEFORE, NO_TIMES]
@@ -56,10 +56,8 @@ Samples = npt.NDArray[np.float32]
 def write_whisper(folder: Path, generation: dict[str, Any] | None = None, **config: Any) -> Path:
     """Writes a model in which biases are not zero and norms are not one; returns its folder."""
     sizes = transformers.WhisperConfig(**{**_CONFIG, **config})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.WhisperForConditionalGeneration(sizes)
-        randomize(model, ("out_proj", "fc2"))
+    make = functools.partial(transformers.WhisperForConditionalGeneration, sizes)
+    model = random_model(make, 0, 0.1, GROWN)
     fields = _GENERATION if generation is None else generation
     for name, value in {**fields, "_from_model_config": False}.items():
         setattr(model.generation_config, name, value)

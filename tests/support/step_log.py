@@ -17,7 +17,6 @@ from tpengine.scheduling.step import SchedulerOutput
 class StepLog:
     """Counts over all steps of all engines since the log was opened."""
 
-    num_steps: int = 0
     num_partial_chunks: int = 0
     """Rows that computed a part of their tokens and left some for later steps."""
     num_mixed_steps: int = 0
@@ -44,9 +43,8 @@ class StepLog:
             statuses = {sequence.status for sequence in request.sequences}
             self.num_swapped += SequenceStatus.SWAPPED in statuses
             self.num_recomputed += SequenceStatus.WAITING in statuses
-        if output.is_empty:
+        if not output.rows:
             return
-        self.num_steps += 1
         sizes = output.step_input.num_scheduled_tokens
         for sequence, end in zip(output.rows, output.num_computed_tokens, strict=True):
             self.num_partial_chunks += end < sequence.num_tokens

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,18 +83,36 @@ class TinyLlama:
 
     def write(self, folder: Path) -> None:
         """Builds the model and writes its folder; no tokenizer."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            model = transformers.LlamaForCausalLM(self.config()).float()
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if "norm" in name:
-                        parameter.uniform_(0.5, 1.5)
-                    elif name.endswith(".bias"):
-                        parameter.normal_(0.0, INITIALIZER_RANGE)
-        model.save_pretrained(folder, max_shard_size=self.max_shard_size)
+        model = random_model(lambda: transformers.LlamaForCausalLM(self.config()), self.seed)
+        model.float().save_pretrained(folder, max_shard_size=self.max_shard_size)
         if (key := self.old_rope_key) is not None:
             edit_json(folder / "config.json", lambda config: spell_old(config, key))
+
+
+def random_model(
+    make: Callable[[], Any],
+    seed: int = 0,
+    bias_std: float = INITIALIZER_RANGE,
+    scales: Mapping[str, float] | None = None,
+) -> Any:
+    """What `make` makes of random numbers, with biases that are not zero and norms that are not
+    one; tables of sines stay.
+
+    Args:
+        scales: by what weights are multiplied whose names have such a part.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = make()
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(0.0, bias_std)
+            elif "norm" in name.lower() or "ln_" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif parameter.requires_grad:
+                own = (scale for part, scale in (scales or {}).items() if part in name)
+                parameter.mul_(math.prod(own))
+    return model
 
 
 def spell_old(config: dict[str, Any], key: str) -> None:
@@ -114,12 +133,12 @@ def edit_json(path: Path, change: Any) -> None:
     path.write_text(json.dumps(content, indent=2))
 
 
-def byte_level_tokenizer(
+def byte_level_backend(
     words: Sequence[str],
     merges: Sequence[tuple[str, str]] = (),
     specials: Sequence[str] = ("<pad>", "<s>", "</s>"),
     added: Sequence[AddedToken] = (),
-) -> transformers.PreTrainedTokenizerFast:
+) -> Tokenizer:
     """Byte-level BPE. Its first ids are the special tokens; then come the 256 bytes, the words, and
     the added tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -129,6 +148,12 @@ def byte_level_tokenizer(
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(specials))
     backend.add_tokens(list(added))
+    return backend
+
+
+def byte_level_tokenizer(*words: Any, **options: Any) -> transformers.PreTrainedTokenizerFast:
+    """With the backend of `byte_level_backend`."""
+    backend = byte_level_backend(*words, **options)
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )

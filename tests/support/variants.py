@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import transformers
 
 from support.tables import read_table
-from support.tiny_llama import INITIALIZER_RANGE, edit_json, spell_old
+from support.tiny_llama import INITIALIZER_RANGE, edit_json, random_model, spell_old
 
 _TABLES = read_table("variants")
 """`common` fields of `config.json`; `shapes` by model type, of which other types have Llama's; of
@@ -51,19 +52,10 @@ class Variant:
     def write(self, folder: Path) -> None:
         """Builds the model and writes its folder; no tokenizer."""
         config = transformers.AutoConfig.for_model(self.model_type, **{**_COMMON, **self.config})
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if name.endswith(".bias"):
-                        parameter.normal_(0.0, self.bias_std)
-                    elif "norm" in name or "ln_" in name:
-                        parameter.uniform_(0.5, 1.5)
-                    elif name == "model.embed_tokens.weight":
-                        parameter.mul_(self.embedding_scale)
-                    elif name == "lm_head.weight" and not config.tie_word_embeddings:
-                        parameter.mul_(3.0)  # larger differences of logits: fewer near-ties
+        make = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+        # A head that is not tied: larger differences of logits make fewer near-ties.
+        scales = {"model.embed_tokens.weight": self.embedding_scale, "lm_head.weight": 3.0}
+        model = random_model(make, bias_std=self.bias_std, scales=scales)
         model.save_pretrained(folder)
         if (key := self.old_spelling) is not None:
             edit_json(folder / "config.json", lambda config: spell_old(config, key))

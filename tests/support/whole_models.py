@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from support.byte_llama import write_tokenizer
 from support.engines import greedy, serve
-from support.tiny_llama import INITIALIZER_RANGE
+from support.tiny_llama import random_model
 from tpengine import LLMEngine, LoRARequest, SamplingParams
 from tpengine.outputs import RequestOutput
 
@@ -68,14 +68,8 @@ def write_whole(
         "vision_config": {**SIGHT, **(sight or {})},
     }
     config = AutoConfig.for_model(model_type, **halves, **fields)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.data.uniform_(0.5, 1.5)
-            elif name.endswith(".bias"):
-                parameter.data.normal_(0.0, INITIALIZER_RANGE)
+    make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32)
+    model = random_model(make)
     model.save_pretrained(folder)
     model.generation_config.eos_token_id = None  # as `ignore_eos`
     return model
@@ -127,8 +121,8 @@ class Whole:
         return ids, torch.cat(output.logits).log_softmax(dim=-1)
 
 
-def write_llava(folder: Path, image: int = IMAGE) -> Whole:
-    model = write_whole(folder, "llava", image_token_index=image)
+def write_llava(folder: Path, image_id: int = IMAGE) -> Whole:
+    model = write_whole(folder, "llava", image_token_index=image_id)
     size = {"height": 28, "width": 28}
     processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size)
     return Whole(folder, model, processor)

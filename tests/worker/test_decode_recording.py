@@ -7,8 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from support.engines import bits, generate, open_llm, preemptions
 from support.matrix import only
 from support.models import ModelShop
+from support.subjects import BY_NAME, Subjects
 from support.variants import VARIANTS
 from support.zoo import ZOO
 
@@ -31,7 +31,7 @@ from tpengine.worker.input_batch import StepArrays
 
 pytestmark = pytest.mark.skipif(not has_recordings(), reason="the native library is not built")
 ROWS, SIZE = 6, 32
-FAMILIES = {v.name: v for v in VARIANTS if v.model_type in ("opt", "bloom")}
+FAMILIES = [v.name for v in VARIANTS if v.model_type in ("opt", "bloom")]
 """Families that `ZOO` does not have: their layers differ from Llama's."""
 DIAGONAL = [(name, {}) for name in ("d96-7to1-llama3", "opt-before", "bloom-residual-after-norm")]
 SCARCE = {"block_size": 8, "num_device_blocks_override": 60, "max_model_len": 256}
@@ -68,21 +68,6 @@ def crowd(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@pytest.fixture(scope="module")
-def folder_of(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the folder of a model of `ZOO` or `FAMILIES`, by name."""
-    root = tmp_path_factory.mktemp("families")
-
-    def folder(name: str) -> Path:
-        if name in ZOO:
-            return models.folder(ZOO[name])
-        if not (root / name).exists():
-            FAMILIES[name].write(root / name)
-        return root / name
-
-    return folder
-
-
 @pytest.mark.parametrize(
     ("name", "args"),
     [
@@ -98,9 +83,9 @@ def folder_of(models: ModelShop, tmp_path_factory: pytest.TempPathFactory) -> Ca
     ],
     ids=str,
 )
-def test_same_bits(folder_of: Callable[[str], Path], name: str, args: dict[str, Any]) -> None:
+def test_same_bits(models: ModelShop, subjects: Subjects, name: str, args: dict[str, Any]) -> None:
     """Many requests at once, of all kinds, with swaps where the cache is small."""
-    folder = folder_of(name)
+    folder = models.folder(ZOO[name]) if name in ZOO else subjects.folder(BY_NAME[name])
     answers = []
     for enforce_eager in (True, False):
         with open_llm(folder, enforce_eager=enforce_eager, **args) as llm:

@@ -9,12 +9,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from support.gpu_walk import gpu_attention
+from support.gpu_walk import record_graphs
+from support.messages import said
 from support.models import ModelShop
 from support.workers import loaded_worker
 from support.zoo import PLAIN
 
-from tpengine.engine import startup
 from tpengine.engine.startup import memory_table, start_workers
 from tpengine.engine_args import EngineArgs
 from tpengine.errors import CacheSizeError, ConfigError, GraphCaptureError
@@ -24,7 +24,6 @@ from tpengine.worker.gpu import graphs as cuda_graph
 from tpengine.worker.gpu.graphs import Capture, DecodeGraphs, Recorded, Run, graph_sizes
 from tpengine.worker.gpu.pooled_blocks import PooledBlocks, staged_blocks
 from tpengine.worker.model_runner import ModelRunner
-from tpengine.worker.recorder import Recorder
 from tpengine.worker.transfers import layout, pack, unpack
 from tpengine.worker.worker import Worker
 
@@ -135,6 +134,16 @@ def graphs(capture: Capture) -> DecodeGraphs:
     )
 
 
+def capture_into(sizes: list[int]) -> Capture:
+    """Replaces CUDA graphs; notes how many rows each of them has."""
+
+    def capture(run: Run) -> Recorded:
+        sizes.append(len(run()))
+        return Recorded(run, lambda: None)
+
+    return capture
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -158,17 +167,11 @@ def test_a_fault_of_the_gpu_is_not_the_recordings() -> None:
 
 
 def test_graphs_are_estimated_by_the_largest_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[int] = []
-    taken = iter([100, 7])
-
-    def capture(run: Run) -> Recorded:
-        recorded.append(len(run()))
-        return Recorded(run, lambda: None)
-
+    sizes, taken = list[int](), iter([100, 7])
     growth = SimpleNamespace(num_bytes=lambda: next(taken))
     monkeypatch.setattr(cuda_graph, "CudaGrowth", lambda device: growth)
-    assert graphs(capture).estimate_bytes() == 100 + 3 * 7
-    assert recorded == [8, 4]
+    assert graphs(capture_into(sizes)).estimate_bytes() == 100 + 3 * 7
+    assert sizes == [8, 4]
 
 
 class FakeExecutor:
@@ -222,10 +225,9 @@ def test_memory_that_another_process_took_meanwhile(models: ModelShop) -> None:
     assert executor.asked == [50]
 
 
-def test_ledger_of_a_gpu_for_one_rank(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(startup.logger, "info", lambda text, *args: lines.append(text % args))
-    start_workers(config(models), FakeExecutor(50))  # type: ignore[arg-type]
+def test_ledger_of_a_gpu_for_one_rank(models: ModelShop, caplog: Any) -> None:
+    with said(caplog) as lines:
+        start_workers(config(models), FakeExecutor(50))  # type: ignore[arg-type]
     assert any("\nrank     total" in line for line in lines)
     ledger = MemoryLedger(
         0, "cuda:0", 80 * GIB, 16 * GIB, 3 * GIB, 40 * GIB, GIB, 40,
@@ -282,16 +284,7 @@ def test_a_worker_reserves_its_memory(models: ModelShop, monkeypatch: pytest.Mon
     """The ledger of a GPU, with substitutes for what only a GPU can report."""
     recorded: list[int] = []
     reserved: list[int] = []
-
-    def capture(run: Run) -> Recorded:
-        recorded.append(len(run()))
-        return Recorded(run, lambda: None)
-
-    monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
-    monkeypatch.setattr(Recorder, "_uses_graphs", lambda self: True)
-    monkeypatch.setattr("tpengine.worker.recorder.CudaCapture", lambda device: capture)
-    growth = SimpleNamespace(num_bytes=lambda: 1000)
-    monkeypatch.setattr(cuda_graph, "CudaGrowth", lambda device: growth)
+    record_graphs(monkeypatch, lambda device: capture_into(recorded), 1000)
     worker = loaded_worker(config(models, "cpu", dtype="float32", max_num_seqs=8, swap_space=0.01))
     attention = worker._gpu
     assert attention.num_bytes == 2 * 4 * 8 * 64 * PLAIN.num_kv_heads * PLAIN.head_dim

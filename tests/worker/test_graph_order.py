@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gpu_walk import NoGrowth, gpu_attention
+from support.gpu_walk import record_graphs
 from support.models import ModelShop
+from support.ranks import OwnPart
 from support.workers import loaded_worker
 from support.zoo import PLAIN
 
@@ -13,9 +14,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import GraphCaptureError
 from tpengine.messages import NewSequence, SamplingRules, StepInput
 from tpengine.models.llama import LlamaForCausalLM
-from tpengine.worker.gpu import graphs as cuda_graph
 from tpengine.worker.gpu.graphs import Recorded, Run
-from tpengine.worker.recorder import Recorder
 from tpengine.worker.worker import Worker
 
 CPU = torch.device("cpu")
@@ -48,7 +47,7 @@ class Ledger:
         return Recorded(replay, lambda: self.alive.remove(number))
 
 
-class Group:
+class Group(OwnPart):
     """The first of two ranks; the other one contributes zeros."""
 
     can_be_recorded = True
@@ -56,14 +55,11 @@ class Group:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x], dim=-1)
 
     gather = all_gather
-    broadcast = all_reduce
+    broadcast = OwnPart.all_reduce
 
     def abandon(self) -> None:
         self._ledger.group.append(("abandon", len(self._ledger.alive)))
@@ -76,11 +72,7 @@ class Group:
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
     """Makes workers record graphs, on the CPU."""
     ledger = Ledger()
-
-    monkeypatch.setattr(cuda_graph, "CudaGrowth", NoGrowth)
-    monkeypatch.setattr("tpengine.worker.recorder.CudaCapture", lambda device: ledger.capture)
-    monkeypatch.setattr(Recorder, "_uses_graphs", lambda self: True)
-    monkeypatch.setattr(Worker, "_make_gpu_attention", gpu_attention)
+    record_graphs(monkeypatch, lambda device: ledger.capture)
     return ledger
 
 

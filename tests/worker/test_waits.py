@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,29 +23,18 @@ from tpengine.worker.transfers import Downloads, Uploads
 CPU = torch.device("cpu")
 
 
-class Never:
-    """An event that never happens."""
-
-    def record(self, stream: object = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        raise AssertionError("a wait without a bound")
-
-
 @pytest.fixture
 def hung(monkeypatch: pytest.MonkeyPatch) -> ParallelState:
     """The first of two ranks. Its device is the CPU, but its work never ends."""
-    empty = torch.empty
+    empty, never = torch.empty, Mock()
+    never.query.return_value = False
+    never.synchronize.side_effect = AssertionError("a wait without a bound")
 
     def ordinary(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", ordinary)
-    monkeypatch.setattr(torch.cuda, "Event", Never)
+    monkeypatch.setattr(torch.cuda, "Event", Mock(return_value=never))
     return ParallelState(0, 2, timeout_s=0.05)
 
 

@@ -130,7 +130,7 @@ class _WeightFile:
         self._hash_s = time.perf_counter() - start
         model = Path(config.model.model).absolute()
         own = hashlib.sha256(str(model).encode()).hexdigest()[:12]
-        self._path = folder / f"{model.stem}-{own}-{place}.weights"
+        self._path = folder / f"{model.name}-{own}-{place}.weights"
 
     def read(self, memory: RankMemory) -> bool:
         """Copies the weights into memory; returns whether the wanted ones were there."""
@@ -141,8 +141,12 @@ class _WeightFile:
                 memory.copy_weights(self._layout(file.fileno()))
         except FileNotFoundError:
             return False
-        except (OSError, MemoryError, TemporaryError, ValueError) as error:
-            logger.info("weights: %s is replaced: %s", self._path, error)
+        except TemporaryError:
+            words = "weights: %s is replaced: it has those of other files, options or versions"
+            logger.info(words, self._path)
+            return False
+        except (OSError, MemoryError, ValueError) as error:
+            logger.warning("weights: %s is replaced: %s", self._path, error)
             return False
         took = time.perf_counter() - start, self._hash_s
         logger.info("weights: %s (%.1f s, the hash of all files %.1f s)", self._path, *took)

@@ -19,11 +19,12 @@ from unittest.mock import Mock
 import pytest
 from support.engines import greedy, ids, outputs_of, run
 from support.namespaces import children_of, process_table
+from support.patches import limited
 from support.waiting import PATIENCE_S, wait_until
 
 from executor import driver_process
 from executor.driver_process import driver_process as running
-from executor.ray_engines import executor_of, limited, rank_engine
+from executor.ray_engines import executor_of, rank_engine
 from tpengine import EngineArgs, LLMEngine, envs
 from tpengine.errors import ConfigError, PlacementError
 from tpengine.executor.launch import children
