@@ -4,7 +4,7 @@ engine.svg shows driver, ranks and one step. recovery.svg shows what recovery.js
 `python tests/benchmarks recovery --executor processes --json docs/recovery.json` measured.
 blocks.svg shows blocks.json, of `python docs/draw.py --record-blocks`, noted in a real run;
 steps.svg shows steps.json, of `--record-steps`; pipeline.svg shows pipeline.json, of
-`PYTHONPATH=tests python docs/draw.py --record-pipeline`.
+`PYTHONPATH=docs python docs/draw.py --record-pipeline`.
 """
 
 from __future__ import annotations
@@ -460,7 +460,7 @@ def cpu_name() -> str:
 def record_pipeline() -> dict[str, Any]:
     """Runs a Llama of 124 million parameters in two stages: 64 streams, and a prompt of 4,000
     tokens. Returns when each stage computed each of some steps, in seconds."""
-    from support import timed_rank
+    import timed_rank
 
     from tpengine import EngineArgs, LLMEngine, SamplingParams
     from tpengine.bench.harness import shape_folder
