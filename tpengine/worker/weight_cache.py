@@ -47,9 +47,13 @@ class KeptWeights:
 
     Args:
         memory: of the rank, which outlives its process; None: nothing does.
+
+    Attributes:
+        outlive: whether the weights that were loaded or saved outlive this process.
     """
 
     def __init__(self, config: EngineConfig, memory: RankMemory | None) -> None:
+        self.outlive = False
         self._config = config
         self._memory = memory
         self._file: _WeightFile | None = None
@@ -67,22 +71,23 @@ class KeptWeights:
         if state is None and self._has_file:
             self._file = _WeightFile(self._config, parallel.rank)
             with self._room() as memory:
-                return memory.load(shared) if self._file.read(memory) else None
+                state = memory.load(shared) if self._file.read(memory) else None
+        self.outlive = state is not None and self._memory is not None
         return state
 
-    def save(self, state: Any, parallel: ParallelState) -> bool:
-        """Keeps any objects with tensors, which move; returns whether they outlive this process.
+    def save(self, state: Any, parallel: ParallelState) -> None:
+        """Keeps any objects with tensors, which move.
 
         Raises:
             MemoryError: there is no room for the tensors.
         """
         if (self._memory is None and self._file is None) or self._has_tower:
-            return False
+            return
         with self._room() as memory:
             is_saved = memory.save(state, shared_objects(self._config, parallel))
             if is_saved and self._file is not None:
                 self._file.write(memory)
-        return is_saved and self._memory is not None
+        self.outlive = is_saved and self._memory is not None
 
     @property
     def _has_tower(self) -> bool:

@@ -50,10 +50,9 @@ from tpengine.worker.weight_cache import KeptWeights
 
 logger = init_logger(__name__)
 
-_KEPT = [
-    *("_model", "_draft_model", "_adapters", "_digest"),
-    *("_weights_bytes", "_looked_up_bytes", "_weights_form"),
-]
+_KEPT = (
+    "_model _draft_model _adapters _digest _weights_bytes _looked_up_bytes _weights_form".split()
+)
 """What a rank that replaces a lost one takes over from it."""
 
 
@@ -82,8 +81,7 @@ class Worker:
     ) -> None:
         self._config = config
         self._memory = memory
-        self._kept = KeptWeights(config, memory)
-        self._outlives = False
+        self._kept: KeptWeights  # from `load_model` on
         self._rank = rank
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
         self._num_local_ranks = config.parallel.world_size
@@ -172,9 +170,9 @@ class Worker:
         self._choose_layers()
         model = self._config.model
         with torch.inference_mode():
+            self._kept = KeptWeights(self._config, self._memory)
             if (kept := self._kept.load(self._parallel)) is not None:
                 vars(self).update(kept)
-                self._outlives = self._memory is not None
                 gc.collect()  # the objects of the epoch before hold its links and memory
             elif model.calibrates and self._device.type == "cpu":
                 self._calibration = Calibration(self._config, self._make_weights(model))
@@ -228,8 +226,7 @@ class Worker:
         if self._cache_dtype == torch.float8_e4m3fn:
             set_kv_scales(self._model, weights, self._config, self._parallel)
         self._gpu = self._make_gpu_attention(self._model)
-        state = {name: getattr(self, name) for name in _KEPT}
-        self._outlives = self._kept.save(state, self._parallel)
+        self._kept.save({name: getattr(self, name) for name in _KEPT}, self._parallel)
 
     def _make_weights(self, model: ModelConfig, importance: Importance | None = None) -> Weights:
         as_stored = device.keeps_stored(model.dtype, model.quantization, self._device.type)
@@ -319,7 +316,7 @@ class Worker:
             graphs_bytes=graphs,
             adapters_bytes=0 if self._adapters is None else self._adapters.layers.num_bytes,
             stage=self._parallel.stage.describe(self._config.model.num_layers),
-            outlives=self._outlives and self._waits_can_end,
+            outlives=self._kept.outlive and self._waits_can_end,
         )
         if ledger.num_device_blocks < 1:
             raise CacheSizeError(
