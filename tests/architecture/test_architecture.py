@@ -22,7 +22,7 @@ VAGUE_NAMES = {"one", "given", "found", "about", "told"}
 """They say what happened to a value, but not what it is."""
 
 # Budgets. A commit that raises one says what the lines buy.
-MAX_PACKAGE_LINES = 35_969
+MAX_PACKAGE_LINES = 35_971
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
 MAX_NATIVE_LINES = 9_060
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""

@@ -50,9 +50,10 @@ from tpengine.worker.weight_cache import KeptWeights
 
 logger = init_logger(__name__)
 
-_KEPT = (
-    "_model _draft_model _adapters _digest _weights_bytes _looked_up_bytes _weights_form".split()
-)
+_KEPT = [
+    *("_model", "_draft_model", "_adapters", "_digest"),
+    *("_weights_bytes", "_looked_up_bytes", "_weights_form"),
+]
 """What a rank that replaces a lost one takes over from it."""
 
 
@@ -81,7 +82,6 @@ class Worker:
     ) -> None:
         self._config = config
         self._memory = memory
-        self._kept: KeptWeights  # from `load_model` on
         self._rank = rank
         self._parallel = parallel or ParallelState(rank, config.parallel.tensor_parallel_size)
         self._num_local_ranks = config.parallel.world_size
