@@ -53,16 +53,20 @@ def call(
         return answer.status, json.loads(text) if text.startswith(b"{") else {}
 
 
-def over_http(server: ServerProcess, model: str, prompt: list[int]) -> tuple[str, tuple[int, ...]]:
+def over_http(
+    server: ServerProcess, model: str, prompt: list[int], num_tokens: int = NUM_TOKENS
+) -> tuple[str, tuple[int, ...]]:
     """The name in the answer, and its ids."""
-    body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
     answer = Door(server.http_address).whole("completions", body)
     return answer["model"], tuple(answer["choices"][0]["token_ids"])
 
 
-def over_grpc(server: ServerProcess, model: str, prompt: list[int]) -> tuple[int, ...]:
-    message = long_request(NUM_TOKENS, model=model, prompt_token_ids=token_ids(*prompt))
+def over_grpc(
+    server: ServerProcess, model: str, prompt: list[int], num_tokens: int = NUM_TOKENS
+) -> tuple[int, ...]:
+    message = long_request(num_tokens, model=model, prompt_token_ids=token_ids(*prompt))
     return tuple(server.stub.Generate(message, timeout=TIMEOUT_S).outputs[0].token_ids)
 
 

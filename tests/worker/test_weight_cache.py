@@ -84,10 +84,9 @@ def truncate(_: Path, file: Path) -> None:
         (change_a_value, "it has those of other files, options or versions"),
         (truncate, "the file ends after"),
         (lambda _, file: file.write_bytes(b"x" * 10000), "it has those of other files"),
-        (lambda _, file: file.write_bytes(b"x"), "mmap length is greater than file size"),
         (lambda _, file: file.chmod(0o666), "may be written by others (mode 100666)"),
     ],
-    ids=["value", "short", "foreign", "tiny", "open"],
+    ids=["value", "short", "foreign", "open"],
 )
 def test_a_file_that_does_not_fit_is_replaced(
     answers: Any, model: Path, tmp_path: Path, change: Callable[[Path, Path], object], reason: str
@@ -101,7 +100,6 @@ def test_a_file_that_does_not_fit_is_replaced(
     assert numbers == expected
     assert f"{file} is replaced: " in messages
     assert reason in messages
-    assert f"kept in {file} " in messages
     numbers, messages = answers()
     assert numbers == expected
     assert messages.startswith(f"weights: {file} (")
@@ -116,8 +114,6 @@ def test_a_folder_of_others_is_refused(answers: Any, tmp_path: Path) -> None:
         ConfigError, match=r"weight_cache = '.*shared' cannot be used: .*mode 40777"
     ):
         answers(folder)
-    with pytest.raises(ConfigError, match="Not a directory"):
-        answers(Path(__file__) / "below")
 
 
 def test_a_full_disk_costs_the_file_alone(
