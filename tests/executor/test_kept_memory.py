@@ -20,8 +20,8 @@ from unittest.mock import Mock
 
 import pytest
 from support.engines import bits, greedy
+from support.leftovers import nothing_left
 from support.models import ModelShop
-from support.namespaces import children_of
 from support.patches import on_call
 from support.waiting import PATIENCE_S, wait_until
 from support.zoo import PLAIN, ZOO
@@ -353,13 +353,8 @@ def test_a_second_ctrl_c_while_a_rank_is_replaced(
         monkeypatch.setattr(Group, phase, Mock(side_effect=KeyboardInterrupt))
         os.kill(pids[0], signal.SIGKILL)
 
-    def own() -> tuple[list[int], int]:
-        return children_of(os.getpid()), len(os.listdir("/proc/self/fd"))
-
-    before = own()
-    with serving(models) as served, pytest.raises(EngineDeadError):
+    with nothing_left(), serving(models) as served, pytest.raises(EngineDeadError):
         served.serve({9: kill})
-    wait_until(lambda: own() == before, what="something is left")
 
 
 @pytest.mark.parametrize(

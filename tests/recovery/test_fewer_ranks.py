@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from executor.ray_engines import executor_of, kill_rank, rank_engine
+from support.leftovers import nothing_left
 from support.models import ModelShop
 from support.namespaces import children_of
 from support.patches import on_call
@@ -231,17 +232,16 @@ def test_an_abort_while_the_group_grows(models: ModelShop, monkeypatch: Any) -> 
 
 def test_a_shutdown_while_the_group_grows(models: ModelShop, monkeypatch: Any) -> None:
     """The thread that makes the group ends, a step says so, and nothing is left."""
-    before = children_of(os.getpid())
 
     def hold(engine: LLMEngine) -> None:
         wait_until(executor_of(engine)._is_cancelled.is_set)
 
     with (
+        nothing_left(),
         pytest.raises(EngineDeadError, match="shut down"),
         growing(models, monkeypatch, Group, "load_model", hold) as served,
     ):
         served.engine.shutdown()
-    wait_until(lambda: children_of(os.getpid()) == before, what="some are left")
 
 
 def test_fewer_ranks_without_memory(models: ModelShop, monkeypatch: pytest.MonkeyPatch) -> None:

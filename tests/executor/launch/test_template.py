@@ -8,7 +8,6 @@ import random
 import signal
 import socket
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.leftovers import nothing_left
 from support.namespaces import children_of
 from support.waiting import PATIENCE_S, wait_until
 
@@ -61,14 +61,6 @@ def the_template(ranks: BareRanks) -> Template:
     return home.spares.usable()[0]  # type: ignore[no-any-return]
 
 
-def open_files() -> Counter[str]:
-    files = Counter[str]()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # what lists them
-            files[os.readlink(f"/proc/self/fd/{name}")] += 1
-    return files
-
-
 def test_what_is_forked(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child of this process with its own session, variables, descriptors and random numbers."""
     monkeypatch.setenv("TPENGINE_TEST_FORK", "set after the template's start")
@@ -103,8 +95,7 @@ def test_what_is_forked(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_lost_rank_is_forked_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss has its cause; no interpreter is started; nothing is left at the end."""
-    children, files = children_of(os.getpid()), open_files()
-    with bare_ranks(folder, 2, spare_workers=2) as ranks:
+    with nothing_left(), bare_ranks(folder, 2, spare_workers=2) as ranks:
         expected, first = ranks.generate(), the_template(ranks)
         monkeypatch.delattr(Starter, "start_process")
         assert ranks.lose(1).cause == "killed by signal 9 (SIGKILL)"
@@ -112,9 +103,6 @@ def test_a_lost_rank_is_forked_again(folder: Path, monkeypatch: pytest.MonkeyPat
         assert ranks.generate() == expected
         assert the_template(ranks) is first
         assert first.pid not in [place.pid for place in ranks.executor.places]
-    # one of an earlier test may end meanwhile
-    wait_until(lambda: set(children_of(os.getpid())) <= set(children))
-    wait_until(lambda: open_files() == files)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -160,14 +148,14 @@ def test_a_template_that_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_template_that_is_killed_while_it_forks(starter: Starter) -> None:
     """Its caller gets an error or a process, and no process is left that it does not know."""
-    rng, children = random.Random(0), children_of(os.getpid())
+    rng = random.Random(0)
     for _ in range(8):
-        source = ready_template(starter)
-        threading.Timer(rng.uniform(0.0, 0.03), source._process.kill).start()
-        with suppress(PlacementError):
-            end(forked(source))
-        end(source)
-        wait_until(lambda: set(children_of(os.getpid())) <= set(children))
+        with nothing_left():
+            source = ready_template(starter)
+            threading.Timer(rng.uniform(0.0, 0.03), source._process.kill).start()
+            with suppress(PlacementError):
+                end(forked(source))
+            end(source)
 
 
 def test_a_fork_that_answers_late(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
