@@ -75,7 +75,10 @@ def as_transformers(model: Any, prompt: Sequence[int], **options: Any) -> list[l
     count = len(start_of(model))
     options |= {"do_sample": False, "pad_token_id": 1, "max_new_tokens": 11 + count}
     rows = model.generate(torch.tensor([list(prompt)]), **options)[:, count:].tolist()
-    return [row[: row.index(START) + 1] if START in row else row for row in rows]
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    lengths = [next((n for n, x in enumerate(row, 1) if x in ends), None) for row in rows]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -102,19 +105,21 @@ def test_a_ragged_crowd(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("num_beams", [2, 4])
 def test_beams_as_transformers(tmp_path: Path, family: str, num_beams: int) -> None:
+    """Whose lengths differ, so that it counts what `length_penalty` counts."""
     write_bart(tmp_path, family)
+    ends = {"eos_token_id": [START, *range(40, 200)]}
+    edit_json(tmp_path / "generation_config.json", lambda fields: fields.update(ends))
     model, prompts = transformers_bart(tmp_path), encoder_prompts([3, 20, 41, 60], seed=3)
     params = SamplingParams(n=num_beams, use_beam_search=True, temperature=0.0, max_tokens=12)
     with open_llm(tmp_path) as llm:
         outputs = llm.generate([of_ids(p) for p in prompts], params, use_tqdm=False)
-        plain = llm.generate([of_ids(p) for p in prompts], greedy(12), use_tqdm=False)
+        greedily = SamplingParams(temperature=0.0, max_tokens=12)
+        plain = llm.generate([of_ids(p) for p in prompts], greedily, use_tqdm=False)
     beams = {"num_beams": num_beams, "num_return_sequences": num_beams, "early_stopping": False}
     for prompt, output, alone in zip(prompts, outputs, plain, strict=True):
         answers = [list(beam.token_ids) for beam in output.outputs]
         assert answers == as_transformers(model, prompt, **beams)
-        assert [list(alone.outputs[0].token_ids)] == as_transformers(
-            model, prompt, num_beams=1, eos_token_id=None
-        )
+        assert [list(alone.outputs[0].token_ids)] == as_transformers(model, prompt, num_beams=1)
 
 
 @pytest.mark.parametrize(

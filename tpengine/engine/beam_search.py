@@ -70,7 +70,9 @@ class BeamSearch:
     """The beams of one request. Live beams are its sequences; complete beams are kept here."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
-        self._request = request
+        self._request, encoder = request, request.encoder
+        num_forced = 0 if encoder is None else encoder.num_forced
+        self._num_before = len(request.prompt_token_ids) - num_forced
         self._params = request.sampling_params
         self._max_num_tokens = request.sequences[0].max_num_tokens
         self._tokenizer = tokenizer
@@ -102,7 +104,7 @@ class BeamSearch:
                 f"{len(sampled)} beams"
             )
         num_tokens = sampled[0][0].num_tokens + 1
-        num_output = num_tokens - len(self._request.prompt_token_ids)
+        num_output = num_tokens - self._num_before
         at_limit = num_tokens >= self._max_num_tokens
         living: list[_Continuation] = []
         for place, continuation in enumerate(continuations):
@@ -183,7 +185,7 @@ class BeamSearch:
             return True
         length = num_output
         if params.early_stopping == "never" and params.length_penalty > 0.0:
-            length = self._max_num_tokens - len(self._request.prompt_token_ids)
+            length = self._max_num_tokens - self._num_before
         return bool(best_score / length**params.length_penalty <= self._complete[-1][0])
 
     def _live_on(self, living: list[_Continuation], decisions: StepDecisions) -> None:

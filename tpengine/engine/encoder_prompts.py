@@ -61,7 +61,8 @@ def read_two_prompts(
         prompt, decoder = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
     text, ids = _begin_decoder(decoder, encoder, tokenizer)
     if encoder.sound is None:
-        encoder_prompt = EncoderPrompt(*read(prompt, token_ids))
+        num_forced = len(ids) - 1 if ids == [*encoder.start_token_ids] else 0
+        encoder_prompt = EncoderPrompt(*read(prompt, token_ids), num_forced=num_forced)
         if (count := encoder_prompt.num_tokens) > encoder.max_len:
             problem = f"has {count} tokens, more than the {encoder.max_len} positions of the"
             raise InvalidPromptError.of_field("encoder_prompt", f"{problem} encoder; shorten it")

@@ -70,10 +70,8 @@ class LLMEngine:
             self._adapters = executor.adapter_checks(config.lora)
             self._scheduler = Scheduler(config.scheduler, blocks)
             self._recovery = Recovery(config, executor, self._scheduler, ledgers)
-            interval = config.scheduler.stream_interval
-            self._output_processor = OutputProcessor(
-                tokenizer, config.model.pooling, self.counters, interval
-            )
+            reporting = config.model.pooling, self.counters, config.scheduler.stream_interval
+            self._output_processor = OutputProcessor(tokenizer, *reporting)
         except BaseException:
             finalizer()
             raise

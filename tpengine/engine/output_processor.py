@@ -346,12 +346,11 @@ class OutputProcessor:
         self, tracked: _TrackedRequest, group: list[Sampled], decisions: StepDecisions
     ) -> None:
         assert tracked.beams is not None
-        request = tracked.request
         try:
             tracked.beams.advance(group, decisions)
         except Exception as error:
-            _fail(request, error, decisions)
-        decisions.to_report[request.request_id] = request
+            _fail(tracked.request, error, decisions)
+        decisions.to_report[tracked.request.request_id] = tracked.request
 
     def _tokenizer_for(self, request: Request) -> Tokenizer | None:
         """The tokenizer; None: the request wants no text."""

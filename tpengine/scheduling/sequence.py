@@ -157,11 +157,14 @@ class EncoderPrompt:
         prompt: its text; None: only ids were given.
         token_ids: of a sound zeros, one for each of its tokens.
         features: see `CrossInput`.
+        num_forced: last tokens of the decoder's prompt that a search counts as output, since the
+            model's files force them there (`forced_bos_token_id`).
     """
 
     prompt: str | None
     token_ids: list[int]
     features: bytes = b""
+    num_forced: int = 0
 
     @property
     def num_tokens(self) -> int:
