@@ -45,7 +45,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.builds(kind, **{name: values(own) for name, own in fields.items()})
     origin = get_origin(kind)
     if origin is None or origin is Callable:
-        return PLAIN.get(kind, st.nothing())  # functions are pickled before
+        return st.nothing() if origin else PLAIN[kind]  # functions are pickled before
     return OF_PARTS[origin](*map(values, get_args(kind)))
 
 

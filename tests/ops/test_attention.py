@@ -244,10 +244,12 @@ def test_padding_rows_are_left_alone(name: str) -> None:
     gen = generator(5)
     case = make_case([9], 2, 64, torch.bfloat16, gen)
     q = case.queries(4, [9], gen)
-    padded = torch.cat([q, torch.zeros_like(q[:3])])
+    padded = torch.cat([q, nan_like(q[:3])])
+    out, starts = torch.full_like(padded, 7.0), torch.tensor([0, 9], dtype=torch.int32)
+    caches = case.k_cache, case.v_cache, case.block_table
     with backend(name):
-        out = _attend(attention.prefill_attention, case, padded, [0, 9], case.seq_lens, 0.125)
-    assert out[9:].isnan().all()
+        attention.prefill_attention(out, padded, *caches, starts, case.seq_lens, 0.125)
+    assert (out[9:] == 7.0).all()
     assert relative_error(out[:9], dense_attention(case, q, [9])) < 4e-3
 
 
