@@ -467,6 +467,11 @@ class EngineArgs(Options):
                 f"device is {device}; leave it unset and use gpu_memory_utilization, or set "
                 "device='cpu'"
             )
+        if self.weight_cache is not None and device != "cpu":
+            raise ConfigError(
+                f"weight_cache = {self.weight_cache!r} keeps what is packed for a CPU, the device "
+                f"is {device}; leave it unset, or set device='cpu'"
+            )
         cfg.check_kv_cache_dtype(self.kv_cache_dtype, device)
         if cfg.lacks_arithmetic(self.dtype, device):
             logger.warning(

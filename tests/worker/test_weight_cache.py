@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from support.messages import said
 from support.models import ModelShop
+from support.patches import on_call
 from support.zoo import PLAIN
 
-from tpengine import LLM, SamplingParams
-from tpengine.errors import ConfigError
+from tpengine import LLM, EngineArgs, SamplingParams
+from tpengine.errors import ConfigError, ModelLoadError
+from tpengine.worker.worker import Worker
 
 PROMPTS = [[5, 6, 7, 8], list(range(20, 60))]
 
@@ -78,15 +80,22 @@ def truncate(_: Path, file: Path) -> None:
     os.truncate(file, file.stat().st_size - 5000)
 
 
+def flip_a_bit(_: Path, file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (change_a_value, "it has those of other files, options or versions"),
-        (truncate, "the file ends after"),
-        (lambda _, file: file.write_bytes(b"x" * 10000), "it has those of other files"),
+        (truncate, "bytes at "),
+        (flip_a_bit, "it is damaged"),
+        (lambda _, file: file.write_bytes(b"x" * 10000), "Expecting value"),
         (lambda _, file: file.chmod(0o666), "may be written by others (mode 100666)"),
     ],
-    ids=["value", "short", "foreign", "open"],
+    ids=["value", "short", "damaged", "foreign", "open"],
 )
 def test_a_file_that_does_not_fit_is_replaced(
     answers: Any, model: Path, tmp_path: Path, change: Callable[[Path, Path], object], reason: str
@@ -119,12 +128,38 @@ def test_a_folder_of_others_is_refused(answers: Any, tmp_path: Path) -> None:
 def test_a_full_disk_costs_the_file_alone(
     answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find_no_room(*_: int) -> None:
+    def find_no_room(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     expected, _ = answers(None)
-    monkeypatch.setattr(os, "posix_fallocate", find_no_room)
+    monkeypatch.setattr(os, "pwritev", find_no_room)
     numbers, messages = answers()
     assert numbers == expected
     assert "cannot be written: [Errno 28] No space left on device" in messages
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_model_that_changes_while_it_is_read(
+    answers: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was packed may not be what was hashed."""
+    on_call(monkeypatch, Worker, "_load_model", lambda *_: change_a_value(model, tmp_path))
+    _, messages = answers()
+    assert "cannot be written: the model's files were changed while they were read" in messages
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_model_that_cannot_be_read(answers: Any, model: Path) -> None:
+    (weights,) = model.glob("*.safetensors")
+    weights.unlink()
+    weights.symlink_to("nowhere")
+    with pytest.raises(ModelLoadError, match=r"cannot be read: .*model\.safetensors"):
+        answers()
+
+
+def test_where_nothing_is_kept(answers: Any, tmp_path: Path, capfd: Any) -> None:
+    answers(tensor_parallel_size=2, executor="processes", quantization="int4")
+    assert "weight_cache has no effect: several ranks choose scales" in capfd.readouterr().err
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(ConfigError, match="keeps what is packed for a CPU, the device is cuda"):
+        EngineArgs(str(tmp_path / "model"), weight_cache="here").create_engine_config("cuda")

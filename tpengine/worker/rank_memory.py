@@ -188,29 +188,30 @@ class RankMemory:
         self.section(_STATE, len(whole)).copy_(torch.frombuffer(whole, dtype=torch.uint8))
         return True
 
-    def copy_weights(self, source: RankMemory) -> None:
-        """Copies what `save` put into another memory.
+    def kept_sections(self) -> dict[str, torch.Tensor]:
+        """Returns what `save` has filled, uint8 `[num_bytes]` each."""
+        return {name: self.section(name, self._sections[name][1]) for name in (_WEIGHTS, _STATE)}
+
+    def make_sections(self, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+        """Returns new sections that have all their memory, for what another memory's `save` filled.
+
+        Args:
+            sizes: bytes of each, by name.
 
         Raises:
-            TemporaryError: that memory has nothing of the kind.
-            MemoryError: it is shorter than it says, or cannot be mapped.
-            OSError: there is no room for it.
+            MemoryError, OSError: there is no room.
         """
-        if _STATE not in source._sections:
-            raise _refusal("content", sorted(source._sections), [_STATE, _WEIGHTS])
-        places = {name: source._sections[name] for name in (_WEIGHTS, _STATE)}
-        values = {name: source.section(name, size) for name, (_, size) in places.items()}
-        rooms = {name: self.section(name, part.nbytes) for name, part in values.items()}
-        for room in rooms.values():
-            _give_large_pages(room)
-        try:  # where there is no room, a write to the mapping would end the process
-            os.posix_fallocate(self._fd, 0, os.fstat(self._fd).st_size)
-        except OSError:
-            for name in rooms:
-                self.drop(name)
-            raise
-        for name, room in rooms.items():
-            room.copy_(values[name])
+        sections = {name: self.section(name, size) for name, size in sizes.items()}
+        for section in sections.values():
+            _give_large_pages(section)
+        # Where there is no room, a write to the mapping would end the process.
+        os.posix_fallocate(self._fd, 0, os.fstat(self._fd).st_size)
+        return sections
+
+    def drop_kept(self) -> None:
+        """Gives the memory of `kept_sections` back."""
+        for name in (_WEIGHTS, _STATE):
+            self.drop(name)
 
     def _move(self, tensors: list[torch.Tensor]) -> list[_Record]:
         """Moves tensors into the section of weights; returns where they are."""

@@ -1,9 +1,9 @@
 """Packed weights in files, so that a later start of the same model neither reads nor packs them.
 
-Each rank has a file in the folder `weight_cache`, laid out as a `RankMemory`. Instead of an engine
-its header names a hash over all bytes of the model's files, the configuration, and the code of this
-package, torch and Python: names and times do not say what a file holds. With another hash nothing
-of the file is used, and it is replaced.
+Each rank has a file in the folder `weight_cache`. Its header has a hash over all bytes of the
+model's files, the configuration, and the code of this package, torch and Python: names and times do
+not say what a file holds. With another hash nothing of the file is used, and it is replaced; so is
+a file whose own bytes have other digests than its header says.
 
 The file describes Python objects by a pickle, which can run code. So a folder or a file is refused
 if another user owns it or may write it.
@@ -14,21 +14,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from tpengine.checkpoint.gguf_file import all_parts, first_part, is_gguf
 from tpengine.checkpoint.loader import checkpoint_files
 from tpengine.config import EngineConfig, ModelConfig
 from tpengine.distributed.parallel_state import ParallelState
-from tpengine.errors import ConfigError, TemporaryError
+from tpengine.errors import ConfigError, ModelLoadError
 from tpengine.host import check_trusted
 from tpengine.logger import init_logger
 from tpengine.ops.library import cpu_isa
@@ -37,8 +39,11 @@ from tpengine.worker.rank_memory import RankMemory, shared_objects
 logger = init_logger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
+_HEADER_BYTES = 4096
 _PIECE_BYTES = 16 << 20
-"""Of a file, hashed at once by one thread."""
+"""Of a file, read and hashed at once by one thread."""
+_Copy = Callable[[int, list[memoryview], int], int]
+"""Of descriptor, buffers and position in the file; returns how many bytes it copied."""
 
 
 class KeptWeights:
@@ -68,7 +73,7 @@ class KeptWeights:
         """
         shared = shared_objects(self._config, parallel)
         state = None if self._memory is None else self._memory.load(shared)
-        if state is None and self._has_file:
+        if state is None and self._may_use_file(parallel.rank):
             self._file = _WeightFile(self._config, parallel.rank)
             with self._room() as memory:
                 state = memory.load(shared) if self._file.read(memory) else None
@@ -94,12 +99,21 @@ class KeptWeights:
         """Whether there is a vision tower, whose weights are not kept."""
         return self._config.scheduler.pictures is not None
 
-    @property
-    def _has_file(self) -> bool:
-        """Ranks that calibrate do it together, so that none of them may find its file alone."""
-        model, is_alone = self._config.model, self._config.parallel.world_size == 1
-        is_asked = model.weight_cache is not None and self._config.device == "cpu"
-        return is_asked and not self._has_tower and (is_alone or not model.calibrates)
+    def _may_use_file(self, rank: int) -> bool:
+        model = self._config.model
+        if model.weight_cache is None:
+            return False
+        obstacle = None
+        if self._has_tower:
+            obstacle = (
+                "the model has a vision tower; limit_mm_per_prompt image=0 serves texts alone"
+            )
+        elif model.calibrates and self._config.parallel.world_size > 1:
+            # They do it together, so that none of them may find its file alone.
+            obstacle = "several ranks choose scales together; see --no-calibrate"
+        if obstacle is not None and rank == 0:
+            logger.warning("weights: weight_cache has no effect: %s", obstacle)
+        return obstacle is None
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[RankMemory]:
@@ -114,43 +128,67 @@ class KeptWeights:
 
 
 class _WeightFile:
-    """The file of one rank's weights.
+    """The file of one rank's weights: a header of one page, then the sections of a `RankMemory`.
+
+    It is read and written, not mapped: where a disk fails, a mapping would end the process.
 
     Raises:
         ConfigError: the folder cannot be made, or another user may write it.
-        ModelLoadError: the model has no files.
+        ModelLoadError: the model has no files, or they cannot be read.
     """
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
-        self._config = config
         folder = _open_folder(config.model.weight_cache or "")
         start = time.perf_counter()
         models = [each.model for each in (config, config.of_draft_model) if each is not None]
-        files = [path for model in models for path in _weight_files(model)]
+        self._sources = [path for model in models for path in _weight_files(model)]
         code = sorted(path for path in _PACKAGE.rglob("*") if path.suffix in (".py", ".so"))
         place = f"{rank}-of-{config.parallel.world_size}"
-        versions = sys.version, torch.__version__, cpu_isa()  # which decides the dtype, too
-        facts = place, repr(config), *versions, *map(_hash_of, (code, files))
+        versions = (
+            sys.version,
+            np.__version__,
+            torch.__version__,
+            cpu_isa(),
+        )  # dtype "auto" depends on the last
+        try:
+            self._stamps = self._stamp_sources()
+            facts = place, repr(config), *versions, _hash_of(code), _hash_of(self._sources)
+        except OSError as error:
+            text = f"weights of {config.model.model} cannot be read: {error}"
+            raise ModelLoadError(
+                f"{text}; complete the model's folder, or its permissions"
+            ) from error
         self._key = hashlib.sha256("\n".join(facts).encode()).hexdigest()
         self._hash_s = time.perf_counter() - start
         model = Path(config.model.model).absolute()
         own = hashlib.sha256(str(model).encode()).hexdigest()[:12]
         self._path = folder / f"{model.name}-{own}-{place}.weights"
 
+    def _stamp_sources(self) -> list[tuple[int, ...]]:
+        """What changes when a file of the model is written, or another takes its place."""
+        stats = [path.stat() for path in self._sources]
+        return [(x.st_dev, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for x in stats]
+
     def read(self, memory: RankMemory) -> bool:
         """Copies the weights into memory; returns whether the wanted ones were there."""
         start = time.perf_counter()
         try:
-            with self._path.open("rb+") as file:
+            with self._path.open("rb") as file:
                 check_trusted(self._path, os.fstat(file.fileno()))
-                memory.copy_weights(self._layout(file.fileno()))
+                header = json.loads(file.read(_HEADER_BYTES).rstrip(b"\0") or b"{}")
+                if header.get("key") != self._key:
+                    words = (
+                        "weights: %s is replaced: it has those of other files, options or versions"
+                    )
+                    logger.info(words, self._path)
+                    return False
+                sections = memory.make_sections(header["sizes"])
+                if self._copy(file, sections, os.preadv) != header["digests"]:
+                    raise ValueError("it is damaged")
         except FileNotFoundError:
             return False
-        except TemporaryError:
-            words = "weights: %s is replaced: it has those of other files, options or versions"
-            logger.info(words, self._path)
-            return False
         except (OSError, MemoryError, ValueError) as error:
+            memory.drop_kept()
             logger.warning("weights: %s is replaced: %s", self._path, error)
             return False
         took = time.perf_counter() - start, self._hash_s
@@ -161,26 +199,62 @@ class _WeightFile:
         """Replaces the file by one with the weights in this memory. If it cannot, it logs why."""
         start, part = time.perf_counter(), self._path.with_suffix(".part")
         try:
-            with open(part, "ab+", opener=_open_private) as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # against another engine
+            if self._stamp_sources() != self._stamps:
+                raise OSError("the model's files were changed while they were read")
+            with open(part, "rb+", opener=_open_private) as file:
+                _claim(part, file)
                 try:
-                    file.truncate(0)  # what a writer that was killed has left
-                    self._layout(file.fileno()).copy_weights(memory)
+                    sections = memory.kept_sections()
+                    digests = self._copy(file, sections, os.pwritev)
+                    sizes = {name: section.nbytes for name, section in sections.items()}
+                    header = {"key": self._key, "sizes": sizes, "digests": digests}
+                    file.write(json.dumps(header).encode().ljust(_HEADER_BYTES, b"\0"))
+                    file.flush()
                     os.fsync(file.fileno())
                     os.replace(part, self._path)
                 except BaseException:
-                    part.unlink()
+                    part.unlink(missing_ok=True)
                     raise
-                size = os.fstat(file.fileno()).st_size / (1 << 30)
-        except (OSError, MemoryError) as error:
+        except OSError as error:
             logger.warning("weights: %s cannot be written: %s", self._path, error)
         else:
-            took = time.perf_counter() - start
+            size, took = sum(sizes.values()) / (1 << 30), time.perf_counter() - start
             logger.info("weights: %.2f GiB are kept in %s (%.1f s)", size, self._path, took)
 
-    def _layout(self, fd: int) -> RankMemory:
-        """A file as it is, or an empty one."""
-        return RankMemory(fd, self._config, 0, self._key)
+    @staticmethod
+    def _copy(file: BinaryIO, sections: dict[str, torch.Tensor], copy: _Copy) -> list[str]:
+        """Reads or writes all bytes of these sections; returns the digest of each."""
+        digests, start = [], _HEADER_BYTES
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for section in sections.values():
+                parts = memoryview(section.numpy())
+                places = range(0, len(parts), _PIECE_BYTES)
+
+                def copy_piece(at: int, parts: memoryview = parts, start: int = start) -> bytes:
+                    piece = parts[at : at + _PIECE_BYTES]
+                    if (count := copy(file.fileno(), [piece], start + at)) != len(piece):
+                        raise OSError(f"{count} of {len(piece)} bytes at {start + at} were copied")
+                    return hashlib.sha256(piece).digest()
+
+                digests.append(hashlib.sha256(b"".join(pool.map(copy_piece, places))).hexdigest())
+                start += len(parts)
+        return digests
+
+
+def _claim(path: Path, file: BinaryIO) -> None:
+    """Makes this process the only writer of a file, which begins empty.
+
+    Raises:
+        BlockingIOError: it has a writer, or has just got its name.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except (BlockingIOError, FileNotFoundError):
+        is_current = False
+    if not is_current:
+        raise BlockingIOError("another engine writes it")
+    file.truncate(0)  # what a writer that was killed has left
 
 
 def _weight_files(config: ModelConfig) -> list[Path]:
@@ -195,7 +269,7 @@ def _weight_files(config: ModelConfig) -> list[Path]:
 
 
 def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _open_folder(name: str) -> Path:
