@@ -285,10 +285,10 @@ class EngineArgs(Options):
     """Actors kept ready with torch imported, so that lost ranks are replaced sooner on Ray; without
     Ray a template process does this, whatever is set."""
     keep_kv: str = option("safe", cfg.KEEP_KV, only_for=_RANKS)
-    """When a new rank on CPU goes on with the memory of a lost one, so that nothing is computed
-    again: safe means not after a fault of its code, such as SIGSEGV, which may have written
-    anywhere. On Ray, before Linux 6.15, safe is as never: the kernel does not tell how an actor
-    ended."""
+    """When a new rank goes on with the memory of a lost one, so that nothing is computed again: on
+    CPU, safe means not after a fault of its code, such as SIGSEGV, which may have written anywhere.
+    On Ray, before Linux 6.15, safe is as never: the kernel does not tell how an actor ended. On a
+    GPU only with always and one rank; no card has run this yet."""
     async_scheduling: bool | None = option(None)
     """Send ranks in processes of their own, and a GPU, the next step before they have answered this
     one, so that they do not wait for the driver; default: on a GPU, and on CPU while a step takes

@@ -142,7 +142,8 @@ class Group:
         node_id, limit_s = self.places[rank].node_id, diagnosis.AGENT_START_S
         is_new = self.first_epoch == self.epoch
         try:
-            place = self._agents.ask(node_id, "keep_memory", rank, is_new, timeout_s=limit_s)
+            asked = rank, is_new, self._config.device == "cuda"
+            place = self._agents.ask(node_id, "keep_memory", *asked, timeout_s=limit_s)
         except diagnosis.NodeSilentError as error:
             logger.warning("what rank %d holds ends with its process: %s", rank, error)
             return None

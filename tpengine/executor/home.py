@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from tpengine.config import EngineConfig
 from tpengine.errors import EngineError
 from tpengine.executor.channel import Channel, Check
 from tpengine.executor.diagnosis import NodeAgents, RankPlace
@@ -82,6 +83,14 @@ class Lost(Protocol):
 
     def end(self, silent: Iterable[str] = ()) -> None:
         """Ends it, except on these nodes, which do not answer."""
+
+
+def keeps_memory(config: EngineConfig) -> bool:
+    """Whether ranks can have memory that outlives them. On GPUs no card has run it yet, so the user
+    has to ask for it; and a wait in NCCL is not called off, so that there is only one rank."""
+    parallel = config.parallel
+    is_asked = parallel.own_processes.keep_kv == "always"
+    return config.device == "cpu" or (is_asked and parallel.world_size == 1)
 
 
 class Home:

@@ -34,11 +34,13 @@ from tpengine.executor.diagnosis import (
     RankFailure,
     RankPlace,
 )
+from tpengine.executor.held_files import AgentFiles
 from tpengine.executor.watch import Heartbeat, end_process
 from tpengine.logger import init_logger
 from tpengine.messages import StepOutput
 
 if TYPE_CHECKING:
+    from tpengine.worker.gpu_memory import GpuSections
     from tpengine.worker.worker import Worker
 
 logger = init_logger(__name__)
@@ -177,7 +179,9 @@ class Rank:
         if kept is not None and file is not None:
             from tpengine.worker.rank_memory import RankMemory
 
-            memory = RankMemory(file, config, self._rank, kept.engine_id, kept.epoch)
+            owner = kept.engine_id, kept.epoch
+            gpu = _gpu_sections(kept) if config.device == "cuda" else None
+            memory = RankMemory(file, config, self._rank, *owner, gpu)
         self._worker = worker_type(config, None, self._rank, memory)
         self._samples = self._rank == config.parallel.sampling_rank
         return memory is not None
@@ -214,6 +218,13 @@ def _open_memory(kept: KeptMemory) -> int | None:
         reason = str(error)
     logger.warning("what this rank holds ends with it: its node's agent is not seen: %s", reason)
     return None
+
+
+def _gpu_sections(kept: KeptMemory) -> GpuSections:
+    from tpengine.worker.gpu_memory import GpuSections
+
+    logger.warning("what this rank has on its GPU is kept for a loss: no card has run this yet")
+    return GpuSections(AgentFiles(kept.target))
 
 
 def import_all(model_code: Sequence[Any]) -> None:

@@ -56,7 +56,7 @@ class CacheEngine:
     Args:
         num_host_blocks: blocks of the host's pool, which holds swapped blocks in the device's
             layout. For CUDA it is pinned memory.
-        memory: for the blocks, on CPU; it outlives the process. None: they end with it.
+        memory: for the blocks; it outlives the process. None: they end with it.
 
     Attributes:
         kv_caches: per layer (K, V), in the layout of `ops.cache_ops.kv_cache_shapes`.
@@ -84,8 +84,15 @@ class CacheEngine:
             )
             self._blocks = LayerBlocks(caches, num_host_blocks, empty)
         else:
-            pool = torch.empty((2 * num_layers, *k_shape), dtype=dtype, device=device)
-            self._blocks = PooledBlocks(pool, num_host_blocks)
+            pool_shape, host = (2 * num_layers, *k_shape), None
+            if memory is None:
+                pool = torch.empty(pool_shape, dtype=dtype, device=device)
+            else:
+                num_bytes = shape.block_bytes * num_blocks
+                pool = memory.keep_blocks(num_bytes, num_tensors=1)(pool_shape, dtype)
+                host_shape = num_host_blocks, pool_shape[0], *pool_shape[2:]
+                host = memory.keep_host_blocks(host_shape, dtype)
+            self._blocks = PooledBlocks(pool, num_host_blocks, host)
         self.kv_caches = self._blocks.caches
         self._memory = memory
 
@@ -118,6 +125,8 @@ class CacheEngine:
 
     def _note_moved(self, number: int) -> None:
         if self._memory is not None:
+            if self._device.type == "cuda":  # what is noted must be done if the process ends now
+                torch.cuda.synchronize(self._device)
             self._memory.moves_done = number
 
     def populate(self, num_bytes: int) -> int:

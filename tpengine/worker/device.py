@@ -219,15 +219,19 @@ def cpu_free_bytes() -> int:
     return min([_proc_bytes("meminfo", "MemAvailable"), *left])
 
 
-def held_by_others_bytes(device: torch.device) -> int:
+def held_by_others_bytes(device: torch.device, kept_bytes: int = 0) -> int:
     """Returns what other processes hold of a device's memory; on a GPU this includes the CUDA
-    context of this process."""
+    context of this process.
+
+    Args:
+        kept_bytes: of a GPU, which this process holds without torch's allocator.
+    """
     if device.type == "cpu":
         # File pages can be given back.
         own = _proc_bytes("self/status", "RssAnon") + _proc_bytes("self/status", "RssShmem")
         return max(0, cpu_total_bytes() - max(0, cpu_free_bytes()) - own)
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - torch.cuda.memory_reserved(device))
+    return max(0, total - free - torch.cuda.memory_reserved(device) - kept_bytes)
 
 
 def cuda_peak_bytes(device: torch.device) -> int:

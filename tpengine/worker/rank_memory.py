@@ -2,7 +2,8 @@
 
 All of it lies in a file without a name (a memfd). The agent of the rank's node makes the file and
 keeps its descriptor (`NodeAgent.keep_memory`); the rank opens it by `/proc`. A rank that replaces a
-lost one maps what that one has left, and neither reads nor computes it.
+lost one maps what that one has left, and neither reads nor computes it. On a GPU the weights and
+the KV blocks are allocations beside this file, see `gpu_memory.py`.
 
 The file is a header of one page, then sections. The header names the engine, the epoch in which the
 memory began, the rank, its configuration, and the sections with their sizes. If a process expects
@@ -30,6 +31,7 @@ from tpengine.distributed.parallel_state import ParallelState
 from tpengine.errors import TemporaryError
 from tpengine.logger import init_logger
 from tpengine.ops import huge_pages
+from tpengine.worker.gpu_memory import GpuSections
 
 logger = init_logger(__name__)
 
@@ -37,10 +39,12 @@ _HEADER_BYTES = 4096
 _HEAD = struct.Struct("<8sQQ")  # magic, moves, bytes of the index
 _MAGIC = b"tpemem02"
 _MOVES_AT = 8
-_ALIGNMENT = 64
+_ALIGNMENT, _GPU_ALIGNMENT = 64, 512
 _POPULATE_S = 30.0
 """Limit of the time in which a part of the weights gets large pages; a GiB takes 1 s."""
-_STATE, _WEIGHTS, _BLOCKS = "state", "weights", "blocks"
+_STATE, _WEIGHTS, _BLOCKS, _HOST_BLOCKS = "state", "weights", "blocks", "host blocks"
+_OF_DEVICE = (_WEIGHTS, _BLOCKS)
+"""Sections that lie on a rank's GPU."""
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Allocates a tensor of this shape and dtype."""
 
@@ -50,13 +54,44 @@ def shared_objects(config: EngineConfig, parallel: ParallelState) -> dict[str, A
     return {"config": config, "parallel": parallel, "stage": parallel.stage}
 
 
+class _FileSections:
+    """Sections in the file, as `GpuSections` are on a GPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def make(self, name: str, num_bytes: int) -> int:
+        start = os.fstat(self._fd).st_size
+        # A whole number of large pages, so that each section begins with one.
+        start = -(-start // huge_pages.PAGE_BYTES) * huge_pages.PAGE_BYTES
+        try:
+            os.ftruncate(self._fd, start + max(1, num_bytes))
+        except OSError as error:
+            raise MemoryError(f"{num_bytes} bytes cannot be kept: {error}") from error
+        return start
+
+    def map(self, name: str, start: int, num_bytes: int) -> torch.Tensor:
+        return huge_pages.map_file(self._fd, start, num_bytes)
+
+    def drop(self, name: str, start: int, num_bytes: int) -> None:
+        if num_bytes:
+            with mmap.mmap(self._fd, num_bytes, offset=start) as old:
+                old.madvise(mmap.MADV_REMOVE)
+
+    def fill(self, room: torch.Tensor, address: int, owner: torch.Tensor) -> None:
+        ctypes.memmove(room.data_ptr(), address, room.nbytes)
+
+
 class RankMemory:
-    """The memory of one rank, on CPU.
+    """The memory of one rank.
 
     Args:
         fd: of the file, which stays open; an empty one gets its header.
         config: of this rank.
         epoch: in which the memory began.
+        gpu: where its weights and KV blocks lie; None: in the file, as all else.
 
     Raises:
         TemporaryError: the file is damaged, or belongs to another engine, epoch, rank or
@@ -64,9 +99,18 @@ class RankMemory:
     """
 
     def __init__(
-        self, fd: int, config: EngineConfig, rank: int, engine_id: str = "", epoch: int = 1
+        self,
+        fd: int,
+        config: EngineConfig,
+        rank: int,
+        engine_id: str = "",
+        epoch: int = 1,
+        gpu: GpuSections | None = None,
     ) -> None:
         self._fd = fd
+        self._gpu = gpu
+        self._file = _FileSections(fd)
+        self._device_sections = gpu or self._file
         configuration = hashlib.sha256(repr(config).encode()).hexdigest()
         self._owner: dict[str, Any] = {"engine": engine_id, "epoch": epoch, "rank": rank}
         self._owner["configuration"] = configuration
@@ -89,39 +133,41 @@ class RankMemory:
     def moves_done(self, number: int) -> None:
         self._header[_MOVES_AT : _MOVES_AT + 8] = number.to_bytes(8, "little")
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of the sections on a GPU."""
+        sizes = [size for name, (_, size) in self._sections.items() if name in _OF_DEVICE]
+        return 0 if self._gpu is None else sum(sizes)
+
+    def _place_of(self, name: str) -> GpuSections | _FileSections:
+        return self._device_sections if name in _OF_DEVICE else self._file
+
     def section(self, name: str, num_bytes: int) -> torch.Tensor:
         """Returns a part of the memory, uint8 `[num_bytes]`: the one that has this name already, or
-        a new one, whose bytes are 0 and take no memory until they are written.
+        a new one, whose bytes are 0 and take no memory until they are written; on a GPU they are
+        there at once, with any content.
 
         Raises:
             MemoryError: it cannot be mapped.
             TemporaryError: it is there with another size.
         """
         if name not in self._sections:
-            start = os.fstat(self._fd).st_size
-            # A whole number of large pages, so that each section begins with one.
-            start = -(-start // huge_pages.PAGE_BYTES) * huge_pages.PAGE_BYTES
-            try:
-                os.ftruncate(self._fd, start + max(1, num_bytes))
-            except OSError as error:
-                raise MemoryError(f"{num_bytes} bytes cannot be kept: {error}") from error
-            self._sections[name] = (start, num_bytes)
+            self._sections[name] = self._place_of(name).make(name, num_bytes), num_bytes
             self._write_index()
         start, size = self._sections[name]
         if size != num_bytes:
             raise _refusal(f"number of bytes of {name}", size, num_bytes)
         if name not in self._mapped:
-            self._mapped[name] = huge_pages.map_file(self._fd, start, num_bytes)
+            self._mapped[name] = self._place_of(name).map(name, start, num_bytes)
         return self._mapped[name]
 
     def drop(self, name: str) -> None:
         """Gives the memory of a section back, if it is there."""
-        self._mapped.pop(name, None)
+        mapped = self._mapped.pop(name, None)
+        if name == _HOST_BLOCKS and self._gpu is not None and mapped is not None:
+            self._gpu.unpin(mapped)
         if name in self._sections:
-            start, num_bytes = self._sections.pop(name)
-            if num_bytes:
-                with mmap.mmap(self._fd, num_bytes, offset=start) as old:
-                    old.madvise(mmap.MADV_REMOVE)
+            self._place_of(name).drop(name, *self._sections.pop(name))
 
     def keep_blocks(self, num_bytes: int, num_tensors: int) -> Empty:
         """Returns what gives the tensors of a KV cache one after another: with their content, if a
@@ -142,10 +188,23 @@ class RankMemory:
 
         return empty
 
+    def keep_host_blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Returns pinned memory of the host for the swapped blocks of a GPU, with their content if
+        a lost rank had them; None: there are none."""
+        assert self._gpu is not None, "on CPU they are among all blocks"
+        if not (num_bytes := math.prod(shape) * dtype.itemsize):
+            return None
+        is_new = _HOST_BLOCKS not in self._mapped
+        memory = self.section(_HOST_BLOCKS, num_bytes)
+        if is_new:
+            self._gpu.pin(memory)
+        return memory.view(dtype).view(shape)
+
     def drop_blocks(self) -> None:
         """Gives the memory of all blocks back."""
         self.moves_done = 0
         self.drop(_BLOCKS)
+        self.drop(_HOST_BLOCKS)
 
     def _write_index(self) -> None:
         index = json.dumps(self._owner | {"sections": self._sections}).encode()
@@ -174,16 +233,24 @@ class RankMemory:
             shared: objects within `state` that `load` gets from its caller, by name.
 
         Returns:
-            False: these objects cannot be noted (code of others); nothing was moved.
+            False: these objects cannot be noted (code of others), or a GPU has no room for the
+            weights beside those that are there; nothing was moved.
         """
         notes = io.BytesIO()
-        pickler = _Pickler(notes, shared)
+        pickler = _Pickler(notes, shared, self._device_sections.device)
         try:
             pickler.dump(state)
         except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
             logger.info("weights: they are read again at each start and loss: %s", error)
             return False
-        records = self._move(pickler.tensors)
+        try:
+            records = self._move(pickler.tensors)
+        except (MemoryError, OSError, TemporaryError) as error:
+            if self._gpu is None:
+                raise
+            logger.warning("a lost rank is not replaced with its GPU memory: %s", error)
+            self.drop(_WEIGHTS)
+            return False
         whole = bytearray(pickle.dumps((records, notes.getvalue())))
         self.section(_STATE, len(whole)).copy_(torch.frombuffer(whole, dtype=torch.uint8))
         return True
@@ -225,8 +292,9 @@ class RankMemory:
             else:
                 extents.append([start, end, 0])
         total = 0
+        unit = _ALIGNMENT if self._gpu is None else _GPU_ALIGNMENT
         for extent in extents:  # each keeps its distance from the border of a cache line
-            extent[2] = -(-total // _ALIGNMENT) * _ALIGNMENT + extent[0] % _ALIGNMENT
+            extent[2] = -(-total // unit) * unit + extent[0] % unit
             total = extent[2] + extent[1] - extent[0]
         weights = self.section(_WEIGHTS, total)
         records: list[_Record] = [((), (), torch.uint8, 0)] * len(tensors)
@@ -236,8 +304,10 @@ class RankMemory:
             tensor = tensors[i]
             if tensor.data_ptr() >= end:
                 start, end, place = next(left)
-                populated += _give_large_pages(weights[populated : place + end - start])
-                ctypes.memmove(weights.data_ptr() + place, start, end - start)
+                if self._gpu is None:
+                    populated += _give_large_pages(weights[populated : place + end - start])
+                room = weights[place : place + end - start]
+                self._device_sections.fill(room, start, tensor)
             offset = place + tensor.data_ptr() - start
             records[i] = (tuple(tensor.shape), tensor.stride(), tensor.dtype, offset)
             if tensor.numel():
@@ -251,7 +321,7 @@ class RankMemory:
         state = self.section(_STATE, self._sections[_STATE][1])
         weights = self.section(_WEIGHTS, self._sections[_WEIGHTS][1])
         records, notes = pickle.loads(state.numpy().tobytes())
-        tensors = [_place(torch.empty(0, dtype=r[2]), weights, r) for r in records]
+        tensors = [_place(weights.new_empty(0, dtype=r[2]), weights, r) for r in records]
         return _Unpickler(io.BytesIO(notes), tensors, shared).load()
 
 
@@ -301,15 +371,16 @@ def _outline(dtype: torch.dtype, length: int, *form: Any) -> torch.Tensor:
 class _Pickler(pickle.Pickler):
     """Notes tensors by their number, shared objects by their name, and ops of torch by theirs."""
 
-    def __init__(self, file: io.BytesIO, shared: dict[str, Any]) -> None:
+    def __init__(self, file: io.BytesIO, shared: dict[str, Any], device: torch.device) -> None:
         super().__init__(file, protocol=5)
+        self._device = device
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}  # by the tensor's id
         self._names = {id(value): name for name, value in shared.items()}
 
     def persistent_id(self, value: Any) -> int | str | None:
         if isinstance(value, torch.Tensor) and value.device.type != "meta":
-            if value.device.type != "cpu" or type(value) is not torch.Tensor:
+            if value.device != self._device or type(value) is not torch.Tensor:
                 raise pickle.PicklingError(f"a {type(value).__name__} on {value.device}")
             if id(value) not in self._numbers:
                 self._numbers[id(value)] = len(self.tensors)

@@ -27,6 +27,7 @@ from typing import Any
 
 from tpengine import host
 from tpengine.executor.diagnosis import UNKNOWN
+from tpengine.executor.held_files import HeldFiles
 from tpengine.host import START_TICKS, living_fields
 
 _LOG_TAIL_BYTES = 4000
@@ -50,6 +51,7 @@ class NodeAgent:
     def __init__(self) -> None:
         self._files: dict[Process, int] = {}
         self._memory: dict[int, int] = {}  # descriptors, by rank
+        self._of_gpus: dict[int, HeldFiles] = {}  # by rank
         self._oom_kills = 0
 
     def ping(self) -> int:
@@ -179,11 +181,12 @@ class NodeAgent:
             left = [process for process in left if self.state(process)]
         return left
 
-    def keep_memory(self, rank: int, is_new: bool) -> tuple[str, str] | None:
+    def keep_memory(self, rank: int, is_new: bool, on_gpu: bool = False) -> tuple[str, str] | None:
         """Holds a file for what outlives the process of a rank, see `worker/rank_memory.py`.
 
         Args:
             is_new: in place of an earlier one; False: the one that this agent holds already.
+            on_gpu: whether it also holds descriptors of GPU memory that the rank sends.
 
         Returns:
             The path by which processes of this node open it, and what this path leads to. None:
@@ -191,8 +194,11 @@ class NodeAgent:
 
         Raises:
             OSError: no descriptor is left.
+            RuntimeError: no thread is left.
         """
         if is_new:
+            if rank in self._of_gpus:
+                self._of_gpus.pop(rank).close()
             if rank in self._memory:
                 os.close(self._memory.pop(rank))
             name = f"tpengine rank {rank} {secrets.token_hex(8)}"
@@ -200,17 +206,22 @@ class NodeAgent:
         if rank not in self._memory:
             return None
         path = f"/proc/{os.getpid()}/fd/{self._memory[rank]}"
-        return path, os.readlink(path)
+        target = os.readlink(path)
+        if on_gpu and rank not in self._of_gpus:
+            self._of_gpus[rank] = HeldFiles(target)
+        return path, target
 
     def free_memory(self) -> None:
         """Closes the files of `keep_memory`, which no later rank opens; those that live keep
         descriptors of their own."""
+        while self._of_gpus:
+            self._of_gpus.popitem()[1].close()
         _close_all(self._memory)
 
     def close(self) -> None:
         """Forgets the processes of `watch`, and closes the files of `keep_memory`."""
         _close_all(self._files)
-        _close_all(self._memory)
+        self.free_memory()
 
 
 def _close_all(files: dict[Any, int]) -> None:

@@ -21,7 +21,7 @@ from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, PlacementError, counted
 from tpengine.executor.channel import Channel, Check
 from tpengine.executor.diagnosis import ANSWER_S
-from tpengine.executor.home import Home, Lost, Start, Started
+from tpengine.executor.home import Home, Lost, Start, Started, keeps_memory
 from tpengine.executor.launch import node_agent, rank_process
 from tpengine.executor.launch.children import Child, End, Process, Starter
 from tpengine.executor.launch.template import Template
@@ -143,7 +143,7 @@ class ProcessHome(Home):
         self._devices = devices or rank_devices(config.device, self._size)
         self.agents = OwnMachine()
         self._starter = Starter()
-        self.keeps_memory = config.device == "cpu"
+        self.keeps_memory = keeps_memory(config)
         self._ranks: list[RankProcess] = []  # of the latest group
         self.spares: Spares[Template] = Spares(1, self._start_template)
         self.spares.start_missing([Template.node_id])  # it imports while the driver reads its files

@@ -21,7 +21,7 @@ from tpengine.config import EngineConfig
 from tpengine.errors import ConfigError, EngineError, GroupLostError, PlacementError
 from tpengine.executor.channel import Channel, ChannelTimeoutError, Check, Invitation, Listener
 from tpengine.executor.diagnosis import START, Failure, RankPlace, RanksFailedError
-from tpengine.executor.home import Home, Lost, Start, Started
+from tpengine.executor.home import Home, Lost, Start, Started, keeps_memory
 from tpengine.executor.launch import actors
 from tpengine.executor.launch.actors import ActorCalls, ActorSpare, Agents
 from tpengine.executor.launch.placement import (
@@ -67,7 +67,7 @@ class RayHome(Home):
         self._connection = connection
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self.agents = Agents(self._node_id)
-        self.keeps_memory = config.device == "cpu"
+        self.keeps_memory = keeps_memory(config)
         num_spares = config.parallel.own_processes.spare_workers
         self.spares: Spares[ActorSpare] = Spares(num_spares, self._start_spare)
         self._bundle = rank_bundle(config.device, ray_config.bundle)

@@ -27,9 +27,13 @@ class PooledBlocks:
     Args:
         pool: `[2 * num_layers, num_blocks, block_size, num_kv_heads, head_dim]`: K and V of each
             layer.
+        host: pinned memory for the host's blocks, `[num_host_blocks, 2 * num_layers, block_size,
+            num_kv_heads, head_dim]`; None: it is allocated.
     """
 
-    def __init__(self, pool: torch.Tensor, num_host_blocks: int) -> None:
+    def __init__(
+        self, pool: torch.Tensor, num_host_blocks: int, host: torch.Tensor | None = None
+    ) -> None:
         pieces = pool.unbind()
         self.caches = LayerCaches(zip(pieces[::2], pieces[1::2], strict=True))
         self._pool = pool
@@ -38,14 +42,15 @@ class PooledBlocks:
             self._stream = torch.cuda.Stream(pool.device)
         one_block = (pool.shape[0], *pool.shape[2:])
         block_bytes = math.prod(one_block) * pool.itemsize
-        self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
-        self._host = [
+        self._piece_blocks = max(1, _PIECE_BYTES // block_bytes if host is None else len(host))
+        self._host = [] if host is None else [host]
+        self._host += [
             torch.empty(
                 (min(self._piece_blocks, num_host_blocks - first), *one_block),
                 dtype=pool.dtype,
                 pin_memory=self._stream is not None,
             )
-            for first in range(0, num_host_blocks, self._piece_blocks)
+            for first in range(sum(map(len, self._host)), num_host_blocks, self._piece_blocks)
         ]
         num_staged = staged_blocks(block_bytes, num_host_blocks)
         self._staging = torch.empty((num_staged, *one_block), dtype=pool.dtype, device=pool.device)
