@@ -22,13 +22,13 @@ VAGUE_NAMES = {"one", "given", "found", "about", "told"}
 """They say what happened to a value, but not what it is."""
 
 # Budgets. A commit that raises one says what the lines buy.
-MAX_PACKAGE_LINES = 36_242
+MAX_PACKAGE_LINES = 36_315
 """Lines of code of the package, without docstrings, comments, blank lines and generated stubs."""
 MAX_NATIVE_LINES = 9_060
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
-MAX_CORE_LINES = 6_515
+MAX_CORE_LINES = 6_500
 """Lines of code of the files that docs/reading.md lists: `LLM.generate` on one device."""
-MAX_TEST_LINES = 42_796
+MAX_TEST_LINES = 42_835
 """Lines of code of tests/."""
 
 # room: rooms that it may import, besides itself and the files at the package's root

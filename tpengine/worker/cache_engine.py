@@ -84,15 +84,8 @@ class CacheEngine:
             )
             self._blocks = LayerBlocks(caches, num_host_blocks, empty)
         else:
-            pool_shape, host = (2 * num_layers, *k_shape), None
-            if memory is None:
-                pool = torch.empty(pool_shape, dtype=dtype, device=device)
-            else:
-                num_bytes = shape.block_bytes * num_blocks
-                pool = memory.keep_blocks(num_bytes, num_tensors=1)(pool_shape, dtype)
-                host_shape = num_host_blocks, pool_shape[0], *pool_shape[2:]
-                host = memory.keep_host_blocks(host_shape, dtype)
-            self._blocks = PooledBlocks(pool, num_host_blocks, host)
+            where = dtype, device, num_host_blocks, memory
+            self._blocks = PooledBlocks.allocate((2 * num_layers, *k_shape), *where)
         self.kv_caches = self._blocks.caches
         self._memory = memory
 
@@ -125,8 +118,6 @@ class CacheEngine:
 
     def _note_moved(self, number: int) -> None:
         if self._memory is not None:
-            if self._device.type == "cuda":  # what is noted must be done if the process ends now
-                torch.cuda.synchronize(self._device)
             self._memory.moves_done = number
 
     def populate(self, num_bytes: int) -> int:

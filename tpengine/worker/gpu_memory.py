@@ -115,6 +115,11 @@ class GpuSections:
         whole = torch.empty(0, dtype=torch.uint8, device=owner.device).set_(storage)
         room.copy_(whole[offset : offset + room.nbytes])
 
+    def synchronize(self) -> None:
+        """Waits for the kernels and copies that were launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def pin(self, memory: torch.Tensor) -> None:
         """Lets the device read and write memory of the host.
 
@@ -158,8 +163,7 @@ class _Mapping:
         if not self._address.value:
             return
         with contextlib.suppress(RuntimeError):  # the device has failed
-            if self._sections.device.type == "cuda":
-                torch.cuda.synchronize(self._sections.device)  # a kernel may use the memory
+            self._sections.synchronize()  # a kernel may use the memory
         for name in ("cuMemUnmap", "cuMemAddressFree"):
             with contextlib.suppress(MemoryError, TemporaryError):  # nothing was mapped
                 self._sections.call(name, self._address, self._size)

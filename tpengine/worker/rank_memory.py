@@ -131,6 +131,8 @@ class RankMemory:
 
     @moves_done.setter
     def moves_done(self, number: int) -> None:
+        if self._gpu is not None:  # what is noted must be done if the process ends now
+            self._gpu.synchronize()
         self._header[_MOVES_AT : _MOVES_AT + 8] = number.to_bytes(8, "little")
 
     @property

@@ -95,6 +95,17 @@ class KeptWeights:
         self.outlive = is_saved and self._memory is not None
 
     @property
+    def block_memory(self) -> RankMemory | None:
+        """Where the KV blocks may lie. On a GPU without room for a second copy of the weights these
+        are not kept, and then neither are the blocks."""
+        return self._memory if self.outlive or self._config.device == "cpu" else None
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of this rank's GPU that torch's allocator does not know."""
+        return 0 if self._memory is None else self._memory.gpu_bytes
+
+    @property
     def _has_tower(self) -> bool:
         """Whether there is a vision tower, whose weights are not kept."""
         return self._config.scheduler.pictures is not None
@@ -227,7 +238,7 @@ class _WeightFile:
         digests, start = [], _HEADER_BYTES
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for section in sections.values():
-                parts = memoryview(section.numpy())
+                parts = section.numpy().data
                 places = range(0, len(parts), _PIECE_BYTES)
 
                 def copy_piece(at: int, parts: memoryview = parts, start: int = start) -> bytes:

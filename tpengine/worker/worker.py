@@ -173,7 +173,6 @@ class Worker:
             self._kept = KeptWeights(self._config, self._memory)
             if (kept := self._kept.load(self._parallel)) is not None:
                 vars(self).update(kept)
-                self._gpu = self._make_gpu_attention(self._require_model())
                 gc.collect()  # the objects of the epoch before hold its links and memory
             elif model.calibrates and self._device.type == "cpu":
                 self._calibration = Calibration(self._config, self._make_weights(model))
@@ -205,6 +204,7 @@ class Worker:
         return self._digest
 
     def _make_recorder(self) -> None:
+        self._gpu = self._make_gpu_attention(self._require_model())
         layers = None if self._adapters is None else self._adapters.layers
         where = self._device, self._parallel, self._gpu
         self._recorder = Recorder(self._config, *where, layers, self._ends.entering)
@@ -226,7 +226,6 @@ class Worker:
         self._weights_form, self._looked_up_bytes = weights.form, weights.looked_up_bytes
         if self._cache_dtype == torch.float8_e4m3fn:
             set_kv_scales(self._model, weights, self._config, self._parallel)
-        self._gpu = self._make_gpu_attention(self._model)
         self._kept.save({name: getattr(self, name) for name in _KEPT}, self._parallel)
 
     def _make_weights(self, model: ModelConfig, importance: Importance | None = None) -> Weights:
@@ -312,7 +311,7 @@ class Worker:
             num_device_blocks=budget // one_block if wanted is None else wanted,
             num_host_blocks=num_host_blocks,
             communicator_bytes=self._parallel.communicator_bytes + self._ends.num_bytes,
-            held_by_others_bytes=device.held_by_others_bytes(self._device, self._kept_gpu_bytes),
+            held_by_others_bytes=device.held_by_others_bytes(self._device, self._kept.gpu_bytes),
             logits_bytes=logits,
             graphs_bytes=graphs,
             adapters_bytes=0 if self._adapters is None else self._adapters.layers.num_bytes,
@@ -400,10 +399,7 @@ class Worker:
         model, draft_model = self._require_model(), self._draft_model
         drafting = draft_cache = None
         try:
-            # On a GPU without room for a second copy of the weights nothing is kept.
-            keeps = self._kept.outlive or self._gpu is None
-            memory = self._memory if keeps else None
-            cache = self._make_cache(model, num_blocks, num_host_blocks, memory)
+            cache = self._make_cache(model, num_blocks, num_host_blocks, self._kept.block_memory)
             if draft_model is not None:
                 draft_cache = self._make_cache(draft_model, num_blocks)
                 drafting = draft_model, draft_cache.kv_caches
@@ -528,11 +524,6 @@ class Worker:
         if self._config.model.is_encoder:
             cache.share(len(list(attention_layers(model))))
         return cache
-
-    @property
-    def _kept_gpu_bytes(self) -> int:
-        """Bytes of this rank's device that torch's allocator does not know."""
-        return 0 if self._memory is None else self._memory.gpu_bytes
 
     @property
     def _draft_block_bytes(self) -> int:

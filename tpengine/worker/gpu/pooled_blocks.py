@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from tpengine.layers.attention import KVCache
 from tpengine.layers.device_values import upload
 from tpengine.messages import BlockMoves
 from tpengine.ops import cache_ops
+from tpengine.worker.rank_memory import RankMemory
 
 _STAGING_BYTES = 64 << 20
 """Of a copy to or from the host: large enough for the bus to reach its full speed."""
@@ -54,6 +55,26 @@ class PooledBlocks:
         ]
         num_staged = staged_blocks(block_bytes, num_host_blocks)
         self._staging = torch.empty((num_staged, *one_block), dtype=pool.dtype, device=pool.device)
+
+    @classmethod
+    def allocate(
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int,
+        memory: RankMemory | None,
+    ) -> Self:
+        """Makes a pool of this shape, which is left uninitialised.
+
+        Args:
+            memory: for the blocks; it outlives the process. None: they end with it.
+        """
+        if memory is None:
+            return cls(torch.empty(shape, dtype=dtype, device=device), num_host_blocks)
+        pool = memory.keep_blocks(math.prod(shape) * dtype.itemsize, num_tensors=1)(shape, dtype)
+        host_shape = num_host_blocks, shape[0], *shape[2:]
+        return cls(pool, num_host_blocks, memory.keep_host_blocks(host_shape, dtype))
 
     def swap(self, moves: BlockMoves) -> None:
         """Copies blocks to the host and from it; on CUDA without delaying the current stream.
