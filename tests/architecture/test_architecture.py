@@ -28,7 +28,7 @@ MAX_NATIVE_LINES = 9_060
 """Lines of C++ and CUDA in csrc/, without blank lines and comments."""
 MAX_CORE_LINES = 6_500
 """Lines of code of the files that docs/reading.md lists: `LLM.generate` on one device."""
-MAX_TEST_LINES = 42_835
+MAX_TEST_LINES = 42_846
 """Lines of code of tests/."""
 
 # room: rooms that it may import, besides itself and the files at the package's root

@@ -47,18 +47,20 @@ def receive(channel: wire.Channel, timeout_s: float) -> wire.Frame:
 def check_frames(*ends: wire.Channel) -> None:
     """Frames that both ends of a channel send at once arrive whole and in order."""
     payloads = [b"", b"x", bytes(range(256)) * 40_000, b"y" * 100, b"z" * (3 << 20), b""]
-    frames = [(wire.FrameKind.STEP, number, payload) for number, payload in enumerate(payloads)]
+    numbers = range(len(payloads))
 
-    def send(end: wire.Channel) -> None:
-        for frame in frames:
-            end.send(*frame, TIMEOUT_S)
+    def send(end: wire.Channel, name: bytes) -> None:
+        for number in numbers:
+            end.send(wire.FrameKind.STEP, number, payloads[number] + name, TIMEOUT_S)
 
-    def receive_all(end: wire.Channel) -> list[wire.Frame]:
-        return [receive(end, TIMEOUT_S) for _ in frames]
+    def receive_all(end: wire.Channel) -> list[tuple[int, bytes]]:
+        frames = [receive(end, TIMEOUT_S) for _ in numbers]
+        return [(frame.number, bytes(frame.payload)) for frame in frames]
 
     with ThreadPoolExecutor(4) as pool:
-        sent = [pool.submit(send, end) for end in ends]
-        assert list(pool.map(receive_all, ends)) == [[wire.Frame(*frame) for frame in frames]] * 2
+        sent = [pool.submit(send, *pair) for pair in zip(ends, [b"a", b"b"], strict=True)]
+        of_a, of_b = ([(n, payloads[n] + name) for n in numbers] for name in (b"a", b"b"))
+        assert list(pool.map(receive_all, ends)) == [of_b, of_a]
         for future in sent:
             future.result(TIMEOUT_S)
 

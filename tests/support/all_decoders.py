@@ -152,6 +152,8 @@ def run(folder: Path, model: Any, tp_size: int = 1, **args: Any) -> str:
         outputs = serve(engine, PROMPTS, greedy(NUM_OUTPUT_TOKENS, prompt_logprobs=0))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids, last = torch.tensor([*prompt, *output.outputs[0].token_ids]), len(prompt) - 1
+        if (count := len(ids) - len(prompt)) != NUM_OUTPUT_TOKENS:
+            return f"{count} output tokens after a prompt of {len(prompt)}"
         with torch.inference_mode():
             logits = model(ids[None], use_cache=False).logits[0, :-1].float()
         chosen = logits.gather(1, ids[1:, None])[:, 0]
